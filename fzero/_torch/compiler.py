@@ -8,8 +8,9 @@ import functools
 import importlib
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,8 @@ def pickled(graphs: Sequence[GraphWithStandIns]) -> bytes:
     """
     from torch._inductor import config
 
-    settings = (config.save_config(), _settings())
+    with _without_warnings_of_settings():
+        settings = (config.save_config(), _settings())
     rows = [(_lines(graph), _forms(fakes), _forms(results)) for graph, fakes, results in graphs]
     return pickle.dumps((settings, rows))
 
@@ -132,7 +134,8 @@ def unpickled(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
     from torch._inductor import config
 
     (inductor_config, settings), rows = pickle.loads(data)
-    config.load_config(inductor_config)
+    with _without_warnings_of_settings():
+        config.load_config(inductor_config)
     _set(settings)
 
     def make(lines: list[_Line], *forms: Any) -> GraphWithStandIns:
@@ -141,6 +144,14 @@ def unpickled(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
         return _graph(lines), fakes, results
 
     return [functools.partial(make, *row) for row in rows]
+
+
+@contextmanager
+def _without_warnings_of_settings() -> Iterator[None]:
+    """Silence torch 2.15, which warns of its own deprecated settings where all of them are copied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -4,6 +4,9 @@ A rank in lockstep starts with its caller's settings. Its changes apply to this 
 They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/axes/test_lockstep_state.py` shows which.
 """
 
+import importlib
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -14,7 +17,16 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch
 
-__all__ = ["OwnSettings", "c10d", "default_store", "group_of", "put_settings", "settings", "thread_state"]
+__all__ = [
+    "OwnSettings",
+    "c10d",
+    "default_store",
+    "group_of",
+    "load_forward_mode",
+    "put_settings",
+    "settings",
+    "thread_state",
+]
 
 # Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
 #
@@ -70,6 +82,19 @@ def thread_state() -> Callable[[], Any]:
             yield
 
     return inherit
+
+
+def load_forward_mode() -> None:
+    """Load what torch loads at the first forward-mode derivative of a process.
+
+    From torch 2.15 on that warns of `torch.jit.script`, which torch itself uses there: a FutureWarning, so users would
+    see it. This function can go when torch no longer uses it.
+    """
+    if not __debug__ or os.environ.get("PYTORCH_JIT", "1") != "1":  # as torch asks itself
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script", FutureWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 _c: Any = torch._C

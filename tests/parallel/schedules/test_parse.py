@@ -51,7 +51,7 @@ def test_torchs_messages_are_left_out_and_are_ours():
     table = torch_table("InterleavedZeroBubble", 4, 8, 2, with_comms=True)
     read = Schedule.parse(table)
     assert read == Schedule.parse(torch_table("InterleavedZeroBubble", 4, 8, 2))
-    sends = {str(a) for row in table for a in row if a is not None and "SEND" in str(a)}
+    sends = {str(a) for row in table for a in row if "SEND" in str(a) and "WAIT" not in str(a)}
     assert sends == {f"{s}SEND_{'F' if kind == 'F' else 'B'}{m}" for _, _, kind, s, m in read.messages}
 
 
