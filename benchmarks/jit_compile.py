@@ -60,8 +60,8 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     from fzero.graph.run import _backends as _lower
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
-    elsewhere = step._on(_one_rank.absent((("dp", 2),)))
-    args = _one_rank.as_one_rank_holds(args, {"dp": 2}, stacked=True)
+    elsewhere = step._on(_one_rank.planned_mesh((("dp", 2),)))
+    args = _one_rank.one_rank_tree(args, {"dp": 2}, stacked=True)
     jitted = fzero.jit(elsewhere)
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()

@@ -39,7 +39,7 @@ def state_of(step: fzero.zero.ShardedStep, params: Any, opt: Any) -> list[Any]:
     """Make what this rank holds, `[params, opt_state]`: cut in a simulation, which needs all ranks' for a moment."""
 
     def first(x: Any) -> Any:
-        return Shard(x.data[0].clone(), x.uid) if isinstance(x, Shard) else x
+        return Shard(x.data[0].clone(), x.spec_id) if isinstance(x, Shard) else x
 
     simulated = step._on(fzero.mesh(simulate=True, dp=step.mesh.size))
     return [tree.map(first, x, is_leaf=is_box) for x in simulated.init(params, opt)]

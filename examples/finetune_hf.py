@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="go on from the newest one there, if any")
     args = parser.parse_args()
 
-    mesh = fzero.mesh(dp=-1, alone=args.ranks)
+    mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
     finetune(args, mesh, functools.partial(print, flush=True) if mesh.rank == 0 else lambda line: None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
 
-    mesh = fzero.mesh(dp=-1, alone=args.ranks, simulate=args.simulate)
+    mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks, simulate=args.simulate)
     torch.manual_seed(0)  # the same parameters on every rank
     model = build(args.model).train()
     model.config.use_cache = False  # it is for sampling

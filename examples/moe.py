@@ -152,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # with matrices this small more threads only wait for one another
 
-    mesh = fzero.mesh(dp=-1, ep=args.ep, alone=args.dp * args.ep)
+    mesh = fzero.mesh(dp=-1, ep=args.ep, simulated_ranks=args.dp * args.ep)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     text = load_text(args.text)
     console.print(f"{len(text):,} bytes of text; {mesh!r}; {args.experts} experts in every second block")

@@ -66,7 +66,9 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # the same parameters and batches on every rank
 
-    mesh = fzero.mesh(dp=-1, tp=args.tp, alone=args.dp * args.tp)  # the processes of torchrun or srun, else simulated
+    mesh = fzero.mesh(
+        dp=-1, tp=args.tp, simulated_ranks=args.dp * args.tp
+    )  # the processes of torchrun or srun, else simulated
     say = print if mesh.rank == 0 else lambda *words: None
     step = fzero.shard(train_step, stage=args.stage, mesh=mesh, axis="dp", split=split)
 

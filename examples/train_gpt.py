@@ -244,7 +244,7 @@ def main() -> None:
     torch.set_num_threads(1)  # with matrices this small more threads only wait for one another
 
     axes = {name: n for name, n in (("pp", args.pp), ("tp", args.tp)) if n > 1}
-    mesh = fzero.mesh(dp=-1, **axes, alone=args.ranks)
+    mesh = fzero.mesh(dp=-1, **axes, simulated_ranks=args.ranks)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     text = load_text(args.text)
     train_text, held_out = text.tensor_split([len(text) * 9 // 10])

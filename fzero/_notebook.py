@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["as_text", "shown"]
+__all__ = ["as_html", "as_text"]
 
 
 def as_text(text: str) -> str:
@@ -14,7 +14,7 @@ def as_text(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def shown(text: str, alt: str, draw: Callable[[], Any]) -> str:
+def as_html(text: str, alt: str, draw: Callable[[], Any]) -> str:
     """Return a text as HTML, with a figure below it if matplotlib is installed."""
     page = as_text(text)
     try:

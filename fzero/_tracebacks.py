@@ -12,7 +12,7 @@ import torch
 
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
-__all__ = ["UsersFrames", "api_boundary", "api_boundary_with"]
+__all__ = ["UserFrames", "api_boundary", "api_boundary_with"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def api_boundary(f: F, hint: str = "") -> F:
     def f_with_short_tracebacks(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # Dynamo raises its own errors
             return f(*args, **kwargs)
-        with UsersFrames():
+        with UserFrames():
             try:
                 return f(*args, **kwargs)
             except TypeError as error:
@@ -57,7 +57,7 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
     return "; ".join([f"did you mean {matches[0]}= by {name}=?" for name, matches in nearest if matches])
 
 
-class UsersFrames:
+class UserFrames:
     """A context that reduces the traceback of an error to the frames of the user's code.
 
     So the last line is the user's line that raised the error, as without transforms. If no user code ran within the

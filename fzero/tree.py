@@ -96,7 +96,7 @@ def numel(tree: Any) -> int:
         18
     """
     leaves = {id(x): x for x in flatten(tree, is_box)[0]}
-    return sum(x.whole_numel() if is_box(x) else x.numel() for x in leaves.values() if hasattr(x, "numel") or is_box(x))
+    return sum(x.full_numel() if is_box(x) else x.numel() for x in leaves.values() if hasattr(x, "numel") or is_box(x))
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -782,4 +782,4 @@ def test_every_box_says_its_dtype():
     step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
     params, state = step.init({"w": torch.ones(4)}, opt)
     boxes = [x for x in tree.flatten((params, state), is_box)[0] if is_box(x)]
-    assert {x.spec.dtype for x in boxes} == {torch.bfloat16} and len({x.uid for x in boxes}) == 1
+    assert {x.spec.dtype for x in boxes} == {torch.bfloat16} and len({x.spec_id for x in boxes}) == 1

@@ -29,13 +29,13 @@ __all__ = [
     "Form",
     "compile_threads",
     "have_equal_strides",
-    "importing",
     "inductor",
     "inductor_folder",
     "inductor_for_lengths",
-    "pickled",
-    "preparing",
-    "unpickled",
+    "pickle_graphs",
+    "start_cpu_probe",
+    "start_import",
+    "unpickle_graphs",
 ]
 
 # The cache's key is a pickle. By default the pickle of a memory format names the first module that imported torch,
@@ -51,7 +51,7 @@ def _memory_format(name: str) -> torch.memory_format:
 
 
 @functools.cache
-def preparing() -> threading.Thread:
+def start_cpu_probe() -> threading.Thread:
     """Start a thread that detects the CPU's vector instructions, for which Inductor compiles and loads a library.
 
     That takes seconds, in which Python can do other work, such as tracing.
@@ -67,7 +67,7 @@ def _prepare() -> None:
 
 
 @functools.cache
-def importing() -> threading.Thread:
+def start_import() -> threading.Thread:
     """Start a thread that imports and prepares Inductor, which takes 10 s on a busy machine."""
     return _start_thread(_import)
 
@@ -88,7 +88,7 @@ def _import() -> None:
     with suppress(Exception):  # the first use of Inductor will raise the error again
         for name in ("compile_fx", "lowering"):
             importlib.import_module(f"torch._inductor.{name}")
-        preparing().join()
+        start_cpu_probe().join()
 
 
 def inductor_folder() -> Path:
@@ -112,7 +112,7 @@ def compile_threads() -> int:
 GraphWithStandIns = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of arguments and results
 
 
-def pickled(graphs: Sequence[GraphWithStandIns]) -> bytes:
+def pickle_graphs(graphs: Sequence[GraphWithStandIns]) -> bytes:
     """Pickle graphs, the shapes of their arguments and results, and this process's settings, for another process.
 
     Raises:
@@ -126,7 +126,7 @@ def pickled(graphs: Sequence[GraphWithStandIns]) -> bytes:
     return pickle.dumps((settings, rows))
 
 
-def unpickled(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
+def unpickle_graphs(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
     """Apply the settings of the process that pickled graphs, and return functions that build the graphs.
 
     A function raises if its graph has a custom operation that is not registered in this process.
@@ -312,7 +312,7 @@ def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: Fak
     """
     from torch._inductor.exc import CppCompileError, InductorError
 
-    preparing().join()
+    start_cpu_probe().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition assumes that it is loaded
     settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_gcc_workaround()}
     try:

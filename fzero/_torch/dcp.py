@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["unpickled_metadata"]
+__all__ = ["load_metadata"]
 
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -52,7 +52,7 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
-def unpickled_metadata(data: bytes) -> "Metadata":
+def load_metadata(data: bytes) -> "Metadata":
     """Unpickle a file `.metadata` of torch.distributed.checkpoint safely; torch itself uses a bare `pickle.load`.
 
     Raises:

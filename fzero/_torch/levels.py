@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
-    "Written",
+    "VersionKey",
     "deciding",
     "derivatives",
     "differentiates_now",
@@ -31,9 +31,9 @@ __all__ = [
     "quiet_vmap_fallback",
     "raise_priority",
     "unwrapped",
+    "version_key",
     "vmaps",
     "without_function_modes",
-    "written",
 ]
 
 # Private torch APIs about running traces, transforms and profilers, and about the order of autograd.
@@ -179,7 +179,7 @@ def unwrapped(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class Written(NamedTuple):
+class VersionKey(NamedTuple):
     """The version of a tensor, which rises with each in-place write, and a weak reference to its storage.
 
     The weak reference lets torch free the memory, but reserves the address. So no later storage equals this one.
@@ -189,13 +189,13 @@ class Written(NamedTuple):
     storage: StorageWeakRef
 
 
-def written(x: torch.Tensor) -> Written:
+def version_key(x: torch.Tensor) -> VersionKey:
     """Return a value that every in-place write into a tensor changes, under any transform.
 
     Torch does not count writes through `x.data`, nor writes into inference tensors.
     """
     x = unwrapped(x)  # torch counts writes only in the tensor below all transforms
-    return Written(0 if x.is_inference() else x._version, StorageWeakRef(x.untyped_storage()))
+    return VersionKey(0 if x.is_inference() else x._version, StorageWeakRef(x.untyped_storage()))
 
 
 def is_foreign(x: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch
 
 __all__ = [
-    "OwnSettings",
+    "RankSettings",
     "c10d",
     "default_store",
     "group_of",
@@ -243,7 +243,7 @@ def put_settings(values: Mapping[str, Any]) -> None:
         SETTINGS[name].write(value)
 
 
-class OwnSettings:
+class RankSettings:
     """The changes of one rank to the process's settings, which apply only while the rank runs.
 
     Ranks in lockstep alternate. Without this, one rank's `with torch.autograd.detect_anomaly():` would change the

@@ -46,7 +46,7 @@ __all__ = [
     "is_fake",
     "line_of",
     "memory_like",
-    "recorded",
+    "recorded_nodes",
     "stand_in_at",
     "trace",
     "user_line",
@@ -249,7 +249,7 @@ def _make_fx(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.G
         return make_fx(f, _allow_non_fake_inputs=True)(*fakes)
 
 
-def recorded() -> list[torch.fx.Node]:
+def recorded_nodes() -> list[torch.fx.Node]:
     """List the nodes that the running trace has recorded so far."""
     mode: Any = get_proxy_mode()
     return [] if mode is None else list(mode.tracer.graph.nodes)

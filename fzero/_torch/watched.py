@@ -32,8 +32,8 @@ __all__ = [
     "lines_of_nodes",
     "memory_of",
     "place_now",
-    "unwatched",
     "watching",
+    "without_watchers",
 ]
 
 # Private torch APIs that follow the CPU's allocator.
@@ -157,7 +157,7 @@ def watching(
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def without_watchers() -> Iterator[None]:
     """Run code in this context without any dispatch mode, so that no watcher sees its operations."""
     with _disable_current_modes():
         yield

@@ -17,7 +17,7 @@ from fzero.axes._scope import bound, differs_along
 from fzero.axes.lockstep import is_lockstep, meet, same
 from fzero.tree import Tree
 
-__all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs"]
+__all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs_message"]
 
 
 class _Replicated(torch.autograd.Function):
@@ -95,7 +95,9 @@ def check_replicated(
             for axis in axes if isinstance(x, torch.Tensor) else ():
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
-                    checked[key] = _as_replicated(checked[key], axis.token, axis.group, differs(path, names, along))
+                    checked[key] = _as_replicated(
+                        checked[key], axis.token, axis.group, differs_message(path, names, along)
+                    )
         results.append(checked[key])
     return results
 
@@ -144,7 +146,7 @@ def check_inputs_replicated(
                 _as_replicated(x, axis.token, axis.group, message)
 
 
-def differs(path: str, names: tuple[str, ...], how: str = "") -> str:
+def differs_message(path: str, names: tuple[str, ...], how: str = "") -> str:
     """Return the error message for a result that differs by rank although its layout says that it does not."""
     if names:
         return (

@@ -19,9 +19,9 @@ __all__ = [
     "Stacks",
     "UnitRule",
     "WorkApart",
-    "given_rules",
+    "join_rules",
+    "layout_rules",
     "rules_in",
-    "together",
 ]
 
 UnitRule = Callable[[str, torch.Tensor], str | None]
@@ -126,7 +126,7 @@ class Several:
         return dims or None
 
 
-def together(split: SplitRules | None) -> SplitRule | None:
+def join_rules(split: SplitRules | None) -> SplitRule | None:
     """Join several rules into one; return anything else unchanged."""
     rule: Any = split
     if isinstance(split, tuple | list) and all(callable(r) for r in split):
@@ -142,13 +142,13 @@ def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     return () if split is None else (split, *inner)
 
 
-def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> LayoutRules:
+def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> LayoutRules:
     """Return the layout rules that the arguments `units`, `over` and `split` mean.
 
     Raises:
         TypeError: if an argument is no rule; `over` may also be names of axes.
     """
-    split_rule: Any = together(split)
+    split_rule: Any = join_rules(split)
     for name, rule, expected in (
         ("units", units, "the name of a unit, or None"),
         ("split", split_rule, "{axis: dimension}"),

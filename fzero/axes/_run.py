@@ -13,7 +13,7 @@ import torch
 
 from fzero._notice import see
 from fzero._torch import is_tracing
-from fzero._torch.state import OwnSettings, load_forward_mode, put_settings, settings
+from fzero._torch.state import RankSettings, load_forward_mode, put_settings, settings
 
 __all__ = [
     "GROUPS",
@@ -26,7 +26,7 @@ __all__ = [
     "Threads",
     "describe",
     "group_of",
-    "threads_here",
+    "process_threads",
 ]
 
 # The threads of ranks in lockstep, and the state that all runs of a process share.
@@ -105,7 +105,7 @@ def _keep_a_level(ready: Future[None], end: threading.Event) -> None:
 _THREADS: dict[int, Threads] = {}
 
 
-def threads_here() -> Threads:
+def process_threads() -> Threads:
     """Return this process's threads; a fork has none of its parent's."""
     pid = os.getpid()
     return _THREADS.get(pid) or _THREADS.setdefault(pid, Threads())
@@ -203,7 +203,7 @@ class LockstepRun:
         self.gone: set[int] = set()
         self.error: BaseException | None = None
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._settings = [OwnSettings() for _ in range(size)]
+        self._settings = [RankSettings() for _ in range(size)]
 
     def begin(self) -> None:
         """Let the first rank run."""
@@ -216,7 +216,7 @@ class LockstepRun:
 
     def end_turn(self, rank: int) -> None:
         """Let the next rank that can go on run; if there is none, the ranks have diverged."""
-        threads_here().record_changes(self._settings[rank].take_off())
+        process_threads().record_changes(self._settings[rank].take_off())
         next_rank = self._next_rank(rank)
         if next_rank is None and len(self.gone) < self.size:
             self.fail(DivergedError(self.report()))

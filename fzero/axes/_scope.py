@@ -15,30 +15,30 @@ from fzero.axes._rules import DEFAULT_RULES, LayoutRules
 
 __all__ = [
     "Axes",
-    "Noted",
+    "LossCollective",
     "OneLoss",
-    "OwnMemory",
+    "PerRankMemory",
     "Scope",
     "as_one_loss",
     "averaged_axes",
+    "axis_if_bound",
     "axis_index",
     "axis_names",
     "axis_size",
     "bound",
+    "current_loss_scale",
+    "current_one_loss",
+    "current_rules",
+    "current_scope",
     "data_axes",
     "differs_along",
     "in_loss",
     "in_micro_batch",
     "joint",
     "lookup",
-    "loss_scale_here",
     "micro_batch",
-    "one_loss_here",
     "resolve",
-    "rules_here",
     "scaled_by",
-    "scope_here",
-    "where_bound",
     "within",
 ]
 
@@ -57,14 +57,14 @@ class Axes(NamedTuple):
     default: tuple[str, ...] | None = None
 
 
-class OwnMemory(NamedTuple):
+class PerRankMemory(NamedTuple):
     """The memory of an argument in a `PerRank` box, and the axes along which the argument differs by rank."""
 
     storage: int
     axes: tuple[str, ...]
 
 
-class Noted(NamedTuple):
+class LossCollective(NamedTuple):
     """A collective in a loss, of whose result each rank has a copy.
 
     Attributes:
@@ -89,7 +89,7 @@ class OneLoss:
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = axes
-        self.noted: list[Noted] = []
+        self.noted: list[LossCollective] = []
         self.hidden = False
 
 
@@ -110,7 +110,7 @@ class Scope(NamedTuple):
     rules: LayoutRules = DEFAULT_RULES
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
-    own: tuple[OwnMemory, ...] = ()
+    own: tuple[PerRankMemory, ...] = ()
     one_loss: OneLoss | None = None
     loss_scale: torch.Tensor | None = None
 
@@ -138,12 +138,12 @@ def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
         _SCOPES.stack.pop()
 
 
-def scope_here() -> Scope | None:
+def current_scope() -> Scope | None:
     """Return the scope of the running rank program; None outside any."""
     return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
-def rules_here() -> LayoutRules:
+def current_rules() -> LayoutRules:
     """Return the rules given to `fzero.shard`, if its step is running."""
     return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
 
@@ -174,7 +174,7 @@ def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: 
     return within(scope, lambda: f(*args, **kwargs))
 
 
-def one_loss_here() -> OneLoss | None:
+def current_one_loss() -> OneLoss | None:
     """Return the record of the running loss; None if the loss is one value along no axis."""
     return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
 
@@ -186,7 +186,7 @@ def scaled_by(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: 
     return within(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
 
 
-def loss_scale_here() -> torch.Tensor | None:
+def current_loss_scale() -> torch.Tensor | None:
     """Return the factor that scales the running loss's gradients; None if there is none."""
     return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
 
@@ -265,7 +265,7 @@ def axis_names() -> tuple[str, ...]:
     return tuple([axis.name for axis in bound()])
 
 
-def where_bound(axis: str) -> tuple[str, ...]:
+def axis_if_bound(axis: str) -> tuple[str, ...]:
     """Return the axis of this name if it is bound; else no axis, and a collective over no axis sends nothing.
 
     Raises:

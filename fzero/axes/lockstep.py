@@ -27,7 +27,7 @@ from fzero.axes._run import (
     Tensors,
     describe,
     group_of,
-    threads_here,
+    process_threads,
 )
 from fzero.axes._scope import bound
 from fzero.axes.mailbox import check_received
@@ -116,7 +116,7 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
 
     GROUPS.update(groups)
     try:
-        with threads_here().run_context():
+        with process_threads().run_context():
             _run_all(lockstep_run, run_program)
     finally:
         for key in groups:
@@ -133,7 +133,7 @@ def _run_all(run: LockstepRun, run_program: Callable[[int], Any]) -> None:
     try:
         run.begin()
         for rank in range(run.size):
-            futures.append(threads_here().pool.submit(_run_rank, run, rank, run_program))
+            futures.append(process_threads().pool.submit(_run_rank, run, rank, run_program))
         for future in futures:
             future.result()
     except BaseException as error:  # Ctrl-C, or no more threads

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._folder import read_whole, step_name, step_numbers
+from fzero.checkpoint._folder import read_complete, step_name, step_numbers
 from fzero.checkpoint._look import differences, export, verify
 from fzero.checkpoint._manifest import MANIFEST, Manifest
 
@@ -140,7 +140,7 @@ def _ls(args: Any) -> int:
     table = _table("step", "date", "size", "ranks", "mesh", "leaves", "state")
     for step in steps:
         try:
-            manifest = read_whole(files.at(step_name(step)))
+            manifest = read_complete(files.at(step_name(step)))
         except CheckpointError as error:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
@@ -152,7 +152,7 @@ def _ls(args: Any) -> int:
 
 
 def _ls_one(files: Files, limit: int | None) -> None:
-    manifest = read_whole(files)
+    manifest = read_complete(files)
     tree = manifest.tree
     table = _table("path", "dtype", "shape", "bytes", "")
     rows = []

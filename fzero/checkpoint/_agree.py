@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from fzero._torch import default_store
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._manifest import File
-from fzero.ranks import Mesh, numbers_of_all, texts_of_all
+from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Reports", "agree", "all_or_none", "check_same"]
 
@@ -39,7 +39,7 @@ def all_or_none(task: str, run: Callable[[], T], mesh: Mesh | None) -> T:
     result, error = _try(run)
     if mesh is not None and mesh.distributed:
         kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
-        kinds = [kind for (kind,) in numbers_of_all(torch.tensor([kind]), mesh)]
+        kinds = [kind for (kind,) in all_gather_numbers(torch.tensor([kind]), mesh)]
         if any(kinds):
             _raise_together(task, error, kinds, mesh)
     if error is not None:
@@ -49,7 +49,7 @@ def all_or_none(task: str, run: Callable[[], T], mesh: Mesh | None) -> T:
 
 def _raise_together(task: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
     """Raise the first error of the worst kind on ranks without an error of that kind. A `DamagedError` is milder."""
-    texts = texts_of_all("" if error is None else _line(error), mesh)
+    texts = all_gather_texts("" if error is None else _line(error), mesh)
     first = kinds.index(max(kinds))
     if error is None or kinds[mesh.rank] < max(kinds):
         kind = DamagedError if max(kinds) == 1 else CheckpointError
@@ -64,7 +64,7 @@ def check_same(task: str, text: bytes, mesh: Mesh | None) -> None:
     """
     if mesh is None or not mesh.distributed:
         return
-    sums = [n for (n,) in numbers_of_all(torch.tensor([zlib.crc32(text)]), mesh)]
+    sums = [n for (n,) in all_gather_numbers(torch.tensor([zlib.crc32(text)]), mesh)]
     outliers = [r for r, n in enumerate(sums) if n != sums[0]]
     if outliers:
         raise CheckpointError(f"{task}: rank {outliers[0]} has another tree, or other names, than rank 0")
@@ -94,7 +94,7 @@ def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | Non
     if mesh is None or not mesh.distributed:
         return Reports(nonce, 0, 1, None, timeout)
     halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # because the collective exchanges int64
-    all_numbers = numbers_of_all(torch.tensor([zlib.crc32(text), *halves]), mesh)
+    all_numbers = all_gather_numbers(torch.tensor([zlib.crc32(text), *halves]), mesh)
     nonce = "".join([f"{half:08x}" for half in all_numbers[0][1:]])
     reports = Reports(nonce, mesh.rank, mesh.size, default_store(), timeout)
     outliers = [r for r, numbers in enumerate(all_numbers) if numbers[0] != all_numbers[0][0]]

@@ -143,7 +143,7 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
             parts = [next(boxed_tensors) for _ in x.parts]
-            entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.uid, parts)
+            entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.spec_id, parts)
         elif isinstance(x, PerRank):
             leaves, value_structure = tree.flatten(x.value)
             entries[i] = PerRank(

@@ -17,9 +17,9 @@ from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._memory import Machines, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, Saving, Staging, start_save
-from fzero.ranks import Mesh, numbers_of_all, texts_of_all
+from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
-__all__ = ["Checkpoints", "checkpoints", "read_whole", "step_name", "step_numbers"]
+__all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
 
 _DIGITS = 15  # the most digits of a step's number
 
@@ -83,7 +83,7 @@ def _run_of(files: Files, mesh: Mesh | None) -> str:
         return hashlib.sha256(files.get("run") + files.path.encode()).hexdigest()[:16]
 
     run = all_or_none(f"looking into {files.path!r}", run_id, mesh)
-    return texts_of_all(run, mesh)[0] if mesh is not None and mesh.distributed else run
+    return all_gather_texts(run, mesh)[0] if mesh is not None and mesh.distributed else run
 
 
 class Checkpoints:
@@ -232,7 +232,7 @@ class Checkpoints:
         """Return the newest step that is complete on disk. Rank 0 looks for it, and all ranks get its answer."""
         step = all_or_none(f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged), self._mesh)
         if self._mesh is not None and self._mesh.distributed:
-            step = numbers_of_all(torch.tensor([step]), self._mesh)[0][0]
+            step = all_gather_numbers(torch.tensor([step]), self._mesh)[0][0]
         return None if step < 0 else step
 
     def newest(self) -> int | None:
@@ -249,7 +249,7 @@ class Checkpoints:
     def _newest_on_disk(self, damaged: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
             try:
-                read_whole(self._files.at(step_name(step)))
+                read_complete(self._files.at(step_name(step)))
             except CheckpointError as error:
                 notice(f"fzero: skipped: {error}")
                 continue
@@ -276,7 +276,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def read_whole(files: Files) -> Manifest:
+def read_complete(files: Files) -> Manifest:
     """Read a manifest, and check that its files exist with the right sizes.
 
     Raises:

@@ -12,7 +12,18 @@ from fzero.checkpoint._blocks import BlockRange
 from fzero.checkpoint._cut import Leaf, LeafGroup, LeafPiece, ShardedTree
 from fzero.checkpoint._manifest import NAMES, is_json
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, Spec, Split, check_cut_for, cut_units, is_box, item_of, prefix_of, stacked_of
+from fzero.sharding import (
+    PerRank,
+    Shard,
+    Spec,
+    Split,
+    check_sharded_for,
+    is_box,
+    item_of,
+    prefix_of,
+    sharded_units,
+    stacked_of,
+)
 
 __all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_entry", "parts_of"]
 
@@ -79,12 +90,12 @@ def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list
     """
     stack_info = stacked_of(spec)
     if stack_info is None:
-        return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.whole_shapes, spec.split)]
+        return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.full_shapes, spec.split)]
     along, stacked = stack_info
     path, index = members[0]
     prefix = prefix_of(path, spec.paths[index])
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
-    shapes = tuple([shape[1:] for shape in spec.whole_shapes])
+    shapes = tuple([shape[1:] for shape in spec.full_shapes])
     splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
     parts = [UnitPart([], shapes, tuple(splits), ((along.axis, place),)) for place in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
@@ -233,8 +244,8 @@ def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
     shape = () if mesh is None else mesh.shape
     builder = _HoldingsBuilder(label, shape, mesh is None or mesh.simulated)
     paths, entries, _ = tree.flatten_with_paths(values, is_entry)
-    for unit in cut_units(paths, entries):
-        _check_mesh(label, paths[unit.members[0][0]], unit.uid, shape)
+    for unit in sharded_units(paths, entries):
+        _check_mesh(label, paths[unit.members[0][0]], unit.spec_id, shape)
         builder.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, PerRank):
@@ -252,10 +263,10 @@ def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
     return builder.holdings(ranks, paths)
 
 
-def _check_mesh(label: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
+def _check_mesh(label: str, path: str, spec_id: int, shape: tuple[tuple[str, int], ...]) -> None:
     if not shape:
         raise ValueError(f"{label} leaf {path!r} is in a box: give the mesh that it was sharded for, mesh=step.mesh")
-    check_cut_for(uid, f"{label} leaf {path!r}", shape)
+    check_sharded_for(spec_id, f"{label} leaf {path!r}", shape)
 
 
 class _HoldingsBuilder:

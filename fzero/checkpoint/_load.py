@@ -16,7 +16,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings, is_entry
 from fzero.checkpoint._manifest import BLOCK, Manifest, is_none, paths_of, read_manifest, sum_of, values_like
 from fzero.checkpoint._memory import SharedMemory
-from fzero.ranks import Mesh, numbers_of_all
+from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 
 __all__ = ["ReadRequest", "load", "load_files", "read_blocks", "read_requests"]
@@ -78,7 +78,7 @@ def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
         is_new = False
     if mesh is None or not mesh.distributed:
         return is_new
-    return any(x for (x,) in numbers_of_all(torch.tensor([int(is_new)]), mesh))
+    return any(x for (x,) in all_gather_numbers(torch.tensor([int(is_new)]), mesh))
 
 
 def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, checksums: list[int]) -> Any:
@@ -95,7 +95,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
 
     crc = all_or_none(f"loading {files.path!r}", prepare, mesh)
     if mesh is not None and mesh.distributed:
-        sums = [crc for (crc,) in numbers_of_all(torch.tensor([crc]), mesh)]
+        sums = [crc for (crc,) in all_gather_numbers(torch.tensor([crc]), mesh)]
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     manifest, result, mine = results[0]

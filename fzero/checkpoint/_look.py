@@ -13,7 +13,7 @@ from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block
 from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._folder import read_whole
+from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
 
@@ -35,7 +35,7 @@ def leaves(path: Any) -> dict[str, Leaf]:
         >>> [(path, leaf.shape) for path, leaf in fzero.checkpoint.leaves(folder).items()]
         [('w', (2, 3))]
     """
-    tree = read_whole(files_at(path)).tree
+    tree = read_complete(files_at(path)).tree
     return {path: tree.leaves[i] for path, i in sorted(tree.number.items())}
 
 
@@ -57,7 +57,7 @@ def read(path: Any, name: str) -> Any:
         (tensor([1., 1.]), 7)
     """
     files = files_at(path)
-    manifest = read_whole(files)
+    manifest = read_complete(files)
     tree = manifest.tree
     for path in _above(name):
         inside = name.removeprefix(path).lstrip(".")
@@ -122,7 +122,7 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, tota
         4128
     """
     files = files_at(path)
-    manifest, nbytes = read_whole(files), 0
+    manifest, nbytes = read_complete(files), 0
     for rank, at, size in _blocks(manifest.tree, manifest):
         block = torch.empty(size, dtype=torch.uint8)
         read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
@@ -177,7 +177,7 @@ def differences(
         CheckpointError: if one of them is no complete checkpoint, or one of its leaves is damaged.
     """
     files = files_at(one), files_at(other)
-    manifests = read_whole(files[0]), read_whole(files[1])
+    manifests = read_complete(files[0]), read_complete(files[1])
     texts = _texts(manifests[0].tree), _texts(manifests[1].tree)
     results: dict[tuple[int, int], tuple[int, float]] = {}
     nbytes, total = 0, sum(x.nbytes for x in manifests[0].tree.leaves)
@@ -275,7 +275,7 @@ def export(
             Also if the name of `out` is that of another kind of file.
     """
     files, target = files_at(path), os.fspath(out)
-    manifest = read_whole(files)
+    manifest = read_complete(files)
     _check_kind(target, as_torch)
     names = _below(prefix, manifest.tree.number)
     if not names:

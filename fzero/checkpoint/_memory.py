@@ -18,7 +18,7 @@ from fzero.checkpoint._blocks import bytes_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
-from fzero.ranks import Mesh, numbers_of_all, texts_of_all
+from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Machines", "SharedMemory"]
 
@@ -35,7 +35,7 @@ class Machines:
         self.mesh, self.rank, self.hosts = mesh, 0, [host()]
         self.group: Any = None
         if mesh is not None and mesh.distributed:
-            self.rank, self.hosts = mesh.rank, texts_of_all(host(), mesh)
+            self.rank, self.hosts = mesh.rank, all_gather_texts(host(), mesh)
         if len(set(self.hosts)) > 1:  # true on all ranks or on none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
@@ -54,7 +54,7 @@ class Machines:
 
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """All-gather numbers, equally many on all ranks; return each rank's numbers, in rank order."""
-        return [list(mine)] if len(self.hosts) == 1 else numbers_of_all(torch.tensor(list(mine)), self._mesh())
+        return [list(mine)] if len(self.hosts) == 1 else all_gather_numbers(torch.tensor(list(mine)), self._mesh())
 
     def _mesh(self) -> Mesh:
         assert self.mesh is not None

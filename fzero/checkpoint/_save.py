@@ -20,7 +20,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
-from fzero.ranks import Mesh, checksum, numbers_of_all
+from fzero.ranks import Mesh, all_gather_numbers, checksum
 
 __all__ = ["Saving", "Staging", "save", "start_save"]
 
@@ -181,7 +181,7 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
     plain = {i: x for memory in mine.memory if isinstance(memory, Plain) for i, x in memory.leaves.items()}
     small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
     sums = torch.stack([torch.zeros((), dtype=torch.int64), *[checksum(plain[i]).cpu() for i in small]])
-    all_numbers = numbers_of_all(sums, mesh)
+    all_numbers = all_gather_numbers(sums, mesh)
     for n, i in enumerate(small, 1):
         rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:

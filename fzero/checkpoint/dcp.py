@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fzero import tree
-from fzero._torch import pytree, unpickled_metadata
+from fzero._torch import load_metadata, pytree
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same
 from fzero.checkpoint._blocks import materialize, rectangles
@@ -432,7 +432,7 @@ def _run(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any)
 def _read_metadata(folder: str) -> Metadata:
     try:
         with open(os.path.join(folder, _METADATA), "rb") as f:
-            return unpickled_metadata(f.read())
+            return load_metadata(f.read())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder!r} is not a checkpoint of DCP: it has no file {_METADATA}") from None
     except pickle.UnpicklingError as error:

@@ -1,11 +1,11 @@
 """Collectives: linear maps over ranks, each a row of one table with its transpose."""
 
 from fzero.collectives import gloo
-from fzero.collectives._copies import Exposed, check_copies
+from fzero.collectives._copies import DeferredCheck, check_copies
 from fzero.collectives._exchange import all_to_all, broadcast, ppermute
 from fzero.collectives._invariant import all_gather_invariant, one_of_copies, own_part, psum_invariant, pvary
 from fzero.collectives._messages import StageMessages, receive, send
-from fzero.collectives._moves import arrived, on_its_way, to_device, to_host
+from fzero.collectives._moves import start_to_host, to_device, to_host, wait_to_host
 from fzero.collectives._record import Log, record
 from fzero.collectives._sums import (
     all_gather,
@@ -24,9 +24,9 @@ from fzero.collectives._table import (
     Along,
     AssignmentOptions,
     LinearMap,
+    NoOptions,
     OfUnit,
     Tensors,
-    Whole,
     add_row,
     apply,
     apply_along,
@@ -37,21 +37,20 @@ __all__ = [
     "NO_AXIS",
     "Along",
     "AssignmentOptions",
-    "Exposed",
+    "DeferredCheck",
     "LinearMap",
     "Log",
+    "NoOptions",
     "OfUnit",
     "PendingMessages",
     "StageMessages",
     "Tensors",
-    "Whole",
     "add_row",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
     "apply",
     "apply_along",
-    "arrived",
     "broadcast",
     "check_copies",
     "dimension",
@@ -59,7 +58,6 @@ __all__ = [
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
-    "on_its_way",
     "one_of_copies",
     "own_part",
     "pmean",
@@ -73,6 +71,8 @@ __all__ = [
     "send",
     "stacked_gather",
     "stacked_scatter",
+    "start_to_host",
     "to_device",
     "to_host",
+    "wait_to_host",
 ]

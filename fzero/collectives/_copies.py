@@ -14,10 +14,10 @@ import torch
 
 from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
-from fzero.axes import Axis, Noted, OneLoss, one_loss_here
+from fzero.axes import Axis, LossCollective, OneLoss, current_one_loss
 from fzero.collectives._table import LinearMap, row_of
 
-__all__ = ["Exposed", "check_copies", "note_call"]
+__all__ = ["DeferredCheck", "check_copies", "note_call"]
 
 Edge = tuple[Any, int]
 """A node of an autograd graph, and the index of one of its results."""
@@ -32,11 +32,11 @@ _INVARIANT = {
 
 def note_call(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
     """Note the call of a collective over axes along which the running loss is one value, and return its result `y`."""
-    one_loss = None if torch.compiler.is_dynamo_compiling() else one_loss_here()
+    one_loss = None if torch.compiler.is_dynamo_compiling() else current_one_loss()
     if one_loss is not None and y.is_floating_point():
         shared = tuple([part for a in axes for part in a.name.split(",") if part in one_loss.axes])
         if shared and is_differentiated(y):
-            one_loss.noted.append(Noted(name, shared, user_line()))
+            one_loss.noted.append(LossCollective(name, shared, user_line()))
             node: Any = y.grad_fn
             if row_of(node) is not None:  # a list of nodes would keep the nodes' residuals alive
                 node.note = one_loss.noted[-1]
@@ -74,15 +74,15 @@ def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]
             _exposed(node, axis, one_loss, leaves).results.add(output)
 
 
-def _exposed(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "Exposed":
+def _exposed(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "DeferredCheck":
     if block.exposed is None:
         block.exposed = {}
     if axis not in block.exposed:
-        block.exposed[axis] = Exposed(axis, one_loss, leaves, block.next_functions)
+        block.exposed[axis] = DeferredCheck(axis, one_loss, leaves, block.next_functions)
     return block.exposed[axis]
 
 
-class Exposed:
+class DeferredCheck:
     """The checks of a rematerialised block, for the time when its graph exists.
 
     Attributes:
@@ -162,7 +162,7 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
             stack += new
 
 
-def _message(row: str, axis: str, node: Any, notes: Sequence[Noted]) -> str:
+def _message(row: str, axis: str, node: Any, notes: Sequence[LossCollective]) -> str:
     note = getattr(node, "note", None) or next((n for n in notes if axis in n.axes), None)
     name, line = (row, "") if note is None else (note.name, f"{note.line}: ")
     invariant = _INVARIANT.get(name, "the invariant collective").format(axis=axis)

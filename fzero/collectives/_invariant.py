@@ -15,7 +15,7 @@ import torch
 from fzero import tree
 from fzero.axes import Axis, AxisName, Binding, joint, resolve
 from fzero.collectives._sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
-from fzero.collectives._table import Along, LinearMap, Tensors, Whole, add_row, apply_along
+from fzero.collectives._table import Along, LinearMap, NoOptions, Tensors, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather_invariant", "one_of_copies", "own_part", "psum_invariant", "pvary"]
@@ -172,7 +172,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
     """
     axes = joint(resolve(axis))
     return tree.map_with_path(
-        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, Whole()), x, tree.is_box
+        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, NoOptions()), x, tree.is_box
     )
 
 
@@ -201,7 +201,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     """
     axes = joint(resolve(axis))
     return tree.map_with_path(
-        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, Whole()), x, tree.is_box
+        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, NoOptions()), x, tree.is_box
     )
 
 
@@ -229,4 +229,4 @@ def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
 
 def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     """Return a tensor, of which each rank of `axes` has an equal copy, as one value with one gradient."""
-    return apply_along("one_of_copies", x, axes, Whole())
+    return apply_along("one_of_copies", x, axes, NoOptions())

@@ -16,7 +16,7 @@ import torch
 
 from fzero.collectives._table import NO_AXIS, LinearMap, OnDevice, Tensors, add_row, apply
 
-__all__ = ["Coming", "arrived", "on_its_way", "to_device", "to_host"]
+__all__ = ["PendingCopy", "start_to_host", "to_device", "to_host", "wait_to_host"]
 
 
 @torch.library.custom_op("fzero::to_host", mutates_args=())
@@ -81,7 +81,7 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, OnDevice(torch.device(device)), x)[0]
 
 
-class Coming(NamedTuple):
+class PendingCopy(NamedTuple):
     """A copy to the host that may be in progress.
 
     Attributes:
@@ -93,19 +93,19 @@ class Coming(NamedTuple):
     event: torch.Event | None
 
 
-def on_its_way(x: torch.Tensor) -> Coming:
+def start_to_host(x: torch.Tensor) -> PendingCopy:
     """Start a copy to the host, after the device's work so far, and return without waiting for it."""
     return _enqueued(x)
 
 
-def _enqueued(x: torch.Tensor) -> Coming:
+def _enqueued(x: torch.Tensor) -> PendingCopy:
     value = _empty_on_host(x).copy_(x, non_blocking=True)
     if x.device.type != "cuda":
-        return Coming(value, None)
-    return Coming(value, torch.cuda.current_stream(x.device).record_event())
+        return PendingCopy(value, None)
+    return PendingCopy(value, torch.cuda.current_stream(x.device).record_event())
 
 
-def arrived(coming: Coming) -> torch.Tensor:
+def wait_to_host(coming: PendingCopy) -> torch.Tensor:
     """Wait for a copy to the host, and return it."""
     if coming.event is not None:
         coming.event.synchronize()

@@ -16,7 +16,7 @@ from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, joint, resolve
 from fzero.collectives import gloo
 from fzero.collectives._copies import note_call
-from fzero.collectives._table import Along, LinearMap, Tensors, Whole, add_row, apply_along
+from fzero.collectives._table import Along, LinearMap, NoOptions, Tensors, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
@@ -126,7 +126,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
     axes = joint(resolve(axis))
 
     def total(path: str, leaf: Any) -> torch.Tensor:
-        return note_call("psum", axes, apply_along("psum", number(path, leaf), axes, Whole()))
+        return note_call("psum", axes, apply_along("psum", number(path, leaf), axes, NoOptions()))
 
     return tree.map_with_path(total, x, tree.is_box)
 
@@ -150,8 +150,8 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
             # divide first, since a sum could overflow in half precision
-            return note_call("pmean", axes, apply_along("psum", x / n, axes, Whole()))
-        return (apply_along("psum", x.long(), axes, Whole()) // n).to(leaf.dtype)
+            return note_call("pmean", axes, apply_along("psum", x / n, axes, NoOptions()))
+        return (apply_along("psum", x.long(), axes, NoOptions()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 

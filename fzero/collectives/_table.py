@@ -25,6 +25,7 @@ __all__ = [
     "Along",
     "AssignmentOptions",
     "LinearMap",
+    "NoOptions",
     "OfUnit",
     "OnDevice",
     "Options",
@@ -32,7 +33,6 @@ __all__ = [
     "Post",
     "Source",
     "Tensors",
-    "Whole",
     "add_row",
     "apply",
     "apply_along",
@@ -46,7 +46,7 @@ ALONE = "alone"
 NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
 
 
-class Whole(NamedTuple):
+class NoOptions(NamedTuple):
     """The options of a map of full tensors: none."""
 
 
@@ -75,7 +75,7 @@ class Pairs(NamedTuple):
 class OfUnit(NamedTuple):
     """The options of a map of units: the id of the unit's spec."""
 
-    uid: int
+    spec_id: int
 
 
 class AssignmentOptions(NamedTuple):
@@ -106,7 +106,7 @@ class Post(NamedTuple):
     dtype: torch.dtype
 
 
-Options = Whole | Along | Source | Pairs | OfUnit | AssignmentOptions | OnDevice | Post
+Options = NoOptions | Along | Source | Pairs | OfUnit | AssignmentOptions | OnDevice | Post
 
 
 class LinearMap(NamedTuple):

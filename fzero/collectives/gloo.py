@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fzero._torch import c10d, group_of, is_tracing, profiling
 
-__all__ = ["INSTEAD", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
+__all__ = ["REPLACEMENTS", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
 FIRST_TAG, TAGS = 1 << 20, 1 << 20  # a range of tags for these messages alone
 # counts each process group's exchanges, which all ranks run in one order
@@ -161,7 +161,7 @@ def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 # The functions that an executor runs in place of torch's operations.
-INSTEAD: dict[Any, Callable[..., Any]] = {
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.reduce_scatter_tensor.default: reduce_scatter,
     c10d.all_gather_into_tensor_coalesced.default: _each(all_gather),

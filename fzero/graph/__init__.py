@@ -14,7 +14,7 @@ from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._picture import spans
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.planning._text import short, size
-from fzero.graph.run._clock import TimedOperation, clocked
+from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "SpaceError",
     "TimedOperation",
     "TrainStep",
-    "clocked",
     "copies",
     "is_random",
     "jit",
@@ -35,6 +34,7 @@ __all__ = [
     "other_memory",
     "paused_collector",
     "plan",
+    "record_operations",
     "refuse_writes_into",
     "short",
     "size",

@@ -11,12 +11,12 @@ from torch.fx.node import map_arg
 from fzero._notice import see
 from fzero._torch import line_of
 from fzero.graph._candidates import Candidate
-from fzero.graph._ir import is_collective, is_wait, shown, values
+from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, values
 from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRank, gather_texts
 
-__all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
+__all__ = ["agree", "common_schedules", "of_all_ranks", "order", "signatures"]
 
 
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
@@ -29,9 +29,9 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     for n in graph.nodes:
         loop = loop_of(n)
         if loop and loop.track:  # its ranks run different stages: see `of_own_stages`
-            lines.append(f"a pipeline of {loop.turns} micro-batches by {loop.track.schedule.rows}")
+            lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.track.schedule.rows}")
         elif loop:
-            lines += [f"{loop.turns} times", *signatures(loop.body, groups)]
+            lines += [f"{loop.iterations} times", *signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
             lines.append(_signature(n, groups or {}))
     return lines
@@ -39,7 +39,7 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
 
 def _signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
-        return _Shown(shown(a))
+        return _Shown(dtypes_and_shapes(a))
 
     args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
     if str(node.target).startswith("_c10d_functional.all_to_all_single"):
@@ -52,7 +52,7 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
 def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
     """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
     if len({*received, *sent}) <= 1 and sum(sent):
-        return [_Shown(shown(x)), received, sent, group]
+        return [_Shown(dtypes_and_shapes(x)), received, sent, group]
     return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
 
 
@@ -104,7 +104,9 @@ class _Shown(str):
         return str(self)
 
 
-def agreed(graph: Graph, request: str, schedules: list[Candidate], mesh: Mesh | None, name: str) -> list[Candidate]:
+def common_schedules(
+    graph: Graph, request: str, schedules: list[Candidate], mesh: Mesh | None, name: str
+) -> list[Candidate]:
     """Compare a trace with those of the other ranks, and rate each schedule by its worst rank.
 
     Args:

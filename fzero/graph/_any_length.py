@@ -21,8 +21,8 @@ from fzero.graph._agree import of_all_ranks
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions
-from fzero.graph._ir import COMPILED, FUSED, LATE, copied, is_input, values
-from fzero.graph._one_rank import absent, as_one_rank_holds
+from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, values
+from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, mapped, shapes_of, whole_numbers
 from fzero.graph.loop._scan import loop_of, recorded, with_body
 from fzero.graph.planning._cost import seconds
@@ -124,7 +124,7 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
     loop = loop_of(node)
     if loop is None:
         return node.target
-    return loop.turns, loop.parts, loop.sums, loop.carried, loop.track, _structure(loop.body, memory)
+    return loop.iterations, loop.parts, loop.sums, loop.carried, loop.track, _structure(loop.body, memory)
 
 
 def _metadata(node: Node) -> Hashable:
@@ -165,7 +165,7 @@ def _form(x: torch.Tensor) -> tuple[int, ...]:
 
 def _rewritten(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
     """Copy a graph with other integers and values."""
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for n in graph.nodes:
         n.meta.pop("flops", None)
         if "val" in n.meta:
@@ -372,7 +372,7 @@ def _decisions(
     now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
     if mesh is not None:
         places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
-        step = step._on(absent(mesh.shape, tuple(places)))
+        step = step._on(planned_mesh(mesh.shape, tuple(places)))
 
     def run(*tensors: torch.Tensor) -> None:
         args, kwargs = now.rebuild(tensors)
@@ -392,7 +392,7 @@ def _metas(key: Key) -> list[torch.Tensor]:
 
 def _of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
     if mesh is not None:
-        call = as_one_rank_holds(call, dict(mesh.shape), stacked=mesh.simulated)
+        call = one_rank_tree(call, dict(mesh.shape), stacked=mesh.simulated)
     return arguments_of(*call)
 
 

@@ -67,12 +67,12 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
         for prefetch, in_flight in more
     ]
     carried = [
-        _candidate(passes, c.choice._replace(across_turns=True), ratings)
+        _candidate(passes, c.choice._replace(across_iterations=True), ratings)
         for c in first + later
-        if c.choice.in_flight and c.peak_bytes <= limit and knobs.across_turns is not False
+        if c.choice.in_flight and c.peak_bytes <= limit and knobs.across_iterations is not False
     ]
     carried = [c for c in carried if _carries(c.graph)]
-    schedules = carried if carried and knobs.across_turns is True else first + later + carried
+    schedules = carried if carried and knobs.across_iterations is True else first + later + carried
     return [c for c in schedules if knobs.prefetch in ("auto", c.choice.prefetch)] or first
 
 

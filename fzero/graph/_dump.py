@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.graph._ir import is_collective, shown
+from fzero.graph._ir import dtypes_and_shapes, is_collective
 from fzero.graph._ops import title_of
 from fzero.graph._pass_manager import Choice, PassManager, PassResult
 from fzero.graph.loop._scan import loop_of
@@ -98,7 +98,7 @@ def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Gra
     states = [DumpedGraph("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
         states.append(DumpedGraph(f"{number:02}_{passed.row.name}", _arguments_text(passed), passed.graph))
-    if body is not None and choice.across_turns:  # passes over the loop change its body, too
+    if body is not None and choice.across_iterations:  # passes over the loop change its body, too
         states[-1] = states[-1]._replace(detail="of the loop", graph=body)
     last = states[-1].graph
     rows = []
@@ -153,11 +153,11 @@ def _line(node: Node) -> str:
     operands = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
     target = title_of(node)
     if loop := loop_of(node):
-        target = f"a loop of {loop.turns} turns, in the folder {node.name}/, of"
+        target = f"a loop of {loop.iterations} iterations, in the folder {node.name}/, of"
     operation = f"{node.name} = {target}({', '.join(operands)})"
     if node.op == "placeholder":
         operation = f"{node.name}: {node.meta.get('label', 'an argument')}"
     if node.op == "output":
         operation = f"return {operands[0]}"
     notes = [x for x in (node.meta.get("unit", ""), line_of(node)) if x]
-    return f"{shown(node):<28} {operation}" + (f"  # {', '.join(notes)}" if notes else "")
+    return f"{dtypes_and_shapes(node):<28} {operation}" + (f"  # {', '.join(notes)}" if notes else "")

@@ -11,7 +11,7 @@ from fzero import _torch, tree
 from fzero._donated import check_not_donated, empty
 from fzero._notice import notice
 from fzero.graph import _dump
-from fzero.graph._agree import agreed
+from fzero.graph._agree import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import is_input, results, values
@@ -27,7 +27,7 @@ from fzero.graph.run._backends import Demand, lower
 from fzero.graph.run._compiled import Executable
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
-from fzero.graph.trace._donation import check_separate, pairs
+from fzero.graph.trace._donation import check_separate, match_results
 from fzero.graph.trace._trace import Traced, trace
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Slot, give_up, is_box
@@ -169,7 +169,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         out = options.step(*inputs, **kwargs)
         paths, leaves, structure = tree.flatten_with_paths(out)
         _check_results(paths, leaves)
-        donate = options.step._handed_on(inputs, out) if options.donate is None else options.donate
+        donate = options.step._state_positions(inputs, out) if options.donate is None else options.donate
         returned.append((out, leaves, structure, donate))
         return leaves
 
@@ -184,7 +184,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         for i, place in enumerate(arguments.places)
         if place.position in positions
     }
-    into = pairs(arguments, positions, out, leaves)
+    into = match_results(arguments, positions, out, leaves)
     functional = options.backend == "inductor-whole"  # Inductor itself decides which values are overwritten
     mesh, name = options.step.mesh, options.step.name
     context = PassContext(
@@ -198,7 +198,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         options.backend == "inductor",
     )
     request = f"jit with backend {options.backend}, donate={positions}, {options.knobs}"
-    offers = agreed(traced.graph, request, candidates(traced.graph, context, options.knobs), mesh, name)
+    offers = common_schedules(traced.graph, request, candidates(traced.graph, context, options.knobs), mesh, name)
     index = choose(offers, options.knobs.memory_budget, name)
     chosen = offers[index]
     for graph in graphs_in(chosen.graph):

@@ -18,7 +18,7 @@ from fzero.graph._ops import is_known_cheap, is_view, is_viewing, lays_out
 
 __all__ = [
     "axis_of",
-    "described",
+    "describe",
     "elements",
     "full_bytes",
     "group_size",
@@ -26,7 +26,7 @@ __all__ = [
     "is_gather",
     "is_reduction",
     "is_wait",
-    "reordered",
+    "reorder",
     "values",
     "wire",
 ]
@@ -106,7 +106,7 @@ def results(graph: Graph) -> list[Any]:
     return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])  # pyright: ignore[reportArgumentType]
 
 
-def awaited(wait: Node) -> Node:
+def source_of_wait(wait: Node) -> Node:
     """Return the collective, or its item, that a wait waits for. If carried, it started in the iteration before."""
     source = wait.all_input_nodes[0]
     return source.meta.get("carried", source)
@@ -119,7 +119,7 @@ def is_carried(node: Node) -> bool:
 
 def start_of(wait: Node) -> Node:
     """Return the collective that a wait waits for."""
-    return collective_of(awaited(wait))
+    return collective_of(source_of_wait(wait))
 
 
 def collective_of(source: Node) -> Node:
@@ -140,7 +140,7 @@ def values_of_args(node: Node) -> list[torch.Tensor]:
     return [x for a in node.all_input_nodes for x in values(a)]
 
 
-def shown(node: Node) -> str:
+def dtypes_and_shapes(node: Node) -> str:
     """Show the dtypes and shapes of a node's tensors: "float32[4, 8], int64[4]"."""
     return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(node)])
 
@@ -212,14 +212,14 @@ def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
 # ---------------------------------------------------------------- new graphs from old
 
 
-def reordered(graph: Graph, order: Iterable[Node]) -> Graph:
+def reorder(graph: Graph, order: Iterable[Node]) -> Graph:
     """Copy a graph with its nodes in another order, in which each node follows its arguments."""
     return graph_of(order)
 
 
-def copied(graph: Graph) -> Graph:
+def copy_graph(graph: Graph) -> Graph:
     """Copy a graph."""
-    return reordered(graph, graph.nodes)
+    return reorder(graph, graph.nodes)
 
 
 def sort(graph: Graph) -> Graph:
@@ -238,7 +238,7 @@ def sort(graph: Graph) -> Graph:
                 stack.append(min(missing, key=index.__getitem__))
             else:
                 order[stack.pop()] = None
-    return reordered(graph, order)
+    return reorder(graph, order)
 
 
 def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
@@ -286,7 +286,7 @@ def flops(node: Node) -> int:
     return count
 
 
-def described(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
+def describe(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
     """Describe a node's operation and arguments: nodes that compute the same value have equal descriptions.
 
     Args:
@@ -335,7 +335,7 @@ def _operands(node: Node) -> list[torch.Tensor]:
 
 def full_bytes(node: Node) -> int:
     """Count the bytes of a collective's full buffer. For a wait or an item, count its part of the collective."""
-    source = awaited(node) if is_wait(node) else node
+    source = source_of_wait(node) if is_wait(node) else node
     start = collective_of(source)
     if source is start and source is node:
         return _full(nbytes(*_operands(node)), nbytes(*values(node)), node)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._notice import notice, see
-from fzero._tracebacks import UsersFrames, api_boundary
+from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import checked_folder
@@ -22,7 +22,7 @@ from fzero.graph.planning._cost import Device, seconds
 from fzero.graph.planning._plan import Plan
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, Key, arguments_of, changed, key_of
+from fzero.graph.trace._arguments import Arguments, Key, arguments_of, difference, key_of
 
 __all__ = ["Jitted", "jit"]
 
@@ -232,11 +232,11 @@ class Jitted:
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):
             notice("fzero.jit: ranks in lockstep run eagerly, for debugging: threads cannot be compiled into one graph")
             return self.step(*args, **kwargs)
-        with UsersFrames():
+        with UserFrames():
             arguments = arguments_of(args, kwargs)
             arguments.check_plain()
             if self.backend in ("inductor", "inductor-whole"):
-                _torch.preparing()
+                _torch.start_cpu_probe()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
             return step._checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
@@ -297,7 +297,7 @@ class Jitted:
             log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
-        reason = changed(last, arguments) + see("recompilation")
+        reason = difference(last, arguments) + see("recompilation")
         log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:

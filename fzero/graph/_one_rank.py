@@ -14,12 +14,12 @@ from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Slot, Spec, box_of, intern, is_box, spec_of
 from fzero.tree import Tree
 
-__all__ = ["Shape", "absent", "as_one_rank_holds"]
+__all__ = ["Shape", "one_rank_tree", "planned_mesh"]
 
 Shape = tuple[tuple[str, int], ...]
 
 
-def absent(shape: Shape, places: Shape = ()) -> Mesh:
+def planned_mesh(shape: Shape, places: Shape = ()) -> Mesh:
     """Return a mesh without processes, as one of its ranks sees it. A step can be traced on it.
 
     Args:
@@ -47,7 +47,7 @@ class _Processes:
         return _Processes(f"{PLANNED}{name}")
 
 
-def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:
+def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:
     """Return a tree as one rank of another mesh would hold it, in meta tensors, however it is sharded now.
 
     Units are sharded anew over the other mesh. A `PerRank` value becomes one rank's part, of the same size as now.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import FUSED, copied, is_input, nbytes, values
+from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, values
 from fzero.graph._storages import moves
 from fzero.graph.loop._scan import loop_of, with_body
 from fzero.graph.passes._bucket import bucket
@@ -28,7 +28,7 @@ from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule import Orders, schedule
 from fzero.graph.passes._slice_of_gather import slice_of_gather
 from fzero.graph.planning._cost import Device
-from fzero.graph.planning._liveness import live_in, most_in_a_turn
+from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import Settings
 
 __all__ = ["AUTO", "FITTING", "PASSES", "Choice", "Knobs", "Pass", "PassContext", "PassManager", "PassResult"]
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
         bucket_bytes: up to what size collectives are joined.
         prefetch: how many gathers start ahead, or `FITTING`.
         in_flight: how many reductions may be in flight while work goes on.
-        across_turns: whether an iteration's last reductions stay in flight until the next iteration starts its own.
+        across_iterations: whether an iteration's last reductions stay in flight until the next one starts its own.
         room: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and no plan shows it.
         recast: whether widening casts run again for uses that wait for a collective.
     """
@@ -63,13 +63,13 @@ class Choice(NamedTuple):
     bucket_bytes: int
     prefetch: int | str = 0
     in_flight: int = 0
-    across_turns: bool = False
+    across_iterations: bool = False
     room: float = math.inf
     recast: bool = False
 
     def settings(self) -> Settings:
-        """Return the settings that a plan shows, by name. `across_turns` and `recast` are shown only if True."""
-        hidden = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
+        """Return the settings that a plan shows, by name. `across_iterations` and `recast` are shown only if True."""
+        hidden = {"room", *[name for name in ("across_iterations", "recast") if not getattr(self, name)]}
         return {k: v for k, v in self._asdict().items() if k not in hidden}
 
 
@@ -141,7 +141,7 @@ PASSES = (
     Pass("slice_of_gather", slice_of_gather, lambda choice, context: None if context.functional else (context.places,)),
     Pass("mark_fused", mark_fused, lambda choice, context: () if context.fuses else None),
     Pass("schedule", schedule, _schedule_arguments, Orders),
-    Pass("carry", carry, lambda choice, context: (choice.in_flight,) if choice.across_turns else None, loops=True),
+    Pass("carry", carry, lambda choice, context: (choice.in_flight,) if choice.across_iterations else None, loops=True),
 )
 
 
@@ -218,7 +218,7 @@ class PassManager:
         """Return a graph whose loops have scheduled bodies."""
         if not _has_loops(graph):
             return graph
-        graph = copied(graph)
+        graph = copy_graph(graph)
         for node in [n for n in graph.nodes if loop_of(n)]:
             inside = choice if choice.room == math.inf else choice._replace(room=_room_in(graph, node, choice.room))
             with_body(node, self.body(node).scheduled(inside))
@@ -265,7 +265,7 @@ def _room_in(graph: Graph, node: Node, room: float) -> float:
     loop = loop_of(node)
     assert loop is not None
     at = list(graph.nodes).index(node)
-    around = live_in(list(graph.nodes))[at] - most_in_a_turn(loop)
+    around = device_live_bytes(list(graph.nodes))[at] - iteration_peak_bytes(loop)
     return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
 
 
@@ -285,12 +285,12 @@ class Knobs(NamedTuple):
     memory_budget: float | None = None
     recompute: bool | str = AUTO
     recast: bool | str = AUTO
-    across_turns: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
+    across_iterations: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> "Knobs":
         """Return the knobs that reproduce the schedule of some settings, as `Choice.settings` returns them."""
-        values = {"recast": False, "across_turns": False, **settings}
+        values = {"recast": False, "across_iterations": False, **settings}
         return Knobs(**{name: value for name, value in values.items() if name in Knobs._fields}).checked()
 
     def checked(self) -> "Knobs":
@@ -340,5 +340,5 @@ DOMAINS = {
     "memory_budget": _Domain((None,), AMOUNT),
     "recompute": _Domain((True, False, AUTO), ""),
     "recast": _Domain((True, False, AUTO), ""),
-    "across_turns": _Domain((True, False, AUTO), ""),
+    "across_iterations": _Domain((True, False, AUTO), ""),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
-from fzero.graph._one_rank import Shape, absent, as_one_rank_holds
+from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import step_of
 from fzero.graph.planning._cost import DEVICES, Device
 from fzero.graph.planning._plan import Plan
@@ -76,8 +76,8 @@ def plan(
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
         jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
-    args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return jitted.untraced(step=train_step._on(absent(shape, _places(rank, shape)))).plan(*args, **kwargs)
+    args, kwargs = one_rank_tree((args, kwargs), dict(shape), stacked=mesh.simulated)
+    return jitted.untraced(step=train_step._on(planned_mesh(shape, _places(rank, shape)))).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:

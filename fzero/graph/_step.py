@@ -36,7 +36,7 @@ class TrainStep(Protocol):
         """Call `run` in place of the step, with the step's checks of arguments and results."""
         ...
 
-    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def _state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the positions of the arguments that the results `out` replace."""
         ...
 
@@ -70,7 +70,7 @@ class PlainStep:
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
-    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def _state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         return ()
 
     def _on(self, mesh: Mesh) -> "PlainStep":

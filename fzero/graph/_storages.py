@@ -8,8 +8,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of, storage_id
-from fzero.collectives import on_its_way, to_host
-from fzero.graph._ir import is_collective, is_input, is_wait, shown, values
+from fzero.collectives import start_to_host, to_host
+from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, values
 from fzero.graph._ops import title_of
 
 __all__ = ["SpaceError", "Storages", "check_spaces", "is_move", "moves", "on_host", "storages", "storages_in"]
@@ -31,7 +31,7 @@ class SpaceError(RuntimeError):
 
 def is_move(node: Node) -> bool:
     """Return whether a node copies a tensor between device and host memory."""
-    return node.target in (DOWN, UP, on_its_way)
+    return node.target in (DOWN, UP, start_to_host)
 
 
 def moves(graph: Graph) -> bool:
@@ -96,7 +96,7 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
 
 
 def _named(node: Node) -> str:
-    return f"{node.meta.get('label', node.name)} ({shown(node)})"
+    return f"{node.meta.get('label', node.name)} ({dtypes_and_shapes(node)})"
 
 
 # Storages: which values of a flat graph share memory.
@@ -144,10 +144,10 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
         elif node.target is operator.getitem and isinstance(node.args[0], Node):
             memory.of[node] = _item(memory, node)
         else:
-            lent: dict[int, int] = {}
+            aliases: dict[int, int] = {}
             for a in node.all_input_nodes:
-                lent.update(zip(keys[a], memory.of[a], strict=True))
-            memory.of[node] = _computed(memory, node, keys[node], lent)
+                aliases.update(zip(keys[a], memory.of[a], strict=True))
+            memory.of[node] = _computed(memory, node, keys[node], aliases)
     return memory
 
 
@@ -160,13 +160,13 @@ def _item(memory: Storages, node: Node) -> tuple[int, ...]:
     return memory.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 
 
-def _computed(memory: Storages, node: Node, keys: Sequence[int], lent: dict[int, int]) -> tuple[int, ...]:
-    """Return a node's storages: one of `lent` if the value is a view of it, else a new one."""
+def _computed(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
+    """Return a node's storages: one of `aliases` if the value is a view of it, else a new one."""
     out = []
     for x, key in zip(values(node), keys, strict=True):
-        if key not in lent:
-            lent[key] = len(memory.size)
+        if key not in aliases:
+            aliases[key] = len(memory.size)
             memory.size.append(x.untyped_storage().nbytes())
             memory.born.append(node)
-        out.append(lent[key])
+        out.append(aliases[key])
     return tuple(out)

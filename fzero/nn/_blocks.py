@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.sharding import cut_units, facts, is_box
+from fzero.sharding import is_box, sharded_units, spec_info
 from fzero.transforms import gather, remat
 
 __all__ = ["boxes_to_blocks", "rematerialise"]
@@ -98,19 +98,19 @@ def boxes_to_blocks(
     names = list(state)
     entries: list[Any] = list(state.values())
     shared = _shared(module)
-    lent: dict[str, dict[str, Any]] = {}
-    for uid, _, members in cut_units(names, entries):
+    boxes_of_block: dict[str, dict[str, Any]] = {}
+    for spec_id, _, members in sharded_units(names, entries):
         paths = [names[at] for at, _ in members]
         block = next((b for b in blocks if all(name.startswith(f"{b}.") for name in paths)), None)
         if block is None or any(name in shared for name in paths):
             continue
         for at, index in members:
-            lent.setdefault(block, {})[names[at]] = entries[at]
-            entries[at] = torch.empty(facts(uid).shapes[index], dtype=facts(uid).dtype, device="meta")
+            boxes_of_block.setdefault(block, {})[names[at]] = entries[at]
+            entries[at] = torch.empty(spec_info(spec_id).shapes[index], dtype=spec_info(spec_id).dtype, device="meta")
     full = gather(dict(zip(names, entries, strict=True)))
     forwards: list[Any] = []
     try:
-        for block, boxes in lent.items():
+        for block, boxes in boxes_of_block.items():
             forward: Any = module.get_submodule(block).forward
             forward.boxes = {name.removeprefix(f"{block}."): x for name, x in boxes.items()}
             forwards.append(forward)

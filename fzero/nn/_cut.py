@@ -26,8 +26,8 @@ from fzero.nn._shells import (
     choose,
 )
 from fzero.parallel.tensor import Layers, of_block, outside
-from fzero.parallel.tensor import cut as cut_tokens
-from fzero.parallel.tensor import join as join_tokens
+from fzero.parallel.tensor import gather as join_tokens
+from fzero.parallel.tensor import scatter as cut_tokens
 
 __all__ = ["ModuleSplit", "OneOf", "SplitModule", "blocks_of", "check_ownership", "split_module"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch.watched import WatchedOperation, lines_of_nodes, place_now, watching
-from fzero.graph import TimedOperation, clocked
+from fzero.graph import TimedOperation, record_operations
 
 __all__ = ["LineCost", "Span", "by_line", "spans"]
 
@@ -73,7 +73,7 @@ def spans() -> Iterator[list[Span]]:
         phase = "backward" if place.backward else "forward" if place.forward else ""
         timed.append(TimedOperation(operation.name, place.line, phase, seconds))
 
-    with clocked(timed.append), lines_of_nodes(), watching(before, after):
+    with record_operations(timed.append), lines_of_nodes(), watching(before, after):
         yield results
     results += _place_spans(timed)
 

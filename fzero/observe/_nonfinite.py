@@ -15,7 +15,7 @@ from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, step_of
 from fzero.observe._trail import Birth, Trail, Watch, explain, kind_of, pack, unpack
 from fzero.ranks import Mesh, gather_texts
-from fzero.sharding import PerRank, Shard, axes_of, facts, is_box, own_path, prefix_of
+from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, spec_info
 
 __all__ = ["NonFiniteLeaf", "Nonfinite", "Origin", "nonfinite", "nonfinite_parts"]
 
@@ -75,7 +75,7 @@ def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:
 
 def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
     """Return a shard without its padding, and the path of the leaf with its first non-finite element."""
-    unit, paths = facts(box.uid), box.spec.paths
+    unit, paths = spec_info(box.spec_id), box.spec.paths
     start = _row(mesh, unit.axes, rank) * unit.shard_numel
     x = x[..., : max(unit.numel - start, 0)]
     if not kind_of(x):
@@ -86,7 +86,7 @@ def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> t
     if prefix is None:
         return x, path
     coordinates = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
-    return x, own_path(box.spec, index, prefix, coordinates)
+    return x, path_on_rank(box.spec, index, prefix, coordinates)
 
 
 # The report on non-finite results of a step.

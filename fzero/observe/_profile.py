@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._notebook import shown
+from fzero._notebook import as_html
 from fzero._torch import profiling
 from fzero._tracebacks import api_boundary
 from fzero.graph import copies, short
@@ -191,7 +191,7 @@ class Profile:
         draw(self.name, self.spans).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return shown(str(self), "a flame chart of one step", lambda: draw(self.name, self.spans))
+        return as_html(str(self), "a flame chart of one step", lambda: draw(self.name, self.spans))
 
     def _row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"

@@ -14,7 +14,7 @@ from fzero.optim._base import (
     apply_updates,
     chain,
     check_pair,
-    of_torch,
+    torch_optimizer_message,
 )
 from fzero.optim._clip import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm
 from fzero.optim._ema import EmaState, ema, params_ema
@@ -25,7 +25,7 @@ from fzero.optim._loss_scale import LossScaleState, all_finite, dynamic_loss_sca
 from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
-from fzero.optim._offload import DelayedState, offload, offloaded
+from fzero.optim._offload import DelayedState, offload, with_offload_ratio
 from fzero.optim._offload_plan import offload_params
 from fzero.optim._precision import Precision
 from fzero.optim._scale import (
@@ -37,7 +37,7 @@ from fzero.optim._scale import (
     set_to_zero,
 )
 from fzero.optim._sgd import SgdState, sgd
-from fzero.optim._wrappers import leafwise, masked, whole
+from fzero.optim._wrappers import leafwise, masked, on_full_leaves
 from fzero.optim.schedules import (
     Schedule,
     constant,
@@ -101,10 +101,9 @@ __all__ = [
     "master_params",
     "master_weights",
     "muon",
-    "of_torch",
     "offload",
     "offload_params",
-    "offloaded",
+    "on_full_leaves",
     "params_ema",
     "piecewise_constant",
     "scale",
@@ -117,7 +116,8 @@ __all__ = [
     "set_to_zero",
     "sgd",
     "static_loss_scale",
+    "torch_optimizer_message",
     "warmup_cosine",
     "warmup_linear",
-    "whole",
+    "with_offload_ratio",
 ]

@@ -24,7 +24,17 @@ from fzero.optim._base import (
 )
 from fzero.optim._norms import leaf_rms
 from fzero.optim.schedules import Schedule
-from fzero.sharding import CutUnit, Shard, abstract, cut_units, facts, is_box, per_leaf, segment_ids, unit_index
+from fzero.sharding import (
+    Shard,
+    ShardedUnit,
+    abstract,
+    is_box,
+    per_leaf,
+    segment_ids,
+    sharded_units,
+    spec_info,
+    unit_index,
+)
 from fzero.tree import Tree
 
 __all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "spread", "sums_of_squares"]
@@ -64,7 +74,7 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
     Raises:
         ValueError: if leaves are split over an axis, because their rows or columns lie on several ranks.
     """
-    return [*_sums_of_full_leaves(entries), *_sums_of_units(cut_units(paths, entries))]
+    return [*_sums_of_full_leaves(entries), *_sums_of_units(sharded_units(paths, entries))]
 
 
 def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
@@ -78,11 +88,11 @@ def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
         yield Sums(positions, tuple(square.shape), rows, columns)
 
 
-def _sums_of_units(units: Sequence[CutUnit]) -> Iterator[Sums]:
+def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
     """Yield the sums of sharded leaves; one psum completes the vectors of all units over the same axes."""
-    units_by_axes: dict[tuple[str, ...], list[CutUnit]] = {}
+    units_by_axes: dict[tuple[str, ...], list[ShardedUnit]] = {}
     for unit in units:
-        constants = facts(unit.uid)
+        constants = spec_info(unit.spec_id)
         if constants.split:
             raise ValueError(
                 f"adafactor needs full rows and columns, and leaves of unit {constants.unit!r} are split over "
@@ -99,14 +109,14 @@ def _sums_of_units(units: Sequence[CutUnit]) -> Iterator[Sums]:
 def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
     squares, (row, column) = at_least_float32(box.data).square(), _places_of_sums(box)
-    sums = squares.new_zeros(_length(facts(box.uid).shapes) + 1)  # the last one collects elements without a sum
+    sums = squares.new_zeros(_length(spec_info(box.spec_id).shapes) + 1)  # the last one collects elements without a sum
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
-def _sums_of_leaves(unit: CutUnit, sums: torch.Tensor) -> Iterator[Sums]:
+def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[Sums]:
     """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
-    for index, shape in enumerate(facts(unit.uid).shapes):
+    for index, shape in enumerate(spec_info(unit.spec_id).shapes):
         parts: list[torch.Tensor | None] = []
         for part in (row_shape(shape), column_shape(shape)):
             size = 0 if part is None else math.prod(part)
@@ -179,10 +189,10 @@ def _places_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
 
     Padding has no row, and elements of vectors and 0-d leaves have no column. Then the place is the end of the vector.
     """
-    device, k, shapes = box.data.device, facts(box.uid).shard_numel, facts(box.uid).shapes
-    position = unit_index(box.uid).to(device) * k + torch.arange(k, device=device)
+    device, k, shapes = box.data.device, spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).shapes
+    position = unit_index(box.spec_id).to(device) * k + torch.arange(k, device=device)
     table = torch.tensor([list(column) for column in zip(*_leaf_places(shapes), strict=True)], device=device)
-    offset, width, area, rows, columns = table[:, segment_ids(box.uid, device)]  # table: [5, leaves + 1]
+    offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]
     inner, end = position - offset, _length(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)
     column = torch.where(columns == end, columns, columns + inner // area * width + inner % width)
@@ -278,9 +288,9 @@ def _zeros(params: Params) -> tuple[Tree, Tree]:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
     keys: list[Any] = [id(x) for x in entries]  # the identity of each leaf
-    for uid, box, members in cut_units(paths, entries):
+    for spec_id, box, members in sharded_units(paths, entries):
         for position, index in members:
-            keys[position] = (uid, id(box), index)
+            keys[position] = (spec_id, id(box), index)
     zeros: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
     rows: list[Any] = [None] * len(entries)
     columns: list[Any] = [None] * len(entries)
@@ -329,11 +339,11 @@ def _directions(
         for position in sums.positions:
             rows[position], columns[position], factors[position] = row, column, leaf_factors
             out[position] = entries[position] if direction is None else direction
-    for uid, box, members in cut_units(paths, entries):
+    for spec_id, box, members in sharded_units(paths, entries):
         by_index = {index: factors[position] for position, index in members}
         unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
         moment = spread(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
-        out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), uid)
+        out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
 

@@ -34,10 +34,10 @@ __all__ = [
     "fraction",
     "is_zero",
     "nonnegative",
-    "of_torch",
     "positive",
     "rate_at",
     "torch_hints",
+    "torch_optimizer_message",
     "wrap_pairs",
 ]
 
@@ -55,7 +55,7 @@ def check_pair(opt: Any, method: str) -> None:
             method.
     """
     if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
-        raise TypeError(of_torch(opt))
+        raise TypeError(torch_optimizer_message(opt))
     if callable(getattr(opt, method, None)):
         return
     if isinstance(opt, type) or inspect.isroutine(opt):
@@ -65,7 +65,7 @@ def check_pair(opt: Any, method: str) -> None:
     )
 
 
-def of_torch(opt: Any) -> str:
+def torch_optimizer_message(opt: Any) -> str:
     """Return an error message that says which fzero pair replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
     text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero.collectives import psum
 from fzero.optim._base import Number, Optimizer, OptState, Params, Updates, at_least_float32, positive, torch_hints
 from fzero.optim._norms import leaf_rms
-from fzero.sharding import CutUnit, Shard, cut_units, facts, global_norm, is_box, segment_ids, unit_index
+from fzero.sharding import Shard, ShardedUnit, global_norm, is_box, segment_ids, sharded_units, spec_info, unit_index
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_expert", "clip_by_global_norm"]
 
@@ -158,7 +158,7 @@ class _ExpertUnit(NamedTuple):
         first: the number of each leaf's first row, and of the padding's, among the rows of the unit.
     """
 
-    unit: CutUnit
+    unit: ShardedUnit
     layers: list[str | None]
     first: list[int]
 
@@ -186,7 +186,7 @@ def _clip_experts(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> U
             f"names={names!r}: no leaf's path has such a part, of {examples}, ..: nothing would be clipped"
         )
     plain = {i: x for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and layers[i] is not None}
-    sharded = [_expert_unit(unit, paths, layers) for unit in cut_units(paths, entries)]
+    sharded = [_expert_unit(unit, paths, layers) for unit in sharded_units(paths, entries)]
     sharded = [u for u in sharded if any(layer is not None for layer in u.layers)]
     sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
     for i, x in plain.items():
@@ -202,7 +202,7 @@ def _clip_experts(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> U
         box = u.unit.shard
         ones = scales[next(layer for layer in u.layers if layer is not None)].new_ones(1)
         table = torch.cat([ones if layer is None else scales[layer] for layer in (*u.layers, None)])
-        out[u.unit.members[0][0]] = Shard(_multiply(box.data, table[_row_ids(u)]), box.uid)
+        out[u.unit.members[0][0]] = Shard(_multiply(box.data, table[_row_ids(u)]), box.spec_id)
     return tree.unflatten(structure, out)
 
 
@@ -210,8 +210,8 @@ def _multiply(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (at_least_float32(x) * scale).to(x.dtype)
 
 
-def _expert_unit(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _ExpertUnit:
-    shapes = facts(unit.uid).shapes
+def _expert_unit(unit: ShardedUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _ExpertUnit:
+    shapes = spec_info(unit.spec_id).shapes
     unit_layers: list[str | None] = [None] * len(shapes)
     for position, index in unit.members:
         unit_layers[index] = layers[position]
@@ -225,9 +225,9 @@ def _expert_unit(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | Non
 
 def _row_ids(u: _ExpertUnit) -> torch.Tensor:
     """Return for each element of this rank's shard the number of its row among the rows of the unit: int64 `[k]`."""
-    constants, device = facts(u.unit.uid), u.unit.shard.data.device
-    leaf = segment_ids(u.unit.uid, device)  # the number of leaves for padding
-    position = unit_index(u.unit.uid).to(device) * constants.shard_numel
+    constants, device = spec_info(u.unit.spec_id), u.unit.shard.data.device
+    leaf = segment_ids(u.unit.spec_id, device)  # the number of leaves for padding
+    position = unit_index(u.unit.spec_id).to(device) * constants.shard_numel
     offset = (
         position
         + torch.arange(constants.shard_numel, device=device)
@@ -253,7 +253,7 @@ def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:
 
 def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
     """Return for each leaf with experts the axes to sum its rows over, its layer, and its rows' sums of squares."""
-    constants, box = facts(u.unit.uid), u.unit.shard
+    constants, box = spec_info(u.unit.spec_id), u.unit.shard
     squares = at_least_float32(box.data).square()
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     total = squares.new_zeros((u.first[-1] + 1) * _LANES).index_add(0, _row_ids(u) * _LANES + lane, squares)

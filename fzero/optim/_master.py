@@ -9,7 +9,7 @@ from fzero import tree
 from fzero._notice import notice
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, apply_updates, find_state, wrap_pairs
 from fzero.optim._precision import Precision
-from fzero.sharding import Shard, Slot, facts, is_box
+from fzero.sharding import Shard, Slot, is_box, spec_info
 
 __all__ = ["MasterState", "master_params", "master_weights"]
 
@@ -159,7 +159,7 @@ def _check_params(params: Params, precision: Precision) -> None:
 def _dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; None if it is no tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
-        return facts(x.uid).dtype
+        return spec_info(x.spec_id).dtype
     data = x.parts[0] if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 

@@ -27,17 +27,17 @@ from fzero.optim._base import (
 from fzero.optim._wrappers import masked
 from fzero.optim.schedules import Schedule
 from fzero.sharding import (
-    CutUnit,
     Matrix,
     OwnerAssignment,
     Shard,
+    ShardedUnit,
     abstract,
-    assignment_number,
     assignment_of,
-    cut_units,
-    facts,
+    intern_assignment,
     is_box,
     per_leaf,
+    sharded_units,
+    spec_info,
     unit_axes,
 )
 from fzero.tree import Tree
@@ -74,14 +74,14 @@ def map_matrices(f: MatrixFunction, values: Tree, is_matrix: Sequence[Any], dtyp
             if key not in results:
                 results[key] = _map_leaf(f, x, dtype) if is_matrix[position] else torch.zeros_like(x)
             out[position] = results[key]
-    groups: dict[tuple[Any, ...], list[CutUnit]] = {}
-    for unit in cut_units(paths, entries):
-        groups.setdefault((facts(unit.uid).axes, unit.shard.data.dtype), []).append(unit)
+    groups: dict[tuple[Any, ...], list[ShardedUnit]] = {}
+    for unit in sharded_units(paths, entries):
+        groups.setdefault((spec_info(unit.spec_id).axes, unit.shard.data.dtype), []).append(unit)
     for units in groups.values():
         indices = [{index for position, index in unit.members if is_matrix[position]} for unit in units]
         shards = _map_shards(f, [unit.shard for unit in units], indices, dtype)
         for unit, data in zip(units, shards, strict=True):
-            out[unit.members[0][0]] = Shard(data, unit.uid)
+            out[unit.members[0][0]] = Shard(data, unit.spec_id)
     return tree.unflatten(structure, out)
 
 
@@ -104,15 +104,18 @@ def _map_shards(
 
     `indices` lists the leaves of each unit that hold matrices.
     """
-    first, *rest = joint(unit_axes(boxes[0].uid)) or [NO_AXIS]
+    first, *rest = joint(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
     for a in rest[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
         xs = [_along(a, "all_gather", x) for x in xs]
-    ranks, sizes = first.size, tuple([facts(box.uid).shard_numel * math.prod([a.size for a in rest]) for box in boxes])
-    matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.uid, indices[i])]
+    ranks, sizes = (
+        first.size,
+        tuple([spec_info(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes]),
+    )
+    matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.spec_id, indices[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
-    number = assignment_number(ranks, sizes, tuple(matrices))
+    number = intern_assignment(ranks, sizes, tuple(matrices))
     assignment, options = assignment_of(number), AssignmentOptions(number)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
@@ -147,9 +150,9 @@ def _map_owned(f: MatrixFunction, stack: torch.Tensor, kind: Sequence[tuple[str,
     return stack
 
 
-def _matrices(unit: int, uid: int, indices: set[int]) -> list[Matrix]:
+def _matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
     """List the matrices of a unit, the assignment's number `unit`; the kind of a matrix says how its leaf is split."""
-    constants, matrices = facts(uid), []
+    constants, matrices = spec_info(spec_id), []
     for index, shape in enumerate(constants.shapes):
         size = math.prod(shape)
         if index not in indices or not size:

@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero.collectives import psum
 from fzero.optim._base import at_least_float32
-from fzero.sharding import Shard, check_on_device, facts, is_box, segment_ids
+from fzero.sharding import Shard, check_on_device, is_box, segment_ids, spec_info
 from fzero.tree import Tree
 
 __all__ = ["leaf_norms", "leaf_rms"]
@@ -51,19 +51,23 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            stacked = [s.axis for s in facts(x.uid).split if s.stacked]  # along these axes each rank has other leaves
-            axes = tuple([name for name in facts(x.uid).varies if name not in stacked])
+            stacked = [
+                s.axis for s in spec_info(x.spec_id).split if s.stacked
+            ]  # along these axes each rank has other leaves
+            axes = tuple([name for name in spec_info(x.spec_id).varies if name not in stacked])
             sums.setdefault(axes, {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, local in sums.items():
         totals = psum(torch.cat(list(local.values())), axes).split([len(s) for s in local.values()])
         for (position, s), total in zip(local.items(), totals, strict=True):
             x = entries[position]
-            n = math.prod([s.size for s in facts(x.uid).split if not s.stacked])  # ranks that have parts of the leaf
-            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in facts(x.uid).shapes]
+            n = math.prod(
+                [s.size for s in spec_info(x.spec_id).split if not s.stacked]
+            )  # ranks that have parts of the leaf
+            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in spec_info(x.spec_id).shapes]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
-            out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
+            out[position] = Shard(table[segment_ids(x.spec_id, x.data.device)], x.spec_id)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return (at_least_float32(x).square().sum() / (max(x.numel(), 1) if mean else 1)).sqrt()
@@ -76,7 +80,10 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of each leaf of a unit over this rank's shard: `[leaves]`."""
     check_on_device(box, "a norm of leaves")
-    squares, rows = at_least_float32(box.data).square(), len(facts(box.uid).shapes) + 1  # the last row is padding
+    squares, rows = (
+        at_least_float32(box.data).square(),
+        len(spec_info(box.spec_id).shapes) + 1,
+    )  # the last row is padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
-    bins = segment_ids(box.uid, squares.device) * _LANES + lane
+    bins = segment_ids(box.spec_id, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]

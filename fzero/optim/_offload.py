@@ -15,9 +15,9 @@ from fzero.collectives import to_device, to_host
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, as_optimizer, find_state, wrap_pairs
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
-from fzero.sharding import Shard, is_box, lifted, spaces
+from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 
-__all__ = ["DelayedState", "offload", "offloaded"]
+__all__ = ["DelayedState", "offload", "with_offload_ratio"]
 
 UPDATE_SPACES = ("host", "device")
 
@@ -193,14 +193,14 @@ def _update_on_device(
     pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Move the host's share of the state to the device, update there, and move the share back."""
-    params_on_device = None if params is None else lifted(params)
+    params_on_device = None if params is None else boxes_to_device(params)
     updates, new = pair.update(grads, plan.state_to_device(state), params=params_on_device)
     return (
         plan.to_pieces(updates, to_host, boxes_only=True) if plan.has_host_params(params) else updates
     ), plan.state_to_host(new)
 
 
-def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
+def with_offload_ratio(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
     """Return the state of a pair as `offload` keeps it at `ratio`, from any other ratio; 0 moves all to the device.
 
     The pieces are copied, so both states take memory at once. If the state does not fit twice, save it, make another
@@ -220,7 +220,7 @@ def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
         >>> from fzero import optim
         >>> params = {"w": torch.ones(256)}
         >>> state = optim.offload(optim.sgd(0.1, momentum=0.9), ratio=0.5).init(params)
-        >>> fzero.sharding.layouts(optim.offloaded(state, params, ratio=1))
+        >>> fzero.sharding.layouts(optim.with_offload_ratio(state, params, ratio=1))
         count       int64 []       replicated
         momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
     """

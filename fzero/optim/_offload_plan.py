@@ -16,13 +16,13 @@ from fzero.sharding import (
     Shard,
     Slot,
     concatenated,
-    facts,
     host_elements,
     in_pieces,
     intern_parts,
     is_box,
     on_device,
     on_host,
+    spec_info,
     spec_of,
 )
 from fzero.tree import Tree
@@ -54,7 +54,7 @@ class UnitEntry(NamedTuple):
     """The unit of an entry of a tree, and the number of its leaf in that unit.
 
     Attributes:
-        base: the uid of the unit's spec with all elements on the device.
+        base: the spec_id of the unit's spec with all elements on the device.
         index: the leaf's number in the unit.
         has_shard: whether the entry holds the unit's shard (or the tensor itself); other entries refer to it.
         shape: the shape of a plain leaf, which is a unit by itself; None for a box.
@@ -73,7 +73,7 @@ class OffloadPlan:
     Attributes:
         structure: the tree's structure, with boxes as leaves.
         places: the unit of each entry; None for an entry in no unit, such as an integer or a number (0-d).
-        host_shares: the share of each rank's shard that lies on the host, by the uid of the unit.
+        host_shares: the share of each rank's shard that lies on the host, by the spec_id of the unit.
         device: the tree's device.
     """
 
@@ -84,7 +84,7 @@ class OffloadPlan:
 
     @cached_property
     def spec_ids(self) -> dict[int, int]:
-        """The uid of each unit in pieces, by the uid of the same unit on the device."""
+        """The spec_id of each unit in pieces, by the spec_id of the same unit on the device."""
         return {base: _with_share(base, share) for base, share in self.host_shares.items()}
 
     def entries(self, values: Tree) -> list[Any]:
@@ -100,14 +100,14 @@ class OffloadPlan:
         for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
             if place is None or x is None or (boxes_only and place.shape is not None):
                 continue
-            uid = self.spec_ids[place.base]
+            spec_id = self.spec_ids[place.base]
             box = x if place.shape is None else Shard(x.reshape(-1), place.base)
-            if spec_of(box.uid).host not in (0, spec_of(uid).host):
+            if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
                 raise ValueError(
-                    f"offload: unit {facts(uid).unit!r} has {_host_part(box.uid)} on the host, and ratio says "
-                    f"{_host_part(uid)}: give step.init the pair that the step updates with"
+                    f"offload: unit {spec_info(spec_id).unit!r} has {_host_part(box.spec_id)} on the host, and "
+                    f"ratio says {_host_part(spec_id)}: give step.init the pair that the step updates with"
                 )
-            out[i] = in_pieces(box, uid, move) if place.has_shard else Slot(uid, place.index)
+            out[i] = in_pieces(box, spec_id, move) if place.has_shard else Slot(spec_id, place.index)
         return tree.unflatten(self.structure, out)
 
     def from_pieces(
@@ -136,7 +136,7 @@ class OffloadPlan:
 
     def host_units(self, values: Tree) -> Tree:
         """Return a tree in pieces with only the units that have a host piece; all other entries become None."""
-        entries = [x if isinstance(x, Shard | Slot) and spec_of(x.uid).host else None for x in self.entries(values)]
+        entries = [x if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host else None for x in self.entries(values)]
         return tree.unflatten(self.structure, entries)
 
     def with_host_units(self, values: Tree, units: Tree) -> Tree:
@@ -150,9 +150,9 @@ class OffloadPlan:
         for i, (place, x) in enumerate(zip(_places(paths, out, None), out, strict=True)):
             if place is None:
                 continue
-            uid = self._spec_id_in_pieces(self._base_of(place))
+            spec_id = self._spec_id_in_pieces(self._base_of(place))
             box = x if place.shape is None else Shard(x.reshape(-1), place.base)
-            out[i] = in_pieces(box, uid, to_host) if place.has_shard else Slot(uid, place.index)
+            out[i] = in_pieces(box, spec_id, to_host) if place.has_shard else Slot(spec_id, place.index)
         return tree.unflatten(structure, out)
 
     def state_to_device(self, state: Tree) -> Tree:
@@ -162,7 +162,7 @@ class OffloadPlan:
         for i, x in enumerate(out):
             if not isinstance(x, Shard | Slot):
                 continue
-            base, spec = on_host(x.uid, 0), spec_of(x.uid)
+            base, spec = on_host(x.spec_id, 0), spec_of(x.spec_id)
             if isinstance(x, Shard):
                 data = on_device(x, self.device).data
                 if not spec.varies:
@@ -183,28 +183,28 @@ class OffloadPlan:
         """
         if place.shape is None:
             return place.base
-        keys = facts(place.base).unit.split(".")  # the leaf's path; tied leaves all have the path of the first
+        keys = spec_info(place.base).unit.split(".")  # the leaf's path; tied leaves all have the path of the first
         suffixes = [".".join(keys[i:]) for i in range(len(keys))]
         candidates = [self._by_path[suffix] for suffix in suffixes if suffix in self._by_path]
-        same = [base for base in candidates if facts(base).shapes == (place.shape,)]
+        same = [base for base in candidates if spec_info(base).shapes == (place.shape,)]
         return same[0] if same else place.base
 
     @cached_property
     def _by_path(self) -> dict[str, int]:
-        return {facts(base).unit: base for base in self.host_shares if not facts(base).varies}
+        return {spec_info(base).unit: base for base in self.host_shares if not spec_info(base).varies}
 
     def _spec_id_in_pieces(self, base: int) -> int:
         if base in self.spec_ids:
             return self.spec_ids[base]
         # a unit that only the state has gets the average share of the parameters
-        total = sum([_weight(uid) for uid in self.host_shares])
-        host = sum([share * _weight(uid) for uid, share in self.host_shares.items()])
+        total = sum([_weight(spec_id) for spec_id in self.host_shares])
+        host = sum([share * _weight(spec_id) for spec_id, share in self.host_shares.items()])
         return _with_share(base, Fraction(host, total) if total else Fraction(0))
 
     def has_host_params(self, params: Tree | None) -> bool:
         """Return whether parameters have a host piece."""
         entries = [] if params is None else self.entries(params)
-        return any(isinstance(x, Shard) and spec_of(x.uid).host for x in entries)
+        return any(isinstance(x, Shard) and spec_of(x.spec_id).host for x in entries)
 
     def check(self, state: Tree) -> None:
         """Check that a state is split as this plan says.
@@ -214,15 +214,15 @@ class OffloadPlan:
         """
         paths, entries, _ = tree.flatten_with_paths(state, is_box)
         for path, x in zip(paths, entries, strict=True):
-            if isinstance(x, Shard | Slot) and spec_of(x.uid).host != spec_of(self._expected(x)).host:
-                actual, expected = _host_part(x.uid), _host_part(self._expected(x))
+            if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host != spec_of(self._expected(x)).host:
+                actual, expected = _host_part(x.spec_id), _host_part(self._expected(x))
                 raise ValueError(
                     f"offload: leaf {path!r} of the state has {actual} on the host, and ratio says {expected}: use the "
-                    "ratio that the state was made with, or optim.offloaded(opt_state, params, ratio)"
+                    "ratio that the state was made with, or optim.with_offload_ratio(opt_state, params, ratio)"
                 )
 
     def _expected(self, x: Shard | Slot) -> int:
-        return self._spec_id_in_pieces(on_host(x.uid, 0))
+        return self._spec_id_in_pieces(on_host(x.spec_id, 0))
 
 
 # ---------------------------------------------------------------- the share of each unit
@@ -232,13 +232,13 @@ def _with_share(base: int, share: Fraction) -> int:
     return on_host(base, share.numerator, share.denominator) if share else base
 
 
-def _host_part(uid: int) -> str:
-    return f"{host_elements(uid)} elements ({float(spec_of(uid).host):.4g} of them)"
+def _host_part(spec_id: int) -> str:
+    return f"{host_elements(spec_id)} elements ({float(spec_of(spec_id).host):.4g} of them)"
 
 
-def _weight(uid: int) -> int:
+def _weight(spec_id: int) -> int:
     """Count a unit's elements on all ranks: the count is the same on any mesh."""
-    return facts(uid).numel * facts(uid).split_ranks
+    return spec_info(spec_id).numel * spec_info(spec_id).split_ranks
 
 
 def _exact(share: float) -> Fraction:
@@ -270,8 +270,13 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     order = {path: i for i, path in enumerate(paths)}
-    first_paths = {on_host(x.uid, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)}
-    units = sorted([uid for uid, path in first_paths.items() if path in order], key=lambda uid: order[first_paths[uid]])
+    first_paths = {
+        on_host(x.spec_id, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)
+    }
+    units = sorted(
+        [spec_id for spec_id, path in first_paths.items() if path in order],
+        key=lambda spec_id: order[first_paths[spec_id]],
+    )
     if not units:  # the step shards no state
         return offload_plan_of(params, ratio)
     return OffloadPlan(structure, (None,) * len(entries), _host_shares(units, ratio), _device_of(entries))
@@ -287,9 +292,9 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
     seen: dict[Any, UnitEntry] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            places.append(UnitEntry(on_host(x.uid, 0), 0, True, None))
+            places.append(UnitEntry(on_host(x.spec_id, 0), 0, True, None))
         elif isinstance(x, Slot):
-            places.append(UnitEntry(on_host(x.uid, 0), x.index, False, None))
+            places.append(UnitEntry(on_host(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             places.append(None)  # a 0-d tensor may be a parameter or a number of the pair, such as its rate
         elif tree.identity(x) in seen:
@@ -297,9 +302,9 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
         else:
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
-            uid = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
-            places.append(UnitEntry(uid, 0, True, shape))
-            seen[tree.identity(x)] = UnitEntry(uid, 0, True, shape)
+            spec_id = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
+            places.append(UnitEntry(spec_id, 0, True, shape))
+            seen[tree.identity(x)] = UnitEntry(spec_id, 0, True, shape)
     return places
 
 
@@ -309,7 +314,7 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
     Raises:
         ValueError: if all parameters are full, as at stages 0 to 2.
     """
-    if not any(isinstance(x, Shard) and spec_of(x.uid).axes for x in tree.flatten(params, is_box)[0]):
+    if not any(isinstance(x, Shard) and spec_of(x.spec_id).axes for x in tree.flatten(params, is_box)[0]):
         raise ValueError(
             "offload: params=True: no parameter is sharded, and full parameters stay on the device: use stage=3, and "
             "a units= rule that shards some"
@@ -319,22 +324,22 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
 
 def _host_shares(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
     if callable(ratio):
-        return {uid: _share_by_rule(uid, ratio) for uid in units}
-    remaining = _exact(ratio) * sum([_weight(uid) for uid in units])
+        return {spec_id: _share_by_rule(spec_id, ratio) for spec_id in units}
+    remaining = _exact(ratio) * sum([_weight(spec_id) for spec_id in units])
     shares: dict[int, Fraction] = {}
-    for uid in units[::-1]:
-        elements = min(remaining, Fraction(_weight(uid)))
-        shares[uid] = elements / max(_weight(uid), 1)
+    for spec_id in units[::-1]:
+        elements = min(remaining, Fraction(_weight(spec_id)))
+        shares[spec_id] = elements / max(_weight(spec_id), 1)
         remaining -= elements
-    return {uid: shares[uid] for uid in units}
+    return {spec_id: shares[spec_id] for spec_id in units}
 
 
-def _share_by_rule(uid: int, rule: Callable[[str], float]) -> Fraction:
+def _share_by_rule(spec_id: int, rule: Callable[[str], float]) -> Fraction:
     """Return the share of a unit that lies on the host, from the shares that a rule returns for its leaves.
 
     The elements of all leaves' shares are summed, and the end of the shard holds as many.
     """
-    spec = spec_of(uid)
+    spec = spec_of(spec_id)
     shares = [rule(path) for path in spec.paths]
     for path, share in zip(spec.paths, shares, strict=True):
         if callable(share):

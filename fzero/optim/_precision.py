@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.sharding import Shard, Slot, box_of, facts, is_box
+from fzero.sharding import Shard, Slot, box_of, is_box, spec_info
 from fzero.tree import Tree
 
 __all__ = ["GradientDtypes", "Precision"]
@@ -88,8 +88,8 @@ class Precision:
         empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                empty = torch.empty(0, dtype=facts(x.uid).dtype, device="meta")
-                entries[i] = box_of(x.uid, [empty] * len(x.parts))
+                empty = torch.empty(0, dtype=spec_info(x.spec_id).dtype, device="meta")
+                entries[i] = box_of(x.spec_id, [empty] * len(x.parts))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in empty_leaves:
                     empty_leaves[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
@@ -117,8 +117,8 @@ class Precision:
             leaf, key = x, id(x)
             if isinstance(x, Shard | Slot):
                 index = x.index if isinstance(x, Slot) else 0
-                shape, key = facts(x.uid).whole_shapes[index], (x.uid, index)
-                leaf = torch.empty(shape, dtype=facts(x.uid).dtype, device="meta")
+                shape, key = spec_info(x.spec_id).full_shapes[index], (x.spec_id, index)
+                leaf = torch.empty(shape, dtype=spec_info(x.spec_id).dtype, device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
             dtype = x.dtype if isinstance(x, Shard) else leaf.dtype

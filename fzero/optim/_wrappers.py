@@ -10,10 +10,21 @@ from fzero import tree
 from fzero.axes import LayoutRules, lookup
 from fzero.collectives import all_gather, own_part
 from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, as_optimizer, wrap_pairs
-from fzero.sharding import CutUnit, Shard, assign, cut_units, facts, gather_unit, is_box, map_units, per_leaf, put
+from fzero.sharding import (
+    Shard,
+    ShardedUnit,
+    assign,
+    gather_unit,
+    is_box,
+    map_units,
+    per_leaf,
+    put,
+    sharded_units,
+    spec_info,
+)
 from fzero.tree import Tree
 
-__all__ = ["leafwise", "masked", "whole"]
+__all__ = ["leafwise", "masked", "on_full_leaves"]
 
 # A pair on some leaves.
 
@@ -132,7 +143,7 @@ def leafwise(pair: Pair) -> Optimizer:
 # leaves of one unit of parameters, of any shapes. So a rank holds 1/N of the state, and one collective gathers a unit.
 
 
-def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
+def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
     """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other pairs run on shards.
 
     Use it for a pair that mixes the elements of a leaf, by a factorisation, a sort, or a norm of rows. Each update
@@ -142,7 +153,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
     divides the work among the ranks instead.
 
     Between steps each rank holds 1/N of the state, of any shapes; numbers (0-d) and integers are replicated. Chain
-    elementwise links outside of `whole`: `chain(whole(pair), scale_by_learning_rate(1e-3))`.
+    elementwise links outside of `on_full_leaves`: `chain(whole(pair), scale_by_learning_rate(1e-3))`.
 
     Args:
         pair: a pair that needs full leaves. It gets one leaf at a time, as a tree of one tensor, so its numbers cannot
@@ -154,7 +165,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
         A pair; its state is a tree like the parameters, with the pair's state of a leaf in the leaf's place.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around `whole`.
+        ValueError: if `pair` keeps master weights or a loss scale, which go around `on_full_leaves`.
 
     Example:
         >>> import fzero
@@ -162,7 +173,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
         >>> def update(grads, state, params=None):  # the direction of a matrix, by its singular vectors
         ...     u, _, v = torch.linalg.svd(grads, full_matrices=False)
         ...     return -0.1 * (u @ v), state
-        >>> opt = whole(optim.Optimizer(lambda params: (), update), reads_params=False)
+        >>> opt = on_full_leaves(optim.Optimizer(lambda params: (), update), reads_params=False)
         >>> f = lambda g: fzero.gather(opt.update(fzero.partition(g), opt.init(fzero.partition(g)))[0])
         >>> fzero.mesh(dp=2).spmd(f)({"w": 3 * torch.eye(3)})["w"].diagonal()
         tensor([-0.1000, -0.1000, -0.1000])
@@ -174,7 +185,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
         out = _on_plain(pair.init, entries)
-        for unit in cut_units(paths, entries):
+        for unit in sharded_units(paths, entries):
             _put_state(out, paths, unit, [pair.init(p) for p in _leaves(unit.shard)])
         return tree.unflatten(structure, out)
 
@@ -189,7 +200,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
 
         results = _on_plain(update_leaf, entries, states, param_entries)
         updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
-        for unit in cut_units(paths, entries):
+        for unit in sharded_units(paths, entries):
             _update_unit(update_leaf, unit, paths, (states, param_entries), (updates, new))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
@@ -217,7 +228,7 @@ def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[
 
 def _update_unit(
     update_leaf: Callable[..., Any],
-    unit: CutUnit,
+    unit: ShardedUnit,
     paths: Sequence[str],
     old: tuple[Sequence[Any], Sequence[Any]],
     new: tuple[list[Any], list[Any]],
@@ -234,51 +245,51 @@ def _update_unit(
         update_leaf(g, by_position[first_position[i]], p)
         for i, (g, p) in enumerate(zip(grads, full_params, strict=True))
     ]
-    put(updates, unit.members, _shard(unit.uid, [u for u, _ in results]))
+    put(updates, unit.members, _shard(unit.spec_id, [u for u, _ in results]))
     _put_state(new_states, paths, unit, [s for _, s in results])
 
 
 def _leaves(box: Shard) -> list[torch.Tensor]:
     """Gather a unit's full leaves, also along the axes that split them."""
-    leaves = list(gather_unit(box.uid, box.data, box.origin))
-    for split in reversed(facts(box.uid).split):
+    leaves = list(gather_unit(box.spec_id, box.data, box.origin))
+    for split in reversed(spec_info(box.spec_id).split):
         leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
     return leaves
 
 
-def _shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
+def _shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     """Return this rank's shard of a unit's full leaves: the inverse of `_leaves`."""
-    for split in facts(uid).split:
+    for split in spec_info(spec_id).split:
         leaves = [own_part(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
-    return _own_shard(uid, leaves)
+    return _own_shard(spec_id, leaves)
 
 
-def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
+def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     """Return this rank's shard of a unit's leaves, from a buffer of all leaves.
 
     `partition` reads only the leaves of this rank's shard. Then the update of another leaf would be dead code on this
     rank, and a jitted step would have a different graph on each rank.
     """
-    constants = facts(uid)
+    constants = spec_info(spec_id)
     padding = leaves[0].new_zeros(constants.shard_numel * constants.ranks - constants.numel)
     buffer = torch.cat([*[x.reshape(-1) for x in leaves], padding])  # [N k]
-    return Shard(own_part(buffer, constants.axes), uid)
+    return Shard(own_part(buffer, constants.axes), spec_id)
 
 
 # ---------------------------------------------------------------- the state
 
 
-def _put_state(out: list[Any], paths: Sequence[str], unit: CutUnit, states: Sequence[OptState]) -> None:
+def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptState]) -> None:
     """Shard the states of a unit's leaves over the unit's ranks, and put them into the places of the leaves."""
-    constants = facts(unit.uid)
+    constants = spec_info(unit.spec_id)
     rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
     assignment = assign(by_path, [lookup(name) for name in constants.order], rules)
-    shards = [_own_shard(part.uid, part.leaves) for part in assignment.units]
+    shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
     for position, _ in unit.members:
         out[position] = sharded[paths[position]]
 
 
 def _gather_state(states: Any) -> Any:
-    return map_units(lambda unit: gather_unit(unit.uid, unit.shard.data), states)
+    return map_units(lambda unit: gather_unit(unit.spec_id, unit.shard.data), states)

@@ -2,12 +2,12 @@
 
 from fzero.ranks._agreement import (
     MissingRank,
-    check_alike,
+    all_gather_numbers,
+    all_gather_texts,
     check_equal,
+    check_same_structure,
     checksum,
     gather_texts,
-    numbers_of_all,
-    texts_of_all,
 )
 from fzero.ranks._mesh import Mesh, mesh
 from fzero.ranks._spmd import Spmd
@@ -16,11 +16,11 @@ __all__ = [
     "Mesh",
     "MissingRank",
     "Spmd",
-    "check_alike",
+    "all_gather_numbers",
+    "all_gather_texts",
     "check_equal",
+    "check_same_structure",
     "checksum",
     "gather_texts",
     "mesh",
-    "numbers_of_all",
-    "texts_of_all",
 ]

@@ -14,7 +14,15 @@ from fzero._torch import default_store
 from fzero.ranks._mesh import Mesh
 from fzero.sharding import PerRank, axes_of, elements, is_box
 
-__all__ = ["MissingRank", "check_alike", "check_equal", "checksum", "gather_texts", "numbers_of_all", "texts_of_all"]
+__all__ = [
+    "MissingRank",
+    "all_gather_numbers",
+    "all_gather_texts",
+    "check_equal",
+    "check_same_structure",
+    "checksum",
+    "gather_texts",
+]
 
 # Texts from rank to rank, through the store of the process group.
 
@@ -118,7 +126,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-def numbers_of_all(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
+def all_gather_numbers(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, with one m on all ranks; return each rank's numbers, in rank order."""
     mine = mine.to(mesh.device_mesh.device_type)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
@@ -145,7 +153,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     """
     if not mesh.distributed:
         return
-    check_alike(label, values, mesh)
+    check_same_structure(label, values, mesh)
     paths, leaves, _ = tree.flatten_with_paths(values)
     varies = axes_of(values, mesh.axis_names)
     compared = [
@@ -157,7 +165,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
         return
     device = mesh.device_mesh.device_type
     mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(device) for i in compared]
-    all_sums = numbers_of_all(torch.stack(mine), mesh)
+    all_sums = all_gather_numbers(torch.stack(mine), mesh)
     for n, i in enumerate(compared):
         first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
         for rank in range(mesh.size):
@@ -167,7 +175,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
                 raise ValueError(_message(tree.place(label, paths[i]), other, rank, varies[i]))
 
 
-def check_alike(label: str, values: Any, mesh: Mesh) -> None:
+def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
     """Compare a tree between the ranks as `check_equal` does, without the values of its tensors.
 
     Raises:
@@ -178,7 +186,7 @@ def check_alike(label: str, values: Any, mesh: Mesh) -> None:
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     lines = [f"{tree.place(label, path)} is {_describe(x)}" for path, x in zip(paths, entries, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    digests = numbers_of_all(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
+    digests = all_gather_numbers(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(x != digests[0] for x in digests):
         all_lines: list[Any] = [None] * mesh.size
         torch.distributed.all_gather_object(all_lines, lines)
@@ -211,9 +219,9 @@ def _raise_first_difference(all_lines: list[list[str]]) -> None:
 _MAX_BYTES = 1024  # a text is truncated to this length
 
 
-def texts_of_all(text: str, mesh: Mesh) -> list[str]:
+def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Exchange short texts between all ranks, encoded as numbers, without pickle."""
     padded = text.encode()[:_MAX_BYTES].ljust(_MAX_BYTES, b"\0")
     mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)])
-    all_numbers = numbers_of_all(mine, mesh)
+    all_numbers = all_gather_numbers(mine, mesh)
     return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in all_numbers]

@@ -26,13 +26,13 @@ __all__ = ["Mesh", "check_axes", "fill_shape", "mesh"]
 Shape = tuple[tuple[str, int], ...]
 
 
-def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
+def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
     """Check a mesh's axes, as far as this is possible without the world.
 
     Raises:
         ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
-            Also if `alone` is given and no size is -1.
-        TypeError: if a size or `alone` is not an int.
+            Also if `simulated_ranks` is given and no size is -1.
+        TypeError: if a size or `simulated_ranks` is not an int.
     """
     if not axes:
         raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
@@ -40,7 +40,7 @@ def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
         if not name.isidentifier():  # a comma would join the names of several axes
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
         if not isinstance(size, int) or isinstance(size, bool):
-            matches = get_close_matches(name, ("simulate", "alone", "device", "timeout"), 1)
+            matches = get_close_matches(name, ("simulate", "simulated_ranks", "device", "timeout"), 1)
             hint = f"; did you mean {matches[0]}=?" if matches else ""
             raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
         if size < 1 and size != -1:
@@ -48,36 +48,43 @@ def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
     open_axes = [name for name, size in axes.items() if size == -1]
     if len(open_axes) > 1:
         raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can take the rest of the world")
-    if alone is None:
+    if simulated_ranks is None:
         return
-    if not isinstance(alone, int) or isinstance(alone, bool):
-        raise TypeError(f"alone={alone!r}: expected an int, the number of ranks to simulate when there is no world")
-    if alone < 1:
-        raise ValueError(f"alone={alone}: expected at least one rank to simulate")
+    if not isinstance(simulated_ranks, int) or isinstance(simulated_ranks, bool):
+        raise TypeError(
+            f"simulated_ranks={simulated_ranks!r}: expected an int, the number of ranks to simulate without a world"
+        )
+    if simulated_ranks < 1:
+        raise ValueError(f"simulated_ranks={simulated_ranks}: expected at least one rank to simulate")
     if not open_axes:
         text, first = _axes_text(axes), next(iter(axes))
-        raise ValueError(f"{text}, alone={alone}, but no axis is -1: pass {first}=-1, or leave out alone")
+        raise ValueError(
+            f"{text}, simulated_ranks={simulated_ranks}, but no axis is -1: "
+            f"pass {first}=-1, or leave out simulated_ranks"
+        )
 
 
-def fill_shape(axes: Mapping[str, int], world: int | None, alone: int | None) -> Shape:
+def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int | None) -> Shape:
     """Replace a size of -1 by the number of ranks that the other axes leave.
 
     Args:
         axes: the sizes, checked by `check_axes`.
         world: the number of processes; None in a simulation.
-        alone: the number of ranks in a simulation; None for the product of the other sizes.
+        simulated_ranks: the number of ranks in a simulation; None for the product of the other sizes.
 
     Raises:
         ValueError: if the size of the mesh would differ from the number of ranks.
     """
     fixed = math.prod([size for size in axes.values() if size != -1])
-    ranks = (alone or fixed) if world is None else world
+    ranks = (simulated_ranks or fixed) if world is None else world
     shape = tuple([(name, max(ranks // fixed, 1) if size == -1 else size) for name, size in axes.items()])
     product = math.prod([size for _, size in shape])
     if world is not None and product != world:
         raise ValueError(f"{_axes_text(axes)}, but the world has {_processes(world)}: {_advice(axes, world, product)}")
-    if alone is not None and world is None and product != alone:
-        raise ValueError(f"{_axes_text(axes)}, alone={alone}: {alone} is not divisible by {fixed}")
+    if simulated_ranks is not None and world is None and product != simulated_ranks:
+        raise ValueError(
+            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}"
+        )
     return shape
 
 
@@ -104,7 +111,7 @@ SIMULATIONS = ("vmap", "lockstep")
 def mesh(
     *,
     simulate: bool | Literal["vmap", "lockstep"] | None = None,
-    alone: int | None = None,
+    simulated_ranks: int | None = None,
     device: str | None = None,
     timeout: float = TIMEOUT,
     **axes: int,
@@ -119,40 +126,42 @@ def mesh(
             compiled. "lockstep" simulates ranks as threads that run one at a time: any Python and a debugger work.
             False raises an error if there is no world. By default the ranks are the world's processes if there is a
             world, else simulated with "vmap".
-        alone: the number of ranks to simulate if there is no world. `mesh(dp=-1, alone=4)` has one rank per process
-            under torchrun, else four simulated ranks.
+        simulated_ranks: the number of ranks to simulate if there is no world. `mesh(dp=-1, simulated_ranks=4)` has one
+            rank per process under torchrun, else four simulated ranks.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available. Only a distributed mesh uses it.
         timeout: how long to wait for the world's other processes, in seconds.
         **axes: the size of each axis. One size may be -1: this axis takes the rest of the world, and in a simulation
-            the rest of the `alone` ranks (without `alone`, size 1).
+            the rest of the `simulated_ranks` ranks (without `simulated_ranks`, size 1).
 
     Raises:
-        ValueError: if the size of the mesh differs from the world's, a size is below 1, or `alone` is not divisible by
-            the other sizes. Also if the name of an axis is not a Python name, the device is not available, or the
-            timeout is not above 0.
-        TypeError: if a size, `alone` or the timeout is not a number.
+        ValueError: if the size of the mesh differs from the world's, a size is below 1, or `simulated_ranks` is not
+            divisible by the other sizes. Also if the name of an axis is not a Python name, the device is not
+            available, or the timeout is not above 0.
+        TypeError: if a size, `simulated_ranks` or the timeout is not a number.
         RuntimeError: if a process of the world does not arrive in time (the message names its rank), or if this process
             was forked from a rank.
 
     Example:
         >>> mesh(dp=2, tp=2)
         Mesh(dp=2, tp=2, simulated)
-        >>> mesh(dp=-1, tp=2, alone=8)  # the same as under torchrun with 8 processes
+        >>> mesh(dp=-1, tp=2, simulated_ranks=8)  # the same as under torchrun with 8 processes
         Mesh(dp=4, tp=2, simulated)
     """
-    check_axes(axes, alone)
+    check_axes(axes, simulated_ranks)
     check_timeout(timeout)
     check_device(device)
     if simulate not in (None, True, False, *SIMULATIONS):
         raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
-    if simulate is False and alone is not None:
-        raise ValueError(f"simulate=False and alone={alone} contradict each other: leave one out")
+    if simulate is False and simulated_ranks is not None:
+        raise ValueError(f"simulate=False and simulated_ranks={simulated_ranks} contradict each other: leave one out")
     world = find_world()
     if simulate is False and world is None:
         raise ValueError("simulate=False, but there is no world: launch with torchrun")
     if simulate or world is None:
-        return Mesh(fill_shape(axes, None, alone), simulation="lockstep" if simulate == "lockstep" else "vmap")
-    shape = fill_shape(axes, world.size, alone)
+        return Mesh(
+            fill_shape(axes, None, simulated_ranks), simulation="lockstep" if simulate == "lockstep" else "vmap"
+        )
+    shape = fill_shape(axes, world.size, simulated_ranks)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     join(world, kind, timeout)
     names, sizes = zip(*shape, strict=True)

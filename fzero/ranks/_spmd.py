@@ -19,14 +19,14 @@ from fzero.axes import (
     Axes,
     Axis,
     LayoutRules,
-    OwnMemory,
+    PerRankMemory,
     Scope,
     check_replicated,
-    differs,
+    differs_message,
     lockstep,
     within,
 )
-from fzero.sharding import PerRank, axes_of, is_box, own_values
+from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
 
 __all__ = ["Spmd", "check_stacked"]
 
@@ -74,7 +74,7 @@ class Spmd:
             raise
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
-        args, kwargs = own_values(call)
+        args, kwargs = unwrap_per_rank(call)
         memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
         scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory)
         return within(scope, lambda: self.program(*args, **kwargs))
@@ -214,7 +214,7 @@ def _combined(mesh: Any, ranks: list[Any]) -> Any:
             row = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
             first, y = rows.setdefault(row, (r, rank[1][i]))
             if not lockstep.same(y, rank[1][i]):
-                raise ValueError(differs(path, a, f": ranks {first} and {r} have {_difference(y, rank[1][i])}"))
+                raise ValueError(differs_message(path, a, f": ranks {first} and {r} have {_difference(y, rank[1][i])}"))
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])
@@ -262,12 +262,12 @@ def check_stacked(x: torch.Tensor, label: str, mesh: Any, axes: Names) -> None:
         )
 
 
-def _own_memory(call: Any, mesh: Any) -> tuple[OwnMemory, ...]:
+def _own_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:
     """List the memory of the arguments in `PerRank` boxes, whose values belong to this rank."""
     boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
     return tuple(
         [
-            OwnMemory(storage_id(unwrapped(x)), axes_of(box, mesh.axis_names)[0])
+            PerRankMemory(storage_id(unwrapped(x)), axes_of(box, mesh.axis_names)[0])
             for box in boxes
             for x in tree.tensors(box)
         ]

@@ -1,37 +1,45 @@
 """Sharding: units, the leaves of a tree that are sharded together, and the boxes that hold their shards."""
 
-from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, give_up, is_box, own_values
+from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, give_up, is_box, unwrap_per_rank
 from fzero.sharding._flat import elements, packed, packed_by_copies, put_elements, unpack
 from fzero.sharding._layouts import Layouts, layouts
-from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_number, assignment_of
-from fzero.sharding._pieces import concatenated, host_elements, in_pieces, lifted, map_spaces, on_device, spaces
+from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
+from fzero.sharding._pieces import (
+    boxes_to_device,
+    concatenated,
+    host_elements,
+    in_pieces,
+    map_spaces,
+    on_device,
+    spaces,
+)
 from fzero.sharding._rows import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
 from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, without_padding
 from fzero.sharding._spec import (
     Spec,
     Split,
-    check_cut_for,
-    facts,
+    check_sharded_for,
     intern,
     intern_parts,
     on_host,
     on_mesh,
+    spec_info,
     spec_of,
     unit_axes,
     unit_index,
     with_cast,
 )
-from fzero.sharding._stacked import item_of, own_path, prefix_of, stacked_of
+from fzero.sharding._stacked import item_of, path_on_rank, prefix_of, stacked_of
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
-from fzero.sharding._units import CutUnit, assign, cut_units, default_units, map_units, put, wanted_axes
+from fzero.sharding._units import ShardedUnit, assign, default_units, map_units, put, shard_axes, sharded_units
 
 __all__ = [
-    "CutUnit",
     "Layouts",
     "Matrix",
     "OwnerAssignment",
     "PerRank",
     "Shard",
+    "ShardedUnit",
     "Slot",
     "Spec",
     "Split",
@@ -41,19 +49,17 @@ __all__ = [
     "apply_over_unit_axes",
     "apply_to_unit",
     "assign",
-    "assignment_number",
     "assignment_of",
     "axes_of",
     "box_of",
+    "boxes_to_device",
     "by_granularity",
     "by_size",
-    "check_cut_for",
     "check_on_device",
+    "check_sharded_for",
     "concatenated",
-    "cut_units",
     "default_units",
     "elements",
-    "facts",
     "gather_flat",
     "gather_unit",
     "give_up",
@@ -61,32 +67,34 @@ __all__ = [
     "host_elements",
     "in_pieces",
     "intern",
+    "intern_assignment",
     "intern_parts",
     "is_box",
     "item_of",
     "layouts",
-    "lifted",
     "map_spaces",
     "map_units",
     "on_device",
     "on_host",
     "on_mesh",
-    "own_path",
-    "own_values",
     "packed",
     "packed_by_copies",
+    "path_on_rank",
     "per_leaf",
     "prefix_of",
     "put",
     "put_elements",
     "segment_ids",
+    "shard_axes",
+    "sharded_units",
     "spaces",
+    "spec_info",
     "spec_of",
     "stacked_of",
     "unit_axes",
     "unit_index",
     "unpack",
-    "wanted_axes",
+    "unwrap_per_rank",
     "with_cast",
     "without_padding",
 ]

@@ -13,11 +13,11 @@ import torch
 from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import register_box
-from fzero._torch.levels import Written, written
-from fzero.sharding._spec import Spec, facts, intern, spec_of
+from fzero._torch.levels import VersionKey, version_key
+from fzero.sharding._spec import Spec, intern, spec_info, spec_of
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box", "own_values"]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box", "unwrap_per_rank"]
 
 
 class _Box:
@@ -34,7 +34,7 @@ class _Box:
         """Return a text that distinguishes this box from others, for messages."""
         return repr(self)
 
-    def whole_numel(self) -> int:
+    def full_numel(self) -> int:
         """Count the elements that the box stands for in its tree. A `Shard` counts its whole unit, a `Slot` none."""
         return 0
 
@@ -83,13 +83,13 @@ class _ShardedLeaf(_Box):
     @property
     def spec(self) -> Spec:
         """The spec of the leaf's unit."""
-        return spec_of(self.uid)
+        return spec_of(self.spec_id)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the full leaf at this place."""
         _check_not_donated(self)
-        return torch.Size(self.spec.whole_shapes[self.index])
+        return torch.Size(self.spec.full_shapes[self.index])
 
     @property
     def ndim(self) -> int:
@@ -114,7 +114,7 @@ class _Origin(NamedTuple):
     """
 
     leaves: tuple[torch.Tensor, ...]
-    written: Written | None
+    version_key: VersionKey | None
 
 
 class Shard(_ShardedLeaf):
@@ -126,7 +126,7 @@ class Shard(_ShardedLeaf):
         data: a tensor `[k]`, k elements with padding at the end of the unit. Outside the step, in a simulation, it is
             `[N, k]`: the shards of N ranks along `axes`, stacked. A shard of two pieces, one on the device and one on
             the host (`optim.offload`), has a tuple of both.
-        uid: the id of the interned `spec`.
+        spec_id: the id of the interned `spec`.
         origin: the full leaves that `partition` sharded, as long as `data` is their part; else None. Flattening the box
             drops it, and so does an in-place write into `data`: a changed box has no origin.
 
@@ -140,24 +140,24 @@ class Shard(_ShardedLeaf):
                 [2., 0.]])
     """
 
-    __slots__ = ("_origin", "data", "donated", "uid")
+    __slots__ = ("_origin", "data", "donated", "spec_id")
 
-    def __init__(self, data: Any, uid: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
+    def __init__(self, data: Any, spec_id: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
-        self.uid = uid
+        self.spec_id = spec_id
         self._origin = None if origin is None else _Origin(origin, _written(data))
 
     @property
     def origin(self) -> tuple[torch.Tensor, ...] | None:
         """The full leaves that `partition` sharded, as long as `data` is their part; else None."""
-        if self._origin is None or self._origin.written != _written(self.data):
+        if self._origin is None or self._origin.version_key != _written(self.data):
             return None
         return self._origin.leaves
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """The tensor of each of its spec's pieces: usually one, `data`."""
-        return self.data if len(facts(self.uid).pieces) > 1 else (self.data,)
+        return self.data if len(spec_info(self.spec_id).pieces) > 1 else (self.data,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,7 +172,7 @@ class Shard(_ShardedLeaf):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which `data` differs by rank: the unit is sharded over them, or its leaves are split."""
-        return facts(self.uid).varies
+        return spec_info(self.spec_id).varies
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -181,13 +181,13 @@ class Shard(_ShardedLeaf):
         axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
         axes += [f"{p.stop - p.start} on the host" for p in spec.pieces if p.space == "host"]
-        leaf = _shape_text(spec.whole_shapes[0], self.dtype)
+        leaf = _shape_text(spec.full_shapes[0], self.dtype)
         return f"Shard({spec.unit!r}, {', '.join([leaf, f'{spec.shard_numel} of {spec.numel} elements', *axes])})"
 
-    def whole_numel(self) -> int:
+    def full_numel(self) -> int:
         """Count the elements of the unit's full leaves."""
         _check_not_donated(self)
-        return sum(torch.Size(shape).numel() for shape in self.spec.whole_shapes)
+        return sum(torch.Size(shape).numel() for shape in self.spec.full_shapes)
 
     def describe(self) -> str:
         """Return a text that distinguishes this shard from others, for messages."""
@@ -197,8 +197,8 @@ class Shard(_ShardedLeaf):
         return _restore_shard, (self.data, self.spec)
 
 
-def _written(data: torch.Tensor) -> Written | None:
-    return None if torch.compiler.is_dynamo_compiling() else written(data)
+def _written(data: torch.Tensor) -> VersionKey | None:
+    return None if torch.compiler.is_dynamo_compiling() else version_key(data)
 
 
 def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
@@ -216,17 +216,17 @@ def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
 class Slot(_ShardedLeaf):
     """The place of a leaf whose elements lie in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
-    __slots__ = ("donated", "index", "uid")
+    __slots__ = ("donated", "index", "spec_id")
 
-    def __init__(self, uid: int, index: int) -> None:
-        self.uid = uid
+    def __init__(self, spec_id: int, index: int) -> None:
+        self.spec_id = spec_id
         self.index = index
 
     def __repr__(self) -> str:
         spec = self.spec
         if hasattr(self, "donated"):
             return f"Slot({spec.unit!r}, {self.index}, donated)"
-        return f"Slot({spec.unit!r}, {self.index}, {_shape_text(spec.whole_shapes[self.index], spec.dtype)})"
+        return f"Slot({spec.unit!r}, {self.index}, {_shape_text(spec.full_shapes[self.index], spec.dtype)})"
 
     def __reduce__(self) -> Any:
         return _restore_slot, (self.spec, self.index)
@@ -257,7 +257,7 @@ class PerRank(_Box):
         self.value = value
         self.axes = (axes,) if isinstance(axes, str) else axes
 
-    def whole_numel(self) -> int:
+    def full_numel(self) -> int:
         """Count the elements of the value."""
         return tree.numel(self.value)
 
@@ -274,21 +274,21 @@ def _restore_shard(data: Any, spec: Spec) -> Shard:
     return Shard(data, intern(spec))
 
 
-def box_of(uid: int, parts: Sequence[Any]) -> Shard:
+def box_of(spec_id: int, parts: Sequence[Any]) -> Shard:
     """Return a unit's box, given the tensor of each of the spec's pieces."""
-    return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)
+    return Shard(parts[0] if len(parts) == 1 else tuple(parts), spec_id)
 
 
 def _restore_slot(spec: Spec, index: int) -> Slot:
     return Slot(intern(spec), index)
 
 
-register_box(Shard, lambda box: (box.parts, box.uid), box_of)
-register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
+register_box(Shard, lambda box: (box.parts, box.spec_id), box_of)
+register_box(Slot, lambda slot: ((), (slot.spec_id, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
 
 
-def own_values(values: Any) -> Any:
+def unwrap_per_rank(values: Any) -> Any:
     """Replace each `PerRank` box of a tree by its value, as for the arguments of a rank program."""
 
     def is_per_rank(x: Any) -> bool:

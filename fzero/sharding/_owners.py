@@ -23,7 +23,7 @@ from fzero._torch import assume_constant_result
 from fzero.axes import Binding
 from fzero.collectives import AssignmentOptions, LinearMap, Tensors, add_row
 
-__all__ = ["Matrix", "OwnerAssignment", "assignment_number", "assignment_of"]
+__all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 
 
 class Matrix(NamedTuple):
@@ -141,7 +141,7 @@ _NUMBERS: dict[OwnerAssignment, int] = {}
 
 
 @assume_constant_result
-def assignment_number(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
+def intern_assignment(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
     """Intern an assignment, and return its number: equal assignments have one number."""
     assignment = OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices]))
     if assignment not in _NUMBERS:

@@ -12,28 +12,28 @@ from fzero._torch import group_of, is_tracing
 from fzero.axes import PLANNED, bound, is_lockstep
 from fzero.collectives import to_device
 from fzero.sharding._boxes import Shard, Slot, box_of, is_box
-from fzero.sharding._spec import facts, on_host
+from fzero.sharding._spec import on_host, spec_info
 from fzero.tree import Tree
 
-__all__ = ["concatenated", "host_elements", "in_pieces", "lifted", "map_spaces", "on_device", "spaces"]
+__all__ = ["boxes_to_device", "concatenated", "host_elements", "in_pieces", "map_spaces", "on_device", "spaces"]
 
 
 def spaces(box: Shard) -> list[str]:
     """List the memory of each piece of a box."""
-    return [piece.space for piece in facts(box.uid).pieces]
+    return [piece.space for piece in spec_info(box.spec_id).pieces]
 
 
-def host_elements(uid: int) -> int:
+def host_elements(spec_id: int) -> int:
     """Count the elements of each rank's shard of a unit that lie on the host."""
-    return sum([piece.stop - piece.start for piece in facts(uid).pieces if piece.space == "host"])
+    return sum([piece.stop - piece.start for piece in spec_info(spec_id).pieces if piece.space == "host"])
 
 
-def in_pieces(box: Shard, uid: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
-    """Divide a shard of one piece into the pieces of `uid`, and move the host's; a shard of `uid` stays as it is."""
-    if box.uid == uid:
+def in_pieces(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
+    """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
+    if box.spec_id == spec_id:
         return box
     x, parts = box.data, []
-    for piece in facts(uid).pieces:
+    for piece in spec_info(spec_id).pieces:
         is_all = piece.stop - piece.start == x.shape[-1]
         part = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
         if piece.space == "host":
@@ -41,7 +41,7 @@ def in_pieces(box: Shard, uid: int, move: Callable[[torch.Tensor], torch.Tensor]
         elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
             part = part.clone()
         parts.append(part)
-    return box_of(uid, parts)
+    return box_of(spec_id, parts)
 
 
 def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -61,7 +61,7 @@ def on_device(box: Shard, device: torch.device | None = None) -> Shard:
     """
     if not all(isinstance(x, torch.Tensor) for x in box.parts):
         raise ValueError(
-            f"unit {facts(box.uid).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
+            f"unit {spec_info(box.spec_id).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
             'optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
         )
     if "host" not in spaces(box):
@@ -70,17 +70,17 @@ def on_device(box: Shard, device: torch.device | None = None) -> Shard:
     devices = [x.device for space, x in pieces if space == "device"]
     target = device or (devices[0] if devices else _device_of_the_mesh())
     parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(concatenated(parts), on_host(box.uid, 0))
+    return Shard(concatenated(parts), on_host(box.spec_id, 0))
 
 
-def lifted(values: Tree) -> Tree:
+def boxes_to_device(values: Tree) -> Tree:
     """Return a tree with the shard of each box in one piece, on the device."""
     entries, structure = tree.flatten(values, is_box)
     for i, x in enumerate(entries):
         if isinstance(x, Shard):
             entries[i] = on_device(x)
         elif isinstance(x, Slot):
-            entries[i] = Slot(on_host(x.uid, 0), x.index)
+            entries[i] = Slot(on_host(x.spec_id, 0), x.index)
     return tree.unflatten(structure, entries)
 
 
@@ -93,7 +93,7 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
     for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
         if isinstance(x, Shard):
             parts = zip(spaces(x), x.parts, *[y.parts for y in ys], strict=True)
-            out[i] = box_of(x.uid, [tree.map(partial(f, space), *xs) for space, *xs in parts])
+            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in parts])
         elif is_box(x):
             out[i] = x
     return tree.unflatten(structure, out)

@@ -24,7 +24,7 @@ from fzero.collectives import (
 )
 from fzero.sharding import _flat
 from fzero.sharding._boxes import Shard
-from fzero.sharding._spec import Spec, facts, spec_of, unit_axes
+from fzero.sharding._spec import Spec, spec_info, spec_of, unit_axes
 
 __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"]
 
@@ -41,7 +41,7 @@ __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"
 
 
 def _spec(options: OfUnit) -> Spec:
-    return spec_of(options.uid)
+    return spec_of(options.spec_id)
 
 
 def _unit(options: OfUnit) -> str:
@@ -229,30 +229,30 @@ add_row(
 _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
 
 
-def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row over several axes in turn: the slowest axis divides the unit, the other axes its shards."""
     first, *rest = axes or [NO_AXIS]
     if name == "gather":  # the inverse: the slowest axis last
         for a in rest[::-1]:
             xs = apply(a.token, "all_gather", a.binding, Along(-1), *xs)
-        return apply(first.token, name, first.binding, OfUnit(uid), *xs)
-    xs = apply(first.token, name, first.binding, OfUnit(uid), *xs)
+        return apply(first.token, name, first.binding, OfUnit(spec_id), *xs)
+    xs = apply(first.token, name, first.binding, OfUnit(spec_id), *xs)
     for a in rest:
-        options = Along(-1) if name in _OF_SHARDS else OfUnit(uid)
+        options = Along(-1) if name in _OF_SHARDS else OfUnit(spec_id)
         xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
     return tuple(xs)
 
 
-def gather_flat(uid: int, shard: torch.Tensor) -> torch.Tensor:
+def gather_flat(spec_id: int, shard: torch.Tensor) -> torch.Tensor:
     """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
-    for a in reversed(joint(unit_axes(uid))):
-        (shard,) = apply(a.token, "gather_flat", a.binding, OfUnit(uid), shard)
-    return shard[: facts(uid).numel]
+    for a in reversed(joint(unit_axes(spec_id))):
+        (shard,) = apply(a.token, "gather_flat", a.binding, OfUnit(spec_id), shard)
+    return shard[: spec_info(spec_id).numel]
 
 
-def apply_to_unit(name: str, uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row of the table to a unit's tensors, over the unit's axes."""
-    return apply_over_unit_axes(name, joint(unit_axes(uid)), uid, xs)
+    return apply_over_unit_axes(name, joint(unit_axes(spec_id)), spec_id, xs)
 
 
 # Return a unit's leaves from its shard: by an all_gather, or without communication if the box still has its origin.
@@ -265,25 +265,25 @@ class _GatherFromOrigin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(uid: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def forward(spec_id: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
         return tuple([x.view_as(x) for x in rest[len(bindings) :]])  # the axes' tokens come first, then the leaves
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.uid, ctx.bindings, ctx.count = inputs[0], inputs[1], len(inputs)
+        ctx.spec_id, ctx.bindings, ctx.count = inputs[0], inputs[1], len(inputs)
         ctx.tokens = inputs[3 : 3 + len(ctx.bindings)]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (shard,) = apply_over_unit_axes("reduce_scatter", _axes(ctx), ctx.uid, grads)
+        (shard,) = apply_over_unit_axes("reduce_scatter", _axes(ctx), ctx.spec_id, grads)
         return (None, None, shard, *[None] * (ctx.count - 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(apply_over_unit_axes("gather", _axes(ctx), ctx.uid, [tangents[2]]))
+        return tuple(apply_over_unit_axes("gather", _axes(ctx), ctx.spec_id, [tangents[2]]))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, uid: int, bindings: tuple[Binding, ...], shard: Any, *rest: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, spec_id: int, bindings: tuple[Binding, ...], shard: Any, *rest: Any) -> Any:
         m = len(bindings)
         return tuple([x.view_as(x) for x in rest[m:]]), tuple(in_dims[3 + m :])
 
@@ -293,24 +293,25 @@ def _axes(ctx: Any) -> list[Axis]:
 
 
 @allow_in_graph
-def _gather_from_origin(uid: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
-    return _GatherFromOrigin.apply(uid, bindings, shard, *rest)
+def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return _GatherFromOrigin.apply(spec_id, bindings, shard, *rest)
 
 
-def gather_unit(uid: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
+def gather_unit(spec_id: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
     """Return the leaves of a unit, differentiable with respect to its shard `[k]`.
 
     With `origin`, the leaves that the shard was partitioned from, the forward pass communicates nothing.
     """
-    axes = joint(unit_axes(uid))
-    if data.shape != (facts(uid).shard_numel,):
+    axes = joint(unit_axes(spec_id))
+    if data.shape != (spec_info(spec_id).shard_numel,):
         raise ValueError(
-            f"{Shard(data, uid)!r} holds a tensor {list(data.shape)}, and its spec says {[facts(uid).shard_numel]}; "
+            f"{Shard(data, spec_id)!r} holds a tensor {list(data.shape)}, and its spec says "
+            f"{[spec_info(spec_id).shard_numel]}; "
             "only a tree with the layout of the parameters can be gathered"
         )
     if origin is None:
-        leaves = apply_over_unit_axes("gather", axes, uid, [data])
+        leaves = apply_over_unit_axes("gather", axes, spec_id, [data])
     else:
-        leaves = _gather_from_origin(uid, tuple([a.binding for a in axes]), data, *[a.token for a in axes], *origin)
+        leaves = _gather_from_origin(spec_id, tuple([a.binding for a in axes]), data, *[a.token for a in axes], *origin)
     raise_priority(leaves[0])
     return leaves

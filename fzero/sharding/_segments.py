@@ -13,24 +13,24 @@ from fzero._torch import assume_constant_result
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
-from fzero.sharding._spec import Piece, facts, spec_of, unit_index
+from fzero.sharding._spec import Piece, spec_info, spec_of, unit_index
 from fzero.sharding._stacked import item_of, stacked_of
-from fzero.sharding._units import CutUnit, cut_units, map_units
+from fzero.sharding._units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 
 
-def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
+def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
     """Return the index of the leaf of each element of this rank's shard. Padding has the number of leaves as its index.
 
     Returns:
         An int64 tensor `[k]`; with `piece`, only the elements of that piece.
     """
-    k = facts(uid).shard_numel
+    k = spec_info(spec_id).shard_numel
     start, stop = (0, k) if piece is None else (piece.start, piece.stop)
-    position = unit_index(uid).to(device) * k + torch.arange(start, stop, device=device)
-    return torch.bucketize(position, torch.tensor(facts(uid).offsets[1:], device=device), right=True)
+    position = unit_index(spec_id).to(device) * k + torch.arange(start, stop, device=device)
+    return torch.bucketize(position, torch.tensor(spec_info(spec_id).offsets[1:], device=device), right=True)
 
 
 def without_padding(box: Shard) -> torch.Tensor:
@@ -40,18 +40,18 @@ def without_padding(box: Shard) -> torch.Tensor:
         ValueError: if a part of the shard lies on the host.
     """
     check_on_device(box, "a norm or a test of all elements")
-    k, numel = facts(box.uid).shard_numel, facts(box.uid).numel
+    k, numel = spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).numel
     x = _without_idle(box)
-    if k * facts(box.uid).ranks == numel:
+    if k * spec_info(box.spec_id).ranks == numel:
         return x
-    position = unit_index(box.uid).to(x.device) * k + torch.arange(k, device=x.device)
+    position = unit_index(box.spec_id).to(x.device) * k + torch.arange(k, device=x.device)
     return torch.where(position < numel, x, torch.zeros_like(x))
 
 
 @assume_constant_result
-def _idle(uid: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
+def _idle(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
     """Return an axis, and for each rank along it whether each leaf of a unit is unused; `("", ())` if all are used."""
-    spec = spec_of(uid)
+    spec = spec_of(spec_id)
     along, stacked = stacked_of(spec) or (None, None)
     if along is None or stacked is None:
         return "", ()
@@ -61,7 +61,7 @@ def _idle(uid: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
 
 
 def _without_idle(box: Shard) -> torch.Tensor:
-    axis, rows = _idle(box.uid + 0)
+    axis, rows = _idle(box.spec_id + 0)
     if not rows:
         return box.data
     x, place = box.data, axis_index(axis).reshape(1).to(box.data.device)
@@ -69,7 +69,7 @@ def _without_idle(box: Shard) -> torch.Tensor:
         unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, place)
     else:
         table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
-        unused = table.index_select(0, place).squeeze(0)[segment_ids(box.uid, x.device)]
+        unused = table.index_select(0, place).squeeze(0)[segment_ids(box.spec_id, x.device)]
     return torch.where(unused, torch.zeros_like(x), x)
 
 
@@ -79,7 +79,7 @@ def check_on_device(box: Shard, what: str) -> None:
     Raises:
         ValueError: if a part lies on the host. The message names the unit.
     """
-    if "host" in [piece.space for piece in facts(box.uid).pieces]:
+    if "host" in [piece.space for piece in spec_info(box.spec_id).pieces]:
         raise ValueError(
             f"{what} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
             'whole leaves before optim.offload, or use optim.offload(pair, ratio, update="device")'
@@ -108,7 +108,7 @@ def global_norm(params: Tree) -> torch.Tensor:
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
-            axes = facts(x.uid).varies
+            axes = spec_info(x.spec_id).varies
             square = _square(without_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
@@ -137,8 +137,8 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
     def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def full_leaves(unit: CutUnit) -> list[torch.Tensor]:
-        spec = facts(unit.uid)
+    def full_leaves(unit: ShardedUnit) -> list[torch.Tensor]:
+        spec = spec_info(unit.spec_id)
         return [meta(shape, spec.dtype) for shape in (spec.shapes if parts else spec.item_shapes)]
 
     entries, structure = tree.flatten(map_units(full_leaves, params), is_box)
@@ -175,21 +175,21 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
             if leaves[tied] != leaves[position]:
                 raise ValueError(_conflict(paths[tied], paths[position]))
             out[position] = out[tied]  # one object, so that a map over both trees keeps the tie
-    for uid, box, members in cut_units(paths, entries):
+    for spec_id, box, members in sharded_units(paths, entries):
         by_index: dict[int, float] = {}
         for position, index in members:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
-                raise ValueError(_conflict(spec_of(uid).paths[index], paths[position]))
+                raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
-        pieces = facts(uid).pieces
-        parts = [_spread(row, uid, *x) for x in zip(pieces, box.parts, strict=True)]
-        out[members[0][0]] = box_of(uid, parts)
+        pieces = spec_info(spec_id).pieces
+        parts = [_spread(row, spec_id, *x) for x in zip(pieces, box.parts, strict=True)]
+        out[members[0][0]] = box_of(spec_id, parts)
     return tree.unflatten(structure, out)
 
 
-def _spread(row: Sequence[float], uid: int, piece: Piece, x: torch.Tensor) -> Any:
+def _spread(row: Sequence[float], spec_id: int, piece: Piece, x: torch.Tensor) -> Any:
     """Return the number for each element of a piece: one number if all are equal, else a tensor."""
     if len(set(row)) == 1:
         return row[0]
     table = torch.tensor([*row, 0.0], dtype=x.dtype, device=x.device)
-    return table[segment_ids(uid, x.device, piece)]
+    return table[segment_ids(spec_id, x.device, piece)]

@@ -1,6 +1,6 @@
 """Specs: immutable descriptions of how a unit is sharded, interned so that traced code can refer to one by an integer.
 
-Dynamo cannot trace an ordinary object. So traced code holds a spec's uid, an integer, and calls the functions here,
+Dynamo cannot trace an ordinary object. So traced code holds a spec's spec_id, an integer, and calls the functions here,
 whose results Dynamo treats as constants.
 """
 
@@ -19,16 +19,16 @@ from fzero.axes import Axis, Stacked, axis_index, bound, lookup
 
 __all__ = [
     "ALIGN",
-    "Facts",
     "Piece",
     "Spec",
+    "SpecInfo",
     "Split",
-    "check_cut_for",
-    "facts",
+    "check_sharded_for",
     "intern",
     "intern_parts",
     "on_host",
     "on_mesh",
+    "spec_info",
     "spec_of",
     "unit_axes",
     "unit_index",
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
     space: str
 
 
-class Facts(NamedTuple):
+class SpecInfo(NamedTuple):
     """The attributes and derived properties of a spec that traced code may read, as plain Python values."""
 
     unit: str
@@ -78,7 +78,7 @@ class Facts(NamedTuple):
     varies: tuple[str, ...]
     order: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    whole_shapes: tuple[tuple[int, ...], ...]
+    full_shapes: tuple[tuple[int, ...], ...]
     item_shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
@@ -132,16 +132,16 @@ class Spec:
         return (*self.axes, *(s.axis for s in self.split))
 
     @cached_property
-    def facts(self) -> Facts:
+    def info(self) -> SpecInfo:
         """The spec's properties as plain values, for traced code."""
-        return Facts(
+        return SpecInfo(
             unit=self.unit,
             mesh=self.mesh,
             axes=self.axes,
             varies=self.varies,
             order=self.order,
             shapes=self.shapes,
-            whole_shapes=self.whole_shapes,
+            full_shapes=self.full_shapes,
             item_shapes=self.item_shapes,
             offsets=self.offsets,
             dtype=self.dtype,
@@ -155,7 +155,7 @@ class Spec:
         )
 
     @cached_property
-    def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
+    def full_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each full leaf, before any split, as the user passes it to `step.init`."""
         shapes = []
         for i, shape in enumerate(self.shapes):
@@ -168,7 +168,7 @@ class Spec:
     @cached_property
     def item_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each leaf in the model: a leaf that is stacked by rank has no dimension of ranks there."""
-        return tuple([x[1:] for x in self.whole_shapes]) if any(s.stacked for s in self.split) else self.whole_shapes
+        return tuple([x[1:] for x in self.full_shapes]) if any(s.stacked for s in self.split) else self.full_shapes
 
     @property
     def split_ranks(self) -> int:
@@ -215,16 +215,16 @@ _UIDS: dict[Spec, int] = {}
 
 
 def intern(spec: Spec) -> int:
-    """Return the uid of a spec. Equal specs have equal uids."""
+    """Return the spec_id of a spec. Equal specs have equal spec_ids."""
     if spec not in _UIDS:
         _UIDS[spec] = len(_SPECS)
         _SPECS.append(spec)
     return _UIDS[spec]
 
 
-def spec_of(uid: int) -> Spec:
-    """Return the spec with this uid."""
-    return _SPECS[uid]
+def spec_of(spec_id: int) -> Spec:
+    """Return the spec with this spec_id."""
+    return _SPECS[spec_id]
 
 
 @assume_constant_result
@@ -238,7 +238,7 @@ def intern_parts(
     split: tuple[Split, ...],
     bound: tuple[str, ...],
 ) -> int:
-    """Return the uid of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
+    """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
     return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduced, split), bound))
 
 
@@ -247,57 +247,57 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 
 @assume_constant_result
-def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tuple[str, ...]) -> int:
-    """Return the uid of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduced=reduced), bound))
+def on_mesh(spec_id: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tuple[str, ...]) -> int:
+    """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
+    return intern(_ordered(replace(spec_of(spec_id), mesh=mesh, reduced=reduced), bound))
 
 
 @assume_constant_result
-def with_cast(uid: int, wire: torch.dtype, grad: torch.dtype) -> int:
-    """Return the uid of the same unit with gradients that are summed over ranks in `wire`, and returned in `grad`."""
-    return intern(replace(spec_of(uid), cast=(wire, grad)))
+def with_cast(spec_id: int, wire: torch.dtype, grad: torch.dtype) -> int:
+    """Return the id of the same unit with gradients that are summed over ranks in `wire`, and returned in `grad`."""
+    return intern(replace(spec_of(spec_id), cast=(wire, grad)))
 
 
 @assume_constant_result
-def on_host(uid: int, part: int, of: int = 1) -> int:
-    """Return the uid of the same unit with the last `part / of` of each rank's shard in host memory."""
-    return intern(replace(spec_of(uid), host=Fraction(part, of)))
+def on_host(spec_id: int, part: int, of: int = 1) -> int:
+    """Return the spec_id of the same unit with the last `part / of` of each rank's shard in host memory."""
+    return intern(replace(spec_of(spec_id), host=Fraction(part, of)))
 
 
 @assume_constant_result
-def _constant(uid: int) -> Facts:
-    return spec_of(uid).facts
+def _constant(spec_id: int) -> SpecInfo:
+    return spec_of(spec_id).info
 
 
-def facts(uid: int) -> Facts:
+def spec_info(spec_id: int) -> SpecInfo:
     """Return the properties of a spec; traced code takes them as constants."""
-    return _constant(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
+    return _constant(spec_id + 0)  # Dynamo: + 0 makes a lazy constant a constant
 
 
-def unit_axes(uid: int) -> tuple[Axis, ...]:
+def unit_axes(spec_id: int) -> tuple[Axis, ...]:
     """Return the bound axes over which a unit is sharded.
 
     Raises:
         ValueError: if an axis is not bound, or its size is not the size in the unit's spec.
     """
-    spec = facts(uid)
+    spec = spec_info(spec_id)
     axes = [lookup(name) for name in spec.axes]
-    check_cut_for(uid, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound()]))
+    check_sharded_for(spec_id, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound()]))
     return tuple(axes)
 
 
-def unit_index(uid: int) -> torch.Tensor:
+def unit_index(spec_id: int) -> torch.Tensor:
     """Return the index of this rank's shard among the unit's shards: an int64 tensor of shape []."""
-    return axis_index(facts(uid).axes)
+    return axis_index(spec_info(spec_id).axes)
 
 
-def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
+def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
     """Check that a unit was sharded for a mesh of this shape.
 
     Raises:
         ValueError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
     """
-    spec = facts(uid)
+    spec = spec_info(spec_id)
     for pair in (*spec.mesh, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])

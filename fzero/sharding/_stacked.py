@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fzero.axes import Stacked
 from fzero.sharding._spec import Spec, Split
 
-__all__ = ["Item", "item_of", "own_path", "prefix_of", "stacked_of"]
+__all__ = ["Item", "item_of", "path_on_rank", "prefix_of", "stacked_of"]
 
 
 class Item(NamedTuple):
@@ -61,7 +61,7 @@ def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
     return Item(start[:-1], stacked.items[int(place)], below)
 
 
-def own_path(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
+def path_on_rank(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
     """Return the path, in the full tree, of the leaf that a rank holds at an index of a unit.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, given_rules
+from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
 from fzero.sharding._units import MOST, default_units, pieces
 from fzero.tree import Tree, is_box
 
@@ -257,7 +257,7 @@ def by_size(
     least = max(most // 2, 1) if least is None else number("least", least, 1)
     if least > most:
         raise ValueError(f"least={least:,} is more than most={most:,}: expected at most as many elements")
-    unit_leaves, rules = leaves_of(params), given_rules(None, over, split)
+    unit_leaves, rules = leaves_of(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()

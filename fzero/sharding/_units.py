@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, LayoutRules, Stacked, axis_names, bound, lookup, rules_here
+from fzero.axes import Axis, LayoutRules, Stacked, axis_names, bound, current_rules, lookup
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
 from fzero.sharding._spec import Split, intern_parts
@@ -17,16 +17,16 @@ from fzero.tree import Tree, is_box
 __all__ = [
     "MOST",
     "Assignment",
-    "CutUnit",
+    "FullUnit",
+    "ShardedUnit",
     "Subtree",
-    "WholeUnit",
     "assign",
-    "cut_units",
     "default_units",
     "map_units",
     "pieces",
     "put",
-    "wanted_axes",
+    "shard_axes",
+    "sharded_units",
 ]
 
 
@@ -161,10 +161,10 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
     return keys[0] or "params"  # a tree that is one tensor has an empty path
 
 
-class WholeUnit(NamedTuple):
+class FullUnit(NamedTuple):
     """A unit of a tree that is about to be sharded: its spec, its distinct leaves, and the position of the first."""
 
-    uid: int
+    spec_id: int
     leaves: list[torch.Tensor]
     position: int
 
@@ -173,7 +173,7 @@ class Assignment(NamedTuple):
     """The units of a tree. Each entry of the flattened tree is a `Slot`, or the leaf itself if it is in no unit."""
 
     entries: list[Any]
-    units: list[WholeUnit]
+    units: list[FullUnit]
     structure: Any
 
     def with_shards(self, shards: Sequence[Shard]) -> Tree:
@@ -199,7 +199,7 @@ def assign(
     Leaves that the rule names `None` belong to the unit `rest`. A leaf that is neither sharded nor split over an axis
     stays as it is.
     """
-    rules = rules_here() if rules is None else rules
+    rules = current_rules() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
     seen: set[Any] = set()
@@ -221,7 +221,7 @@ def assign(
     stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
-    entries = [x if p is None else Slot(units[p[0]].uid, p[1]) for x, p in zip(leaves, places, strict=True)]
+    entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, places, strict=True)]
     return Assignment(entries, list(units.values()), structure)
 
 
@@ -280,14 +280,14 @@ def _key_of(
         raise TypeError(f"units: the rule gave {name!r} for leaf {path!r}, expected the name of a unit or None")
     if name is None:
         name = default_units(path, leaf) if split else rest
-    over = wanted_axes(path, leaf, axes, rules, tuple(split))
+    over = shard_axes(path, leaf, axes, rules, tuple(split))
     # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
-    later = wanted_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
+    later = shard_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
     return _Key(name, dtype, over, tuple(split), later) if name is not None and (over or split) else None
 
 
-def wanted_axes(
+def shard_axes(
     path: str, leaf: torch.Tensor, axes: Sequence[Axis], rules: LayoutRules, split: Sequence[str]
 ) -> tuple[str, ...]:
     """List the axes, among `axes`, over which the rules shard a leaf's unit; axes that split the leaf are left out."""
@@ -314,11 +314,11 @@ def _unit(
     split: Any,
     stacks: Mapping[str, Stacked],
     reduced: str,
-) -> WholeUnit:
+) -> FullUnit:
     parts = [leaves[i] for i in positions]
     for name in key.split:
         parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, positions, strict=True)]
-    uid = intern_parts(
+    spec_id = intern_parts(
         key.name,
         tuple([(a.name, a.size) for a in axes if a.name in key.over]),
         tuple([paths[i] for i in positions]),
@@ -333,22 +333,22 @@ def _unit(
         ),
         axis_names(),
     )
-    return WholeUnit(uid, parts, positions[0])
+    return FullUnit(spec_id, parts, positions[0])
 
 
 # ---------------------------------------------------------------- in a sharded tree
 
 
-class CutUnit(NamedTuple):
+class ShardedUnit(NamedTuple):
     """A unit of a sharded tree.
 
     Attributes:
-        uid: the id of its spec.
+        spec_id: the id of its spec.
         shard: its box.
         members: `(position in the flattened tree, index in the unit)` of each leaf. The first is at the shard's place.
     """
 
-    uid: int
+    spec_id: int
     shard: Shard
     members: list[tuple[int, int]]
 
@@ -356,23 +356,23 @@ class CutUnit(NamedTuple):
 def put(entries: list[Any], members: Sequence[tuple[int, int]], result: Shard | Sequence[Any]) -> None:
     """Replace a unit in a flattened tree by another shard, or by its leaves, each at its position."""
     for position, index in members:
-        entries[position] = Slot(result.uid, index) if isinstance(result, Shard) else result[index]
+        entries[position] = Slot(result.spec_id, index) if isinstance(result, Shard) else result[index]
     if isinstance(result, Shard):
         entries[members[0][0]] = result
 
 
-def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tree:
+def map_units(f: Callable[[ShardedUnit], Shard | Sequence[Any]], values: Tree) -> Tree:
     """Replace each unit of a sharded tree by the result of `f`: another shard, or the unit's leaves.
 
     Plain leaves stay as they are.
     """
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
-    for unit in cut_units(paths, entries):
+    for unit in sharded_units(paths, entries):
         put(entries, unit.members, f(unit))
     return tree.unflatten(structure, entries)
 
 
-def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
+def sharded_units(paths: Sequence[str], entries: Sequence[Any]) -> list[ShardedUnit]:
     """Find the units of a flattened sharded tree.
 
     A tree may hold several trees of one layout, such as the parameters and their moving average. Then a slot belongs to
@@ -382,26 +382,26 @@ def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
         ValueError: if a slot's shard is not in the tree, or several trees of one layout alternate. The message names
             the leaves.
     """
-    by_uid: dict[int, list[CutUnit]] = {}
-    units: list[CutUnit] = []
+    by_spec_id: dict[int, list[ShardedUnit]] = {}
+    units: list[ShardedUnit] = []
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            unit = CutUnit(x.uid, x, [(position, 0)])
-            by_uid.setdefault(x.uid, []).append(unit)
+            unit = ShardedUnit(x.spec_id, x, [(position, 0)])
+            by_spec_id.setdefault(x.spec_id, []).append(unit)
             units.append(unit)
-    counts: dict[int, int] = {}  # uid -> number of its shards so far
+    counts: dict[int, int] = {}  # spec_id -> number of its shards so far
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            counts[x.uid] = counts.get(x.uid, 0) + 1
+            counts[x.spec_id] = counts.get(x.spec_id, 0) + 1
         elif isinstance(x, Slot):
-            if x.uid not in by_uid:
+            if x.spec_id not in by_spec_id:
                 raise ValueError(
                     f"leaf {paths[position]!r} lies in the shard of unit {x.spec.unit!r}, which is not in this tree; "
                     "pass a tree that holds whole units, including the first place of a tied leaf, or make smaller "
                     "units with units="
                 )
-            by_uid[x.uid][max(counts.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
-    for same in by_uid.values():
+            by_spec_id[x.spec_id][max(counts.get(x.spec_id, 0) - 1, 0)].members.append((position, x.index))
+    for same in by_spec_id.values():
         if len({tuple(sorted([index for _, index in unit.members])) for unit in same}) > 1:
             shard_paths = [paths[unit.members[0][0]] for unit in same]
             raise ValueError(

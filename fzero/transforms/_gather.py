@@ -9,15 +9,15 @@ from fzero._torch.levels import unwrapped
 from fzero.axes import axis_names, joint, same
 from fzero.collectives import all_gather
 from fzero.sharding import (
-    CutUnit,
     Shard,
+    ShardedUnit,
     apply_over_unit_axes,
-    facts,
     gather_flat,
     gather_unit,
     map_units,
     on_device,
     on_mesh,
+    spec_info,
     unit_axes,
 )
 
@@ -52,9 +52,9 @@ def gather(params: Any) -> Any:
     return map_units(_leaves, params)
 
 
-def _leaves(unit: CutUnit) -> tuple[torch.Tensor, ...]:
+def _leaves(unit: ShardedUnit) -> tuple[torch.Tensor, ...]:
     box = on_device(unit.shard)
-    return gather_unit(box.uid, box.data, box.origin)
+    return gather_unit(box.spec_id, box.data, box.origin)
 
 
 def replicate(params: Any) -> Any:
@@ -64,12 +64,12 @@ def replicate(params: Any) -> Any:
         RuntimeError: if a box was written through `.data`.
     """
 
-    def replicated(unit: CutUnit) -> Any:
-        unit_facts = facts(unit.uid)
+    def replicated(unit: ShardedUnit) -> Any:
+        unit_facts = spec_info(unit.spec_id)
         if not unit_facts.split:
-            return gather_unit(unit.uid, unit.shard.data, _origin_of(unit.shard))
-        spec_id = on_mesh(unit.uid, (), "each", axis_names())
-        return Shard(gather_flat(unit.uid, unit.shard.data), spec_id)
+            return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
+        spec_id = on_mesh(unit.spec_id, (), "each", axis_names())
+        return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
 
     return map_units(replicated, params)
 
@@ -82,12 +82,12 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
     """
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot tell whether the box was written
         return None
-    axes, origin = unit_axes(box.uid), box.origin
+    axes, origin = unit_axes(box.spec_id), box.origin
     # traces and vmaps detect or refuse writes through `.data` themselves
     if origin is None or is_tracing() or any(not a.group for a in axes):
         return origin
     with torch.no_grad():
-        (shard,) = apply_over_unit_axes("partition", joint(axes), box.uid, [unwrapped(x) for x in origin])
+        (shard,) = apply_over_unit_axes("partition", joint(axes), box.spec_id, [unwrapped(x) for x in origin])
     if not same(shard, unwrapped(box.data)):
         raise RuntimeError(
             f"{box!r} was written through .data, which torch does not count as a write, so the leaves gathered before "
@@ -99,9 +99,9 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
 def assemble(params: Any) -> Any:
     """Gather every shard of a tree and all parts of split leaves into full leaves, equal on all ranks."""
 
-    def assembled(unit: CutUnit) -> list[torch.Tensor]:
+    def assembled(unit: ShardedUnit) -> list[torch.Tensor]:
         leaves = list(_leaves(unit))
-        for split in reversed(facts(unit.uid).split):
+        for split in reversed(spec_info(unit.spec_id).split):
             leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
         return leaves
 

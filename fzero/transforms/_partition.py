@@ -15,23 +15,23 @@ from fzero.axes import (
     UnitRule,
     axis_names,
     bound,
-    given_rules,
+    current_rules,
+    layout_rules,
     resolve,
-    rules_here,
 )
 from fzero.sharding import (
-    CutUnit,
     Shard,
+    ShardedUnit,
     Slot,
     apply_to_unit,
     assign,
-    facts,
     is_box,
     map_units,
     on_mesh,
+    shard_axes,
+    spec_info,
     spec_of,
     unpack,
-    wanted_axes,
 )
 
 __all__ = ["check_unsharded", "partition"]
@@ -86,11 +86,11 @@ def partition(
         return params
     axes = resolve(axis)
     check_unsharded(params)
-    arg_rules, step_rules = given_rules(units, over, split), rules_here()
+    arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
     rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
     assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
-    return assignment.with_shards([_own_shard(unit.uid, unit.leaves) for unit in assignment.units])
+    return assignment.with_shards([_own_shard(unit.spec_id, unit.leaves) for unit in assignment.units])
 
 
 def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
@@ -101,14 +101,14 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
 def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
     """Shard a tree's boxed units, which no axis shards yet."""
 
-    def sharded(unit: CutUnit) -> Shard:
-        spec = spec_of(unit.uid)
-        full = torch.empty(facts(unit.uid).whole_shapes[0], dtype=spec.dtype, device="meta")
-        over = wanted_axes(spec.paths[0], full, axes, rules, spec.varies)
+    def sharded(unit: ShardedUnit) -> Shard:
+        spec = spec_of(unit.spec_id)
+        full = torch.empty(spec_info(unit.spec_id).full_shapes[0], dtype=spec.dtype, device="meta")
+        over = shard_axes(spec.paths[0], full, axes, rules, spec.varies)
         if not over:
             return unit.shard
         mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
-        return _own_shard(on_mesh(unit.uid, mesh, reduced, axis_names()), unpack(spec, unit.shard.data))
+        return _own_shard(on_mesh(unit.spec_id, mesh, reduced, axis_names()), unpack(spec, unit.shard.data))
 
     return map_units(sharded, params)
 
@@ -117,7 +117,7 @@ def check_unsharded(params: Any) -> None:
     """Check that no axis shards parameters yet: each is a plain tensor or a box of a split leaf's part."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
-            if isinstance(x, Shard | Slot) and not facts(x.uid).axes:
+            if isinstance(x, Shard | Slot) and not spec_info(x.spec_id).axes:
                 continue
             raise ValueError(f"params is sharded already: leaf {path!r} is {x!r}; gather it with the step that made it")
         if isinstance(x, torch.nn.Module):

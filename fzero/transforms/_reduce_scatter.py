@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.collectives import psum
-from fzero.sharding import CutUnit, Shard, apply_to_unit, is_box, map_units, spec_of
+from fzero.sharding import Shard, ShardedUnit, apply_to_unit, is_box, map_units, spec_of
 from fzero.tree import Tree
 
 __all__ = ["reduce_scatter"]
@@ -42,19 +42,19 @@ def reduce_scatter(grads: Tree, like: Tree) -> Tree:
         if not is_box(entries[i]) and g is not None:
             entries[i] = psum(g)
 
-    def summed(unit: CutUnit) -> Shard:
-        (data,) = apply_to_unit("reduce_scatter", unit.uid, _sum_ties(unit, full, paths))
-        return Shard(data, unit.uid)
+    def summed(unit: ShardedUnit) -> Shard:
+        (data,) = apply_to_unit("reduce_scatter", unit.spec_id, _sum_ties(unit, full, paths))
+        return Shard(data, unit.spec_id)
 
     return map_units(summed, tree.unflatten(structure, entries))
 
 
-def _sum_ties(unit: CutUnit, full: list[Any], paths: list[str]) -> list[torch.Tensor]:
+def _sum_ties(unit: ShardedUnit, full: list[Any], paths: list[str]) -> list[torch.Tensor]:
     """Return a unit's full gradients in the unit's order; gradients of one tied leaf are summed."""
     leaves: dict[int, torch.Tensor] = {}
     for position, index in unit.members:
         g = full[position]
-        expected = list(spec_of(unit.uid).shapes[index])
+        expected = list(spec_of(unit.spec_id).shapes[index])
         if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
             shown = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
             raise ValueError(f"grads leaf {paths[position]!r} is {shown}: expected shape {expected}, as in like")

@@ -243,7 +243,7 @@ def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[s
         source = f"measured: all_gather of {size // local_ranks} ranks, one of each machine"
         constants |= {
             "network": (links.speed, source),
-            "far_hop": (links.hop, "measured: half a round trip of a message"),
+            "network_hop": (links.hop, "measured: half a round trip of a message"),
         }
         constants |= {} if local_ranks > 1 else {"latency": (links.latency, source)}
     return constants

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from fzero._notebook import shown
+from fzero._notebook import as_html
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
 from fzero.tuning import _costs_picture
@@ -404,7 +404,7 @@ class OffloadCosts:
         _costs_picture.draw(self).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return shown(str(self), "seconds of a step by ratio", lambda: _costs_picture.draw(self))
+        return as_html(str(self), "seconds of a step by ratio", lambda: _costs_picture.draw(self))
 
 
 @api_boundary

@@ -51,7 +51,7 @@ CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and i
     "network": ("a device's collectives between hosts", GIGA, "GB/s"),
     "latency": ("a collective, at least", MICRO, "us"),
     "hop": ("each step of its ring", MICRO, "us"),
-    "far_hop": ("each step between hosts", MICRO, "us"),
+    "network_hop": ("each step between hosts", MICRO, "us"),
     "link": ("copies between a device and its host", GIGA, "GB/s"),
     "host_memory": ("memory of a host", GIGA, "GB/s"),
     "ranks": ("devices of a host", 1, ""),
@@ -79,7 +79,7 @@ class Machine:
         network: likewise between hosts. Each device has its own port.
         latency: the least seconds that a collective takes.
         hop: seconds that each step of a ring within the host adds.
-        far_hop: seconds that each step of a ring between hosts adds.
+        network_hop: seconds that each step of a ring between hosts adds.
         launch: the least seconds that an operation takes.
         slow: the time of a product in float32, as a multiple of its time in half precision.
         links: bytes a second that a device sends along an axis of the mesh, by the name of the axis. They replace
@@ -114,7 +114,7 @@ class Machine:
     launch: float = 4e-6
     slow: float = 2.0
     hop: float = 3.4e-6
-    far_hop: float = 9.6e-6
+    network_hop: float = 9.6e-6
     links: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, float, str], ...] = ()
 
@@ -163,7 +163,7 @@ class Machine:
             host=self.host_memory / self.ranks,
             host_link=self.link,
             hop=self.hop,
-            far_hop=self.far_hop,
+            network_hop=self.network_hop,
             links=self.links,
         )
 
@@ -191,7 +191,7 @@ SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # t
 NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
     "latency": (2e-5, f"8.4 us in {NCCL}, and the launch of a kernel on each rank"),
     "hop": (3.4e-6, f"{NCCL}: a ring over NVLink"),
-    "far_hop": (9.6e-6, f"{NCCL}: a ring over a network"),
+    "network_hop": (9.6e-6, f"{NCCL}: a ring over a network"),
     "launch": (4e-6, "the launch of a kernel"),
     "slow": (2.0, "TF32 has half the rate"),
 }
@@ -249,7 +249,7 @@ CPU = _make_machine(
     network=(1e9, JIT),
     latency=(1e-4, JIT),
     hop=(1e-4, "a message of gloo"),
-    far_hop=(1e-4, "a message of gloo"),
+    network_hop=(1e-4, "a message of gloo"),
     launch=(2e-6, JIT),
     slow=(1.0, JIT),
 )

@@ -30,12 +30,12 @@ class PeerEstimate:
 
 
 @api_boundary
-def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool = False) -> PeerEstimate:
+def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, offload: bool = False) -> PeerEstimate:
     """Return the result of DeepSpeed's `estimate_zero2_model_states_mem_needs`, with its buffer factor of 1.5.
 
     Args:
         parameters: the number of parameters of the model.
-        near: the number of devices of a host.
+        devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
         offload: whether the optimizer state lies on the host.
 
@@ -44,29 +44,37 @@ def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool
 
     Example:
         >>> from fzero import tuning
-        >>> estimate = tuning.deepspeed_zero2(2_851_000_000, near=8)  # T5-3B, as in DeepSpeed's documentation
+        >>> estimate = tuning.deepspeed_zero2(
+        ...     2_851_000_000, devices_per_host=8
+        ... )  # T5-3B, as in DeepSpeed's documentation
         >>> round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)
         (127.45, 15.93)
     """
-    n = near * hosts
+    n = devices_per_host * hosts
     if offload:
         return PeerEstimate(
             "DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), STATES
         )
     device = 4 * parameters + int(16 * parameters / n)
-    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * near * 1.5), STATES)
+    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * devices_per_host * 1.5), STATES)
 
 
 @api_boundary
 def deepspeed_zero3(
-    parameters: int, largest: int, *, near: int, hosts: int = 1, offload: bool = False, offload_params: bool = False
+    parameters: int,
+    largest: int,
+    *,
+    devices_per_host: int,
+    hosts: int = 1,
+    offload: bool = False,
+    offload_params: bool = False,
 ) -> PeerEstimate:
     """Return the result of DeepSpeed's `estimate_zero3_model_states_mem_needs`, for a model made under `zero.Init`.
 
     Args:
         parameters: the number of parameters of the model.
         largest: the number of parameters of the largest layer.
-        near: the number of devices of a host.
+        devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
         offload: whether the optimizer state lies on the host.
         offload_params: whether the parameters lie on the host, too.
@@ -79,7 +87,7 @@ def deepspeed_zero3(
 
     Example:
         >>> from fzero import tuning
-        >>> estimate = tuning.deepspeed_zero3(2_851_000_000, 32_000_000, near=8)  # T5-3B
+        >>> estimate = tuning.deepspeed_zero3(2_851_000_000, 32_000_000, devices_per_host=8)  # T5-3B
         >>> round(estimate.device_bytes / 2**30, 2)
         6.09
     """
@@ -87,26 +95,28 @@ def deepspeed_zero3(
         raise ValueError(
             "offload_params=True: DeepSpeed offloads parameters with the optimizer's state only: set offload=True"
         )
-    n, big = near * hosts, 4 * largest
+    n, big = devices_per_host * hosts, 4 * largest
     if offload:
         host = int(parameters * (18 if offload_params else 16) / hosts * 1.5)
         device = big + (0 if offload_params else int(2 * parameters / n))
         name = "DeepSpeed, ZeRO-3, offload" + (" of parameters too" if offload_params else "")
         return PeerEstimate(name, device, host, STATES)
-    return PeerEstimate("DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * near * 1.5), STATES)
+    return PeerEstimate(
+        "DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * devices_per_host * 1.5), STATES
+    )
 
 
 STATES = "no activations, no buffers"
 
 
 @api_boundary
-def peer_estimates(parameters: int, largest: int, *, near: int, hosts: int = 1) -> list[PeerEstimate]:
+def peer_estimates(parameters: int, largest: int, *, devices_per_host: int, hosts: int = 1) -> list[PeerEstimate]:
     """List estimates from the number of parameters alone: by DeepSpeed, by accelerate, and by a rule of thumb.
 
     Args:
         parameters: the number of parameters of the model.
         largest: the number of parameters of the largest layer.
-        near: the number of devices of a host.
+        devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
 
     Returns:
@@ -114,7 +124,7 @@ def peer_estimates(parameters: int, largest: int, *, near: int, hosts: int = 1) 
 
     Example:
         >>> from fzero import tuning
-        >>> for estimate in tuning.peer_estimates(8_030_261_248, 525_336_576, near=8, hosts=8):
+        >>> for estimate in tuning.peer_estimates(8_030_261_248, 525_336_576, devices_per_host=8, hosts=8):
         ...     print(estimate)
         16 bytes a parameter: 128.5 GB a device (no activations, no sharding)
         accelerate estimate-memory, float32: 128.5 GB a device (4 times the parameters; no activations, no sharding)
@@ -129,6 +139,6 @@ def peer_estimates(parameters: int, largest: int, *, near: int, hosts: int = 1) 
             0,
             "4 times the parameters; no activations, no sharding",
         ),
-        deepspeed_zero2(parameters, near=near, hosts=hosts),
-        deepspeed_zero3(parameters, largest, near=near, hosts=hosts),
+        deepspeed_zero2(parameters, devices_per_host=devices_per_host, hosts=hosts),
+        deepspeed_zero3(parameters, largest, devices_per_host=devices_per_host, hosts=hosts),
     ]

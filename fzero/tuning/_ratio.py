@@ -12,10 +12,10 @@ from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
 from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
 
-__all__ = ["OffloadRatio", "Tried", "offload_ratio"]
+__all__ = ["OffloadRatio", "RatioTrial", "offload_ratio"]
 
 
-class Tried(NamedTuple):
+class RatioTrial(NamedTuple):
     """A ratio of the search, and the numbers of its plan.
 
     Attributes:
@@ -47,7 +47,7 @@ class OffloadRatio:
     ratio: float
     plan: Plan
     memory_budget: float
-    tried: tuple[Tried, ...]
+    tried: tuple[RatioTrial, ...]
 
     def __repr__(self) -> str:
         return f"OffloadRatio({self.ratio:g}: {size(self.plan.peak_bytes)} of {size(self.memory_budget)})"
@@ -169,9 +169,9 @@ def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | No
     return high
 
 
-def _summary(ratio: float, plan: Plan) -> Tried:
+def _summary(ratio: float, plan: Plan) -> RatioTrial:
     down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
-    return Tried(ratio, plan.peak_of("device"), plan.peak_of("host"), down, up)
+    return RatioTrial(ratio, plan.peak_of("device"), plan.peak_of("host"), down, up)
 
 
 def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:

@@ -22,12 +22,12 @@ class RuleContext(NamedTuple):
     Attributes:
         best: the fastest row that fits.
         fitting: all rows that fit, the fastest first.
-        near: the number of devices of a host.
+        devices_per_host: the number of devices of a host.
     """
 
     best: Row
     fitting: Sequence[Row]
-    near: int
+    devices_per_host: int
 
 
 class ConfigurationRule(NamedTuple):
@@ -60,15 +60,15 @@ class Verdict(NamedTuple):
         return f"kept: {self.rule}" if self.kept else f"not kept: {self.rule}: {self.why}"
 
 
-def verdicts(best: Row, fitting: Sequence[Row], near: int) -> list[Verdict]:
+def verdicts(best: Row, fitting: Sequence[Row], devices_per_host: int) -> list[Verdict]:
     """Judge the best row of a table by each rule that applies to it.
 
     Args:
         best: the fastest row that fits.
         fitting: all rows that fit, the fastest first.
-        near: the number of devices of a host.
+        devices_per_host: the number of devices of a host.
     """
-    context, results = RuleContext(best, fitting, near), []
+    context, results = RuleContext(best, fitting, devices_per_host), []
     for rule in RULES:
         expected = rule.expected(context)
         if expected:
@@ -135,7 +135,7 @@ def _experts(context: RuleContext) -> list[Row] | None:
     rows = _peers(context, "ep")
     if len(rows) < 2:
         return None
-    return sorted(rows, key=lambda r: (r.config.ep > context.near, -r.config.ep))
+    return sorted(rows, key=lambda r: (r.config.ep > context.devices_per_host, -r.config.ep))
 
 
 def _model_ranks(context: RuleContext) -> list[Row] | None:
@@ -172,7 +172,7 @@ def _spread(row: Row) -> int:
 
 def _within(context: RuleContext, row: Row) -> tuple[bool, int]:
     """Return a key that sorts rows by tp: the largest within a machine first, those that cross machines last."""
-    return row.config.tp > context.near, -row.config.tp
+    return row.config.tp > context.devices_per_host, -row.config.tp
 
 
 # in the order in which experts apply them

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero import optim, tree
-from fzero.axes import axis_size, where_bound
+from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
@@ -81,7 +81,7 @@ def head_loss(shape: Shape, params: Params, x: torch.Tensor, batch: Any) -> torc
     x = tp.enter(x)
     logits = x @ gather(params["tokens"]).T if shape.tied else _linear(gather(params["head"]), x)
     logits = (logits + gather(params["bias"]) if "bias" in params else logits).flatten(0, -2).float()
-    loss = F.cross_entropy if axis_size(where_bound("tp")) == 1 else tp.cross_entropy
+    loss = F.cross_entropy if axis_size(axis_if_bound("tp")) == 1 else tp.cross_entropy
     return loss(logits, batch[1].flatten())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fzero._notebook import shown
+from fzero._notebook import as_html
 from fzero.graph import size
 from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine
@@ -144,7 +144,7 @@ class Table:
         _table_views.draw(self).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return shown(str(self), "peak against seconds", lambda: _table_views.draw(self))
+        return as_html(str(self), "peak against seconds", lambda: _table_views.draw(self))
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: the records that `to_csv` writes."""

@@ -15,7 +15,7 @@ from fzero.observe import Rows
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
 
-__all__ = ["Hint", "Measurement", "Meter", "Reading", "Watched", "hints_of", "meter_of", "watch"]
+__all__ = ["Hint", "Measurement", "Meter", "Reading", "WatchedStep", "hints_of", "meter_of", "watch"]
 
 # Meters measure one call of a step with the counters of its device, without waiting for the device.
 
@@ -303,7 +303,7 @@ def watch(
     first: int = 0,
     device: str | Machine | None = None,
     say: Callable[[str], Any] | None = print,
-) -> "Watched":
+) -> "WatchedStep":
     """Watch a jitted step: compare its measured peak and time with its plan, and explain differences by hints.
 
     Call the result like the step; it returns the same results. It measures memory at the first call without
@@ -324,7 +324,7 @@ def watch(
         say: a function that gets each line; None for silence.
 
     Returns:
-        A `Watched` step. On a mesh of processes only rank 0 writes and reports.
+        A `WatchedStep` step. On a mesh of processes only rank 0 writes and reports.
 
     Raises:
         TypeError: if `step` is not jitted, or a writer is no function.
@@ -351,10 +351,10 @@ def watch(
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
-    return Watched(step, writers, every, first, None if device is None else machine_of(device), say)
+    return WatchedStep(step, writers, every, first, None if device is None else machine_of(device), say)
 
 
-class Watched:
+class WatchedStep:
     """A watched step, made by `fzero.tuning.watch`. It forwards the attributes of the jitted step.
 
     Attributes:
@@ -470,7 +470,7 @@ class Watched:
                 self._reported.add(hint.name)
                 self._say(f"  {hint}")
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "WatchedStep":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -298,9 +298,9 @@ def _estimates(shape: Shape, args: argparse.Namespace) -> list[str]:
     """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
-    near = min(int(machine_of(args.device).ranks), args.world)
-    hosts = max(args.world // near, 1)
-    return [str(x) for x in peer_estimates(tree.numel(params), largest, near=near, hosts=hosts)]
+    devices_per_host = min(int(machine_of(args.device).ranks), args.world)
+    hosts = max(args.world // devices_per_host, 1)
+    return [str(x) for x in peer_estimates(tree.numel(params), largest, devices_per_host=devices_per_host, hosts=hosts)]
 
 
 def _write(args: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:

@@ -6,8 +6,8 @@ import torch
 
 from fzero import tree
 from fzero._torch import view_of
-from fzero.ranks import Mesh, check_alike, check_equal, checksum
-from fzero.sharding import CutUnit, Shard, Slot, Spec, box_of, cut_units, elements, is_box, spaces, spec_of
+from fzero.ranks import Mesh, check_equal, check_same_structure, checksum
+from fzero.sharding import Shard, ShardedUnit, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
 from fzero.zero._source import LeafSupply, TracedInit, supply_of
 
 __all__ = ["build", "lay_side_by_side", "supply_like"]
@@ -36,7 +36,7 @@ def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh) 
     if isinstance(source, LeafSupply):  # before the first leaf is donated
         check_equal(label, tree.unflatten(source.structure, source.tensors), mesh)
     else:
-        check_alike(label, tree.unflatten(source.structure, source.leaves), mesh)
+        check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
     filler = _Filler(label, layout, source, mesh)
     sums: list[Any] = [None] * len(source.leaves)
 
@@ -99,17 +99,17 @@ class _Filler:
         self.destinations: dict[int, _Destination] = {}  # position -> destination of its leaf
         # id of a leaf of the layout -> its replacement: tied leaves stay tied
         self.copies: dict[int, torch.Tensor] = {}
-        for uid, box, members in cut_units(paths, self.entries):
+        for spec_id, box, members in sharded_units(paths, self.entries):
             positions = [position for position, _ in members]
             _check_one_device(label, [paths[i] for i in positions], [devices[i] for i in positions])
             targets = ["cpu" if space == "host" else devices[positions[0]] for space in spaces(box)]
             parts = [
                 torch.zeros(x.shape, dtype=x.dtype, device=target) for x, target in zip(box.parts, targets, strict=True)
             ]
-            self.entries[positions[0]] = box_of(uid, parts)
+            self.entries[positions[0]] = box_of(spec_id, parts)
             for position, index in members:
                 self.destinations[position] = _Destination(
-                    tuple(parts), spec_of(uid), index, _ranks_of_rows(spec_of(uid), mesh)
+                    tuple(parts), spec_of(spec_id), index, _ranks_of_rows(spec_of(spec_id), mesh)
                 )
 
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
@@ -159,7 +159,7 @@ def lay_side_by_side(leaves: list[Any], sharded: Any) -> None:
         sharded: the same tree after `partition`, on the meta device.
     """
     paths, entries, _ = tree.flatten_with_paths(sharded, is_box)
-    for unit in cut_units(paths, entries):
+    for unit in sharded_units(paths, entries):
         by_index = {index: leaves[position] for position, index in unit.members}
         if len(by_index) > 1 and _are_alike(by_index.values()):
             by_index.clear()
@@ -171,9 +171,9 @@ def _are_alike(leaves: Any) -> bool:
     return all(isinstance(x, torch.Tensor) for x in leaves) and len({(x.dtype, x.device) for x in leaves}) == 1
 
 
-def _fill(leaves: list[Any], unit: CutUnit) -> None:
+def _fill(leaves: list[Any], unit: ShardedUnit) -> None:
     """Copy the leaves of a unit into one buffer, and replace them in `leaves` by views of it."""
-    spec = spec_of(unit.uid)
+    spec = spec_of(unit.spec_id)
     first = leaves[unit.members[0][0]]
     buffer = torch.empty(spec.numel, dtype=first.dtype, device=first.device)
     del first
@@ -208,9 +208,9 @@ def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSuppl
         raise ValueError(f"{label} does not match like=: {error}") from error
     expected = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in entries]
     owner: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # equal for tied leaves
-    for uid, box, members in cut_units(paths, entries):
+    for spec_id, box, members in sharded_units(paths, entries):
         for position, index in members:
-            expected[position] = (spec_of(uid).whole_shapes[index], box.dtype)
+            expected[position] = (spec_of(spec_id).full_shapes[index], box.dtype)
             owner[position] = (id(box), index)
     first: dict[Any, int] = {}  # owner -> position
     for i, key in enumerate(owner):

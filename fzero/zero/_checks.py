@@ -13,9 +13,9 @@ from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, Stacked
 from fzero.graph import other_memory, refuse_writes_into
-from fzero.optim import check_pair, of_torch
+from fzero.optim import check_pair, torch_optimizer_message
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, abstract, check_cut_for, cut_units, facts, is_box
+from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spec_info
 from fzero.tree import Tree
 
 __all__ = [
@@ -39,16 +39,16 @@ __all__ = [
 
 def is_sharded(values: Any) -> bool:
     """Return whether a tree holds units that are sharded over some axis."""
-    return any(isinstance(x, Shard) and facts(x.uid).axes for x in tree.flatten(values, is_box)[0])
+    return any(isinstance(x, Shard) and spec_info(x.spec_id).axes for x in tree.flatten(values, is_box)[0])
 
 
 def check_tree(values: Any, mesh: Mesh) -> None:
     """Check that the boxes of a tree were sharded for this mesh, and that it holds whole units."""
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    cut_units(paths, entries)
+    sharded_units(paths, entries)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
+            check_sharded_for(x.spec_id, f"leaf {path!r}", mesh.shape)
 
 
 def check_arguments(
@@ -66,7 +66,7 @@ def check_arguments(
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             where = tree.place("argument", path.split(".", 1)[1])
-            check_cut_for(x.uid, where, mesh.shape)
+            check_sharded_for(x.spec_id, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
     check_means(entries, mean_axes, rules.apart)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
@@ -79,7 +79,7 @@ def check_arguments(
 
 def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None:
     """Check that each rank holds the items of a stacked list that this step's rules assign to it."""
-    for s in facts(x.uid).split:
+    for s in spec_info(x.spec_id).split:
         if s.stacked is None or not rules.stacks:
             continue
         places = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
@@ -106,7 +106,7 @@ def check_means(entries: Sequence[Any], mean_axes: Sequence[str], apart: Sequenc
     batches = [x for x in entries if isinstance(x, PerRank)]
     data_axes = [name for name in mean_axes if name in apart or any(x.axes is None or name in x.axes for x in batches)]
     for x in entries if batches else ():
-        for split in facts(x.uid).split if isinstance(x, Shard) else ():
+        for split in spec_info(x.spec_id).split if isinstance(x, Shard) else ():
             if split.axis in mean_axes and split.axis not in data_axes:
                 option = f"axis={tuple(data_axes)!r}" if data_axes else "such as axis='dp' of fzero.mesh(dp=1, ...)"
                 axes = tuple([name for name in mean_axes if name not in apart and name in (*data_axes, split.axis)])
@@ -183,7 +183,7 @@ def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
         refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
         for x in shards:
             # not written, and yet changed; a unit over no axis was not sharded: its data is the argument itself
-            if x.origin is None and facts(x.uid).axes:
+            if x.origin is None and spec_info(x.spec_id).axes:
                 raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 
@@ -233,7 +233,7 @@ def check_optimizer(opt: Any, stage: int, on_shards: bool) -> None:
     if elementwise is False:
         raise ValueError(
             f"stage={stage} runs the optimizer on flat shards, and this optimizer declares elementwise=False: "
-            "it needs whole leaves; wrap it with optim.whole(opt), or use stage=0"
+            "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
         )
 
 
@@ -282,7 +282,7 @@ def check_no_torch_optimizer(train_step: Callable[..., Any]) -> None:
     closure = inspect.getclosurevars(train_step)
     for name, x in {**closure.globals, **closure.nonlocals}.items():
         if isinstance(x, torch.optim.Optimizer):
-            raise TypeError(f"train_step calls {name!r}: {of_torch(x)}")
+            raise TypeError(f"train_step calls {name!r}: {torch_optimizer_message(x)}")
 
 
 # Tensors at the border of a step: without `requires_grad`, in memory that nothing else shares, and alike across steps.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from fzero._notice import notice
 from fzero._tracebacks import api_boundary
-from fzero.axes import AxisName, OverRule, SplitRules, UnitRule, given_rules
+from fzero.axes import AxisName, OverRule, SplitRules, UnitRule, layout_rules
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 from fzero.zero._checks import check_no_torch_optimizer
@@ -94,7 +94,7 @@ def shard(
     are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
     if not are_indices or not positions or len(set(positions)) < len(positions):
         raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
-    return ShardedStep(train_step, _stage(stage), mesh, names, positions, given_rules(units, over, split), check)
+    return ShardedStep(train_step, _stage(stage), mesh, names, positions, layout_rules(units, over, split), check)
 
 
 def _stage(stage: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
-from fzero._tracebacks import UsersFrames, api_boundary
+from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import DEFAULT_RULES, LayoutRules
 from fzero.optim import offload_params
 from fzero.ranks import Mesh, Spmd, check_equal
@@ -102,7 +102,7 @@ class ShardedStep:
         """
         if is_tracing():
             return self._run(*args, **kwargs)
-        with UsersFrames():
+        with UserFrames():
             if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
                 raise ValueError(
                     "the parameters are on the meta device, which only fzero.plan supports: give step.init the module "
@@ -128,7 +128,7 @@ class ShardedStep:
             check_equal("result", out, self.mesh)
         return out
 
-    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def _state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the arguments that the step updates: parameters, and each tree with a result like it at its position.
 
         A lone tensor does not count as state: a step's loss may look like one of its arguments.

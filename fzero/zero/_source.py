@@ -190,7 +190,7 @@ def _watch_seeds() -> Iterator[list[str]]:
         generator = getattr(function, "__self__", None) if event == "c_call" else None
         if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
             is_reseed = any(g is generator for g in generators)
-            if is_reseed and any(is_random(n) for n in _torch.recorded()):
+            if is_reseed and any(is_random(n) for n in _torch.recorded_nodes()):
                 methods.append(function.__name__)
             generators.append(generator)
 

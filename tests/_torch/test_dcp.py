@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from fzero._torch import unpickled_metadata
+from fzero._torch import load_metadata
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_metadata_of_this_torch_is_read(tmp_path):
     values = {"a": {"w": torch.ones(2, 3)}, "l": [torch.zeros((), dtype=torch.bfloat16), 3], "n": None}
     torch_dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
-    found = unpickled_metadata((tmp_path / ".metadata").read_bytes())
+    found = load_metadata((tmp_path / ".metadata").read_bytes())
     known = torch_dcp.FileSystemReader(tmp_path).read_metadata()
     assert found.state_dict_metadata == known.state_dict_metadata and found.storage_data == known.storage_data
     assert found.planner_data == {"a.w": ("a", "w"), "l.0": ("l", 0), "l.1": ("l", 1), "n": ("n",)}
@@ -22,4 +22,4 @@ def test_metadata_of_this_torch_is_read(tmp_path):
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps(3), pickle.dumps(print), pickle.dumps(torch.load)])
 def test_what_is_no_metadata_is_refused(data):
     with pytest.raises(pickle.UnpicklingError):
-        unpickled_metadata(data)
+        load_metadata(data)

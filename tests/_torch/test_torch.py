@@ -407,10 +407,10 @@ def test_memory_given_anew_is_seen_even_where_it_lies_at_the_address_of_the_old(
     """A storage that is referred to weakly frees its memory, and no other takes its address."""
     for _ in range(100):
         x = torch.ones(3)
-        before = _torch_levels.written(x)
+        before = _torch_levels.version_key(x)
         for _ in range(8):
             x.data = x - 1
-            assert _torch_levels.written(x) != before
+            assert _torch_levels.version_key(x) != before
         assert before.storage.expired()
 
 

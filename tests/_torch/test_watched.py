@@ -12,8 +12,8 @@ from fzero._torch.watched import (
     lines_of_nodes,
     memory_of,
     place_now,
-    unwatched,
     watching,
+    without_watchers,
 )
 
 
@@ -71,6 +71,6 @@ def test_what_runs_unwatched_is_not_shown():
     found: list[str] = []
     with watching(lambda operation: found.append(operation.name), lambda *_: None):
         torch.ones(2).sin()
-        with unwatched():
+        with without_watchers():
             torch.ones(2).cos()
     assert found == ["aten::ones", "aten::sin"]

@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 
 import fzero
 from fzero._torch.state import put_settings, settings
-from fzero.axes._run import threads_here
+from fzero.axes._run import process_threads
 
 
 def lockstep(size: int = 3) -> fzero.ranks.Mesh:
@@ -206,7 +206,7 @@ def test_two_threads_may_each_run_ranks():
     for thread in threads:
         thread.join(60)
     assert found == [True] * 20
-    assert state() == BASE and threads_here().runs == 0
+    assert state() == BASE and process_threads().runs == 0
     with torch.autograd.forward_ad.dual_level():  # no level is open
         pass
 
@@ -214,7 +214,7 @@ def test_two_threads_may_each_run_ranks():
 def test_an_open_level_is_an_error_and_no_hang():
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="Nested forward mode AD"):
         lockstep().spmd(meet)()
-    assert threads_here().runs == 0
+    assert process_threads().runs == 0
     lockstep().spmd(meet)()
 
 

@@ -115,7 +115,7 @@ def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
     step(params, state)
 
     def spoiled(x: Any) -> Any:
-        return Shard(x.data + mesh.index("replica"), x.uid) if isinstance(x, Shard) else x
+        return Shard(x.data + mesh.index("replica"), x.spec_id) if isinstance(x, Shard) else x
 
     params = tree.map(spoiled, params, is_leaf=is_box)
     try:

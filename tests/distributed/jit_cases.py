@@ -188,7 +188,7 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
     lowering, opt = importlib.import_module("fzero.graph.run._backends"), optim.adamw(1e-2)
 
     def across(found: Any, budget: Any, name: str) -> int:
-        return next(i for i, c in enumerate(found) if c.choice.across_turns)
+        return next(i for i, c in enumerate(found) if c.choice.across_iterations)
 
     for stage, k, in_flight, backend in ((2, 3, 1, "fx"), (3, 4, 2, "fx"), (2, 4, 2, "inductor")):
         with pytest.MonkeyPatch.context() as patch:
@@ -492,7 +492,7 @@ def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) ->
         if mesh.rank == 0:
             step(*state, mesh.split(mlp_batch(2 * mesh.size)))
     except RuntimeError as error:
-        assert "rank 0 traces train_step, and rank 1 did not within 2 s" in str(error), error
+        assert "rank 0 traces train_step, but rank 1 did not within 2 s" in str(error), error
     else:
         assert mesh.rank, "not refused"
     finally:

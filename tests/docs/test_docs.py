@@ -28,7 +28,9 @@ REFERENCE = sorted((DOCS / "api").glob("*.md"))
 GUIDES = [p for p in PAGES if p not in [*TUTORIAL, *REFERENCE]]
 
 # A guide goes on from the README's example: its step and mesh, new parameters, a batch, and a loader.
-README = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("dp=-1, alone=4", "dp=4")
+README = (
+    (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("dp=-1, simulated_ranks=4", "dp=4")
+)
 PRELUDE = f"""{README}
 loader, batch, initial = [batch], mesh.split(batch), full
 step = fzero.shard(train_step, stage=3, mesh=mesh)

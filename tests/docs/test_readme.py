@@ -15,7 +15,7 @@ def test_the_example_runs_and_learns_the_unsharded_numbers():
     results = []
     for n, stage in ((1, 0), (4, 2), (4, 3)):
         names: dict = {}
-        exec(code.replace("dp=-1, alone=4", f"dp={n}").replace("stage=2", f"stage={stage}"), names)
+        exec(code.replace("dp=-1, simulated_ranks=4", f"dp={n}").replace("stage=2", f"stage={stage}"), names)
         results.append(names["full"])
     for other in results[1:]:
         for name, p in results[0].items():

@@ -16,7 +16,7 @@ from fzero.graph._pass_manager import Choice, PassContext, PassManager
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _cost
-from fzero.graph.planning._liveness import iteration_ranges, live_bytes, live_ranges, most_in_a_turn, peak_bytes
+from fzero.graph.planning._liveness import iteration_peak_bytes, iteration_ranges, live_bytes, live_ranges, peak_bytes
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -30,8 +30,8 @@ def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over:
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**small), over=over, check=False)
     tokens = torch.randint(37, (4 * step.mesh.size, 9))
     args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
-    args = _one_rank.as_one_rank_holds(args, sizes, stacked=True)
-    jitted = fzero.jit(step._on(_one_rank.absent(tuple(sizes.items()))), **knobs)
+    args = _one_rank.one_rank_tree(args, sizes, stacked=True)
+    jitted = fzero.jit(step._on(_one_rank.planned_mesh(tuple(sizes.items()))), **knobs)
     jitted.plan(*args)
     (found,) = jitted._entries.values()
     return found
@@ -45,8 +45,8 @@ def loops(graph: Any) -> list[Loop]:
     return [loop for n in graph.nodes if (loop := loop_of(n))]
 
 
-def scheduled(traced: Any, in_flight: int, across_turns: bool = True, bucket_bytes: int = 0) -> Any:
-    choice = Choice(False, 0, bucket_bytes, 0, in_flight, across_turns)
+def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
+    choice = Choice(False, 0, bucket_bytes, 0, in_flight, across_iterations)
     return PassManager(traced, PassContext()).scheduled(choice)
 
 
@@ -96,7 +96,7 @@ def test_a_plan_counts_what_is_on_its_way():
     assert [(r.bytes, r.stop) for r in last] == [(full // 2, len(nodes) - 1)]
     packed = max((r for r in iteration_ranges(loop) if r.bytes == full), key=lambda r: r.start)
     assert nodes.index(pending) < packed.start < nodes.index(started) and packed.stop == len(nodes) - 1
-    assert most_in_a_turn(loop) >= most_in_a_turn(loops(scheduled(traced, 1, False))[0])
+    assert iteration_peak_bytes(loop) >= iteration_peak_bytes(loops(scheduled(traced, 1, False))[0])
     assert peak_bytes(graph) == max(live_bytes(live_ranges(graph), len(graph.nodes)))
 
 
@@ -147,7 +147,7 @@ def read_before(body: Any, chain: Any) -> Any:
 
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
 def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(change):
-    graph = scheduled(entry(plain(), 2).traced.graph, 1, across_turns=False)
+    graph = scheduled(entry(plain(), 2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduction(n)]
@@ -163,8 +163,8 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
 def test_the_faster_of_those_that_fit_is_kept():
     """A large embedding, whose gradient is the last, has nothing in its own turn to go on beside."""
     lean, fast = [entry(plain(), 2, vocab=20_000, memory_budget=budget).plan for budget in (None, 10**9)]
-    assert fast.settings["across_turns"] and "across_turns" not in lean.settings
-    without = {k: v for k, v in fast.settings.items() if k != "across_turns"}
+    assert fast.settings["across_iterations"] and "across_iterations" not in lean.settings
+    without = {k: v for k, v in fast.settings.items() if k != "across_iterations"}
     (twin,) = [r for r in fast.rejected if r.settings == without]
     assert fast.seconds < twin.seconds and fast.peak_bytes > twin.peak_bytes
 
@@ -172,21 +172,21 @@ def test_the_faster_of_those_that_fit_is_kept():
 def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
     peak = entry(plain(), 2, vocab=20_000, memory_budget=10**9).plan.peak_bytes
     fits, lean = [entry(plain(), 2, vocab=20_000, memory_budget=peak - less).plan for less in (0, 1)]
-    assert fits.peak_bytes == peak and fits.settings["across_turns"] and lean.peak_bytes < peak
+    assert fits.peak_bytes == peak and fits.settings["across_iterations"] and lean.peak_bytes < peak
 
 
 def test_what_is_carried_takes_its_time_all_the_same(monkeypatch):
     traced = entry(plain(), 2, vocab=20_000).traced.graph
     monkeypatch.setitem(_cost.DEVICES, "cpu", _cost.DEVICES["cpu"]._replace(link=1e5))  # hardly anything but messages
-    carried, waited = [_cost.seconds(scheduled(traced, 1, across_turns=x)) for x in (True, False)]
+    carried, waited = [_cost.seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)
 
 
 def test_nothing_is_carried_where_nothing_may_be_on_its_way():
-    assert "across_turns" not in str(entry(plain(), 2, memory_budget=10**9, in_flight=0).plan.rejected)
+    assert "across_iterations" not in str(entry(plain(), 2, memory_budget=10**9, in_flight=0).plan.rejected)
 
 
 def test_schedules_that_carry_nothing_are_no_candidates():
     found = entry(train_step_for(gpt_loss, ADAMW), 2, memory_budget=10**9)
-    assert not any("across_turns" in r.settings for r in found.plan.rejected)
+    assert not any("across_iterations" in r.settings for r in found.plan.rejected)
     assert _choose._carries(scheduled(entry(plain(), 2).traced.graph, 1))

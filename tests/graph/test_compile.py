@@ -160,7 +160,7 @@ def test_a_graph_is_the_same_in_another_process():
         return [a.sum((0, 1), keepdim=True), torch.stack([b.to(torch.float16).max(1)[0], b[:, 0]]), z, y.argmax()]
 
     code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
-    (make,) = _torch.unpickled(_torch.pickled([(code.graph, code.fakes, code.outputs)]))
+    (make,) = _torch.unpickle_graphs(_torch.pickle_graphs([(code.graph, code.fakes, code.outputs)]))
     graph, fakes, made = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x

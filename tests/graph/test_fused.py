@@ -11,7 +11,7 @@ import fzero
 from fzero import optim
 from fzero.graph._ir import FUSED, aten
 from fzero.graph.passes import mark_fused
-from fzero.graph.planning._liveness import live_ranges, never_stored
+from fzero.graph.planning._liveness import live_ranges, unstored_values
 from fzero.transforms import step
 from tests.graph.graphs import Builder
 from tests.memory import peak_bytes
@@ -22,7 +22,7 @@ N = 64
 def stored(graph: Graph) -> list[str]:
     """List the values that a compiler stores: their operations."""
     graph = mark_fused(graph)
-    fused = never_stored(list(graph.nodes))
+    fused = unstored_values(list(graph.nodes))
     assert {r.bytes for r in live_ranges(graph) if r.start >= 0} <= {0, 4, 4 * N}
     return [str(n.target).split(".")[1] for n in graph.nodes if n.op == "call_function" and n not in fused]
 

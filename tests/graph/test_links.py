@@ -13,7 +13,9 @@ import fzero
 from fzero.graph.planning._cost import Device, route_of
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
-DEVICE = Device("cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, near=8, hop=0.25, far_hop=2)
+DEVICE = Device(
+    "cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, ranks_per_machine=8, hop=0.25, network_hop=2
+)
 NUMBERS = 1024  # of a rank
 KINDS = {
     "all_gather": lambda x: fzero.collectives.all_gather(x, "dp"),
@@ -37,8 +39,8 @@ def takes(kind: str, device: Device = DEVICE, **axes: int) -> float:
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
-@given(sizes=sizes, near=st.sampled_from([1, 2, 3, 4, 8, math.inf]), data=st.data())
-def test_a_route_is_where_the_first_ranks_group_is(sizes, near, data):
+@given(sizes=sizes, ranks_per_machine=st.sampled_from([1, 2, 3, 4, 8, math.inf]), data=st.data())
+def test_a_route_is_where_the_first_ranks_group_is(sizes, ranks_per_machine, data):
     """By the coordinates of all ranks: those that differ from the first along the named axes alone."""
     mesh = tuple(zip("abc", sizes, strict=False))
     axes = data.draw(st.lists(st.sampled_from([name for name, _ in mesh]), min_size=1, unique=True))
@@ -48,8 +50,8 @@ def test_a_route_is_where_the_first_ranks_group_is(sizes, near, data):
         for rank, at in enumerate(coordinates)
         if all(x == 0 or name in axes for x, (name, _) in zip(at, mesh, strict=True))
     ]
-    machines = [0 if near == math.inf else rank // near for rank in group]
-    assert route_of(tuple(axes), mesh, near) == (len(group), machines.count(0), len(set(machines)))
+    machines = [0 if ranks_per_machine == math.inf else rank // ranks_per_machine for rank in group]
+    assert route_of(tuple(axes), mesh, ranks_per_machine) == (len(group), machines.count(0), len(set(machines)))
 
 
 BYTES = 4 * NUMBERS

@@ -103,7 +103,7 @@ def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params,
         bitwise(first, eager)
         bitwise(second, eager)
         states = [eager[:2], first[:2], second[:2]]
-    assert [loop.turns for loop in loops(looped)] == [k] and not loops(flat)
+    assert [loop.iterations for loop in loops(looped)] == [k] and not loops(flat)
 
 
 def test_a_sum_of_negative_zeros_is_negative():
@@ -131,7 +131,7 @@ def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
     jitted = fzero.jit(step, backend="fx")
     batches = [mlp_batch(16, seed=i, dtype=torch.float16) for i in range(3)]
     bitwise(*train_both(step, jitted, mlp_params(torch.float32), opt, batches))
-    assert [loop.turns for loop in loops(jitted)] == [4]
+    assert [loop.iterations for loop in loops(jitted)] == [4]
 
 
 def test_a_users_vmap_around_the_gradient_maps_the_loop():
@@ -199,7 +199,7 @@ def test_two_loops_in_one_step_are_two():
 
     jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), step(w, x))
-    assert [loop.turns for loop in loops(jitted)] == [3, 6]
+    assert [loop.iterations for loop in loops(jitted)] == [3, 6]
     again = fzero.jit(step, backend="fx")
     assert again.plan(w, x).operations == jitted.plan(w, x).operations
     found = [o for o in again.plan(w, x).operations if "a loop of" in o.target]
@@ -441,7 +441,7 @@ def test_micro_batches_of_a_gradient_in_a_loss_are_unrolled():
     f = fzero.value_and_grad(loss, micro_batches=4)
     jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(12, 2)
     bitwise(jitted(w, x), f(w, x))
-    assert [loop.turns for loop in loops(jitted)] == [4]
+    assert [loop.iterations for loop in loops(jitted)] == [4]
 
 
 def test_a_batch_that_is_differentiated_is_unrolled():
@@ -640,9 +640,9 @@ def rank_of(factor: float, **knobs: Any) -> Any:
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
     jitted = fzero.jit(
-        step._on(_one_rank.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
+        step._on(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
     )
-    jitted.plan(*_one_rank.as_one_rank_holds(args, {"dp": 2}, stacked=True))
+    jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, stacked=True))
     (entry,) = jitted._entries.values()
     return entry.traced.graph, entry.chosen.graph
 
@@ -702,7 +702,7 @@ def test_turns_are_traced_by_jit_alone():
     graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2), torch.ones(4, 2)).graph
     assert not [n for n in graph.nodes if "fzero" in str(n.target)]
     with pytest.raises(AssertionError, match="outside a trace"):
-        turns.turn(3)
+        turns.iteration(3)
 
 
 @pytest.mark.slow

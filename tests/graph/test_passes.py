@@ -56,7 +56,7 @@ from fzero.graph.passes import (
     schedule,
     slice_of_gather,
 )
-from fzero.graph.passes._uses import family
+from fzero.graph.passes._uses import views_and_users
 from fzero.graph.planning._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, SingleOperation, program_of
@@ -383,11 +383,11 @@ def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(mak
     before = donate(sample.graph, sample.pairs, sample.donated) if donated else sample.graph
     after = in_place(before)
     assert in_place(after).python_code("self").src == after.python_code("self").src
-    lent, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).of[n]}
+    memory, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).of[n]}
     for old, new in zip(before.nodes, after.nodes, strict=True):
         if old.target is c10d.all_reduce.default:
-            (s,) = lent.of[old.all_input_nodes[0]]
-            readers = [n for n in before.nodes if s in lent.read_by(n) and not is_view(n)]
+            (s,) = memory.of[old.all_input_nodes[0]]
+            readers = [n for n in before.nodes if s in memory.read_by(n) and not is_view(n)]
             mine = s not in given and readers == [old]
             assert (new.target is c10d.all_reduce_.default) == mine
         else:
@@ -500,7 +500,7 @@ def events(graph: Graph) -> list[tuple[int, str, int]]:
     found = []
     for g in parameter_gathers(graph):
         for w in g.users:
-            users = family(w)[1]
+            users = views_and_users(w)[1]
             if all(u.op != "output" for u in users):
                 found += [(index[u], g.meta["unit"], sum(map(nbytes, values(w)))) for u in users]
     return sorted(found)
@@ -603,12 +603,12 @@ def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
     graph = build_chain(chain).graph
     graph = schedule(donate_all(graph, chain) if donated else graph)
     position = {n: i for i, n in enumerate(graph.nodes)}
-    lent = storages(graph)
+    memory = storages(graph)
     reductions = [n for n in graph.nodes if is_reduction(n)][:-1]  # the last is the loss's
     reductions = [n for n in reductions if n.meta["val"].dim()]
     assert len(reductions) >= len(chain.widths) - 2
     for earlier, later in itertools.pairwise(reductions):
-        packed = lent.born[lent.of[later.args[0]][0]]
+        packed = memory.born[memory.of[later.args[0]][0]]
         assert position[earlier] < position[packed]
         wait = next(iter(earlier.users))
         assert position[wait] < position[packed]

@@ -34,7 +34,7 @@ from fzero.graph.passes import (
     slice_of_gather,
 )
 from fzero.graph.passes._schedule import Orders
-from fzero.graph.planning._liveness import live_bytes, live_in, live_ranges, peak_bytes
+from fzero.graph.planning._liveness import device_live_bytes, live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -94,7 +94,7 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
         assert [p.row for p in made] == [*PASSES]
         last = made[-1].graph
         assert lines(last) == lines(by_hand(sample.graph, choice, given))
-        assert live_in(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
+        assert device_live_bytes(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
 
 
 def test_new_parameters_arrive_in_the_leaves_that_were_donated():

@@ -25,7 +25,7 @@ MUTANTS = [
         ),
         Fault("gates are not scaled", "route", bare("A * B")),
         Fault("a group is as good as its best", "_in_best_groups", constant(2, 1, at="1 of 3")),
-        Fault("a nan takes a seat", "route", bare("torch.where(B, C.shape[-1], A)")),
+        Fault("a nan takes a position", "route", bare("torch.where(B, C.shape[-1], A)")),
         Fault("routing in half precision", "route", becomes("torch.float32", "logits.dtype")),
         Fault("all ranks jitter alike", "jitter", becomes("A * B.shape[0]", "A * 0")),
         Fault("k is not checked", "_check_choices", becomes("1 <= k <= A", "1 <= k"), INPUT),
@@ -35,7 +35,7 @@ MUTANTS = [
     *File("parallel/experts/_dispatch.py", SEATS).faults(
         Fault(
             "capacity is counted per rank",
-            "seats",
+            "assign_positions",
             (
                 becomes("A(B, count)", "A(rearrange(B, 's q -> 1 (s q)'), count).view(B.shape)"),
                 becomes("A < c", "A < c * len(queue)"),
@@ -45,17 +45,17 @@ MUTANTS = [
         ),
         Fault(
             "drops depend on the rest of the batch",
-            "seats",
+            "assign_positions",
             becomes("A(B, count)", "A(rearrange(B, 's q -> 1 (s q)'), count).view(B.shape)"),
             LAYER,
         ),
         Fault(
-            "second choices are seated with the first",
-            "seats",
+            "second choices are positions with the first",
+            "assign_positions",
             (constant("s t k -> s (k t)", "s t k -> s (t k)"), constant("s (k t) -> s t k", "s (t k) -> s t k")),
         ),
-        Fault("one seat too many", "seats", swapped("A < c", "<=")),
-        Fault("seats are rounded down", "expert_capacity", becomes("math.ceil", "math.floor")),
+        Fault("one position too many", "assign_positions", swapped("A < c", "<=")),
+        Fault("positions are rounded down", "expert_capacity", becomes("math.ceil", "math.floor")),
         Fault(
             "choices queue in any order",
             "_queue_positions",
@@ -75,14 +75,14 @@ MUTANTS = [
         ),
         Fault("the way back goes nowhere", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
         Fault(
-            "an empty seat holds the last token",
+            "an empty position holds the last token",
             "_SumRows.forward",
             becomes("A.new_zeros((1, A.shape[1]))", "A[-1:]"),
             LAYER,
         ),
         Fault("rows are not copied back", "_SumRows.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
-        Fault("sequences share their seats", "_flat", bare("A + B")),
-        Fault("seats are counted in binary", "expert_capacity", bare("round(A, 9)")),
+        Fault("sequences share their positions", "_flat", bare("A + B")),
+        Fault("positions are counted in binary", "expert_capacity", bare("round(A, 9)")),
         Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
         Fault(
             "rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(recv_rows))")
@@ -193,9 +193,9 @@ MUTANTS = [
         Fault("a list of experts is clipped row by row", "_layer", becomes("A.isdigit()", "False")),
         Fault("experts are summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
-        Fault("a rank's rows begin at 0", "_row_ids", becomes("A(B.unit.uid).to(C)", "0")),
+        Fault("a rank's rows begin at 0", "_row_ids", becomes("A(B.unit.spec_id).to(C)", "0")),
     ),
     *File("zero/_checks.py", TRAINING).faults(
-        Fault("experts over no axis were cut", "check_unwritten", dropped("A(B.uid).C")),
+        Fault("experts over no axis were cut", "check_unwritten", dropped("A(B.spec_id).C")),
     ),
 ]

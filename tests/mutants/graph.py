@@ -62,12 +62,12 @@ MUTANTS = [
     *File("graph/planning/_liveness.py", WORKSPACE).faults(
         Fault(
             "what is read by another loop is not stored",
-            "never_stored",
+            "unstored_values",
             becomes("A.get(B) == A[C]", "True or A[C]"),
             FUSED,
         ),
-        Fault("a sum is no end of a loop", "never_stored", becomes("A += B(C)", "A += 0"), FUSED),
-        Fault("a product is no end of a loop", "never_stored", becomes("not A(B) and not C(B)", "0"), FUSED),
+        Fault("a sum is no end of a loop", "unstored_values", becomes("A += B(C)", "A += 0"), FUSED),
+        Fault("a product is no end of a loop", "unstored_values", becomes("not A(B) and not C(B)", "0"), FUSED),
         Fault("reductions cast nothing", "_cast_bytes", returns("0 and x.numel() * dtype.itemsize")),
         Fault("operands of two dtypes stay", "_promoted_bytes", never("A.dtype is not B")),
         Fault("what is compiled is copied", "workspace_bytes", never("A in B.meta")),
@@ -180,9 +180,9 @@ MUTANTS = [
     *File("graph/passes/_schedule.py", GRAPH).faults(
         Fault("prefetch one more", "next_gathers", constant(1, 2, at="3 of 3")),
         Fault("the graph's own order never stays", "Orders.leanest", never("max(A) < max(B)")),
-        Fault("gathers start ahead without room", "where_it_fits", becomes("A[B - 1] + C", "A[B - 1]")),
-        Fault("what starts ahead is forgotten", "where_it_fits", skipped("A[B:C] = [D + E for D in A[B:C]]")),
-        Fault("nothing starts ahead", "where_it_fits", skipped("A.setdefault(B[C], []).append(D)")),
+        Fault("gathers start ahead without room", "fit_prefetches", becomes("A[B - 1] + C", "A[B - 1]")),
+        Fault("what starts ahead is forgotten", "fit_prefetches", skipped("A[B:C] = [D + E for D in A[B:C]]")),
+        Fault("nothing starts ahead", "fit_prefetches", skipped("A.setdefault(B[C], []).append(D)")),
         Fault(
             "what is in flight changes no order",
             "Orders.lean",
@@ -391,7 +391,7 @@ MUTANTS = [
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
     *File("graph/planning/_plan.py", LOOPS).faults(
-        Fault("a plan counts one turn", "operations_of", becomes("A.turns", "1")),
+        Fault("a plan counts one turn", "operations_of", becomes("A.iterations", "1")),
     ),
     *File("transforms/gradients/_value_and_grad.py", LOOPS).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),

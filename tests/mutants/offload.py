@@ -21,7 +21,7 @@ MUTANTS = [
             (becomes("A.new_empty", "torch.empty_like", at="1 of 2"), bare("A.shape", at="4 of 5")),
         ),
         Fault("moves count as collectives", "_add_row", constant("", "all_gather")),
-        Fault("an arrival is not waited for", "arrived", skipped("A.event.synchronize()"), ARRIVALS),
+        Fault("an arrival is not waited for", "wait_to_host", skipped("A.event.synchronize()"), ARRIVALS),
     ),
     *File("sharding/_spec.py", OFFLOAD).faults(
         Fault(
@@ -46,7 +46,9 @@ MUTANTS = [
         Fault("the first units lie on the host", "_host_shares", bare("A[::-1]")),
         Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
         Fault("a rule's first leaf answers for its unit", "_share_by_rule", becomes("A(path)", "A(spec.paths[0])")),
-        Fault("a share of this mesh's elements", "_weight", returns("facts(uid).shard_numel"), OFFLOAD + SPACES),
+        Fault(
+            "a share of this mesh's elements", "_weight", returns("spec_info(spec_id).shard_numel"), OFFLOAD + SPACES
+        ),
         Fault(
             "tied leaves of a state part when they go down",
             "OffloadPlan._base_of",
@@ -65,14 +67,14 @@ MUTANTS = [
         Fault(
             "low parameters at any stage",
             "offload_params",
-            becomes("isinstance(A, B) and C(A.uid).D", "isinstance(A, object)"),
+            becomes("isinstance(A, B) and C(A.spec_id).D", "isinstance(A, object)"),
         ),
     ),
     *File("sharding/_segments.py", OFFLOAD).faults(
         Fault("a piece's offset is forgotten", "segment_ids", becomes("(A.B, A.C)", "(0, A.C - A.B)")),
     ),
     *File("graph/_one_rank.py", SPACES).faults(
-        Fault("a plan keeps the cut of another world", "as_one_rank_holds.convert", becomes("A(B).C", "x.spec.C")),
+        Fault("a plan keeps the cut of another world", "one_rank_tree.convert", becomes("A(B).C", "x.spec.C")),
     ),
     *File("optim/_offload.py", OFFLOAD).faults(
         Fault(
@@ -146,10 +148,10 @@ MUTANTS = [
     *File("graph/trace/_donation.py", SPACES).faults(
         Fault(
             "the host's results take the device's memory",
-            "pairs",
+            "match_results",
             becomes("by_path[A, B.space] = C", "by_path[A, 'device'] = by_path[A, 'host'] = C"),
         ),
-        Fault("free results take either memory", "pairs", always("A.B[C].space == D[E].space")),
+        Fault("free results take either memory", "match_results", always("A.B[C].space == D[E].space")),
     ),
     *File("graph/_entry.py", SPACES).faults(
         Fault("the host's arguments count as the device's", "_space", never("A.dim() or B.space == 'host'")),
@@ -166,7 +168,7 @@ MUTANTS = [
         Fault("what comes is read at once", "_wait_before_use", becomes("A[old]", "node if old is node else A[old]")),
         Fault("a copy is waited for where it starts", "_wait_before_use", skipped("A.target = B")),
         Fault("a copy is waited for too late", "_wait_before_use", becomes("min", "max")),
-        Fault("loops wait for no copy", "arriving", skipped("A(B, C(D.E, F))")),
+        Fault("loops wait for no copy", "make_copies_async", skipped("A(B, C(D.E, F))")),
     ),
     *File("graph/planning/_cost.py", COST).faults(
         Fault("the host takes no time", "seconds", returns("work")),

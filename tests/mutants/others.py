@@ -19,7 +19,7 @@ MUTANTS = [
         Fault("a process forgets what is its own", "check_inputs_replicated", never("A.name in B"), OWN),
     ),
     *File("_torch/levels.py", WRITES).faults(
-        Fault("vmap hides a write", "written", skipped("A = B(A)")),
+        Fault("vmap hides a write", "version_key", skipped("A = B(A)")),
         Fault("late reduction", "raise_priority", never("not A()"), ("tests/transforms/test_memory.py",)),
     ),
     *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
@@ -33,7 +33,9 @@ MUTANTS = [
             "ShardedStep.init",
             becomes("A.B('params', C, D)", "A.B('params', precision.cast(C() if callable(C) else C), D)"),
         ),
-        Fault("donate the batch", "ShardedStep._handed_on", always("A in self.B or A < len(C) and D(E, C[A])"), JIT),
+        Fault(
+            "donate the batch", "ShardedStep._state_positions", always("A in self.B or A < len(C) and D(E, C[A])"), JIT
+        ),
     ),
     *File("optim/_precision.py", HALF).faults(
         Fault("norms are narrowed", "Precision.dtype_of", becomes("self.master", "self.param")),

@@ -11,14 +11,14 @@ MUTANTS = [
         Fault("causes keep all frames", "_chain", becomes("A.__cause__ or A.__context__", "None")),
         Fault("tracebacks end in torch", "_user_frames", always("A(B.tb_frame.f_code.co_filename)")),
         Fault("faults of torch lose their frames", "_is_message", always("A(B.tb_frame.f_code.co_filename)")),
-        Fault("answers keep frames", "UsersFrames.__exit__", bare("A and not B(C, D)")),
+        Fault("answers keep frames", "UserFrames.__exit__", bare("A and not B(C, D)")),
         Fault("faults of fzero lose their frames", "_is_message", swapped("is_from_fzero and A", "or")),
         Fault(
-            "no word is near",
+            "no word is ranks_per_machine",
             "_nearest",
             becomes("difflib.get_close_matches(A, B, 1)", "difflib.get_close_matches(A, B, 0 + 1, 1.0)"),
         ),
-        Fault("frames are never shown", "UsersFrames.__exit__", dropped("sys.flags.dev_mode")),
+        Fault("frames are never shown", "UserFrames.__exit__", dropped("sys.flags.dev_mode")),
     ),
     *File("_torch/tracing.py", TRACEBACKS).faults(
         Fault("torch logs what it raises", "_unlogged.keep", returns("'' in record.getMessage()")),
@@ -41,6 +41,6 @@ MUTANTS = [
     ),
     *File("graph/run/_clock.py", PROFILING).faults(
         Fault("loops are timed twice", "_Timed.run_node", dropped("A.name in self.loops")),
-        Fault("operations in a graph are shown twice", "timed", becomes("with A(): ...", "if True: ...")),
+        Fault("operations in a graph are shown twice", "record_time", becomes("with A(): ...", "if True: ...")),
     ),
 ]

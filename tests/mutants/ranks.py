@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     *File("ranks/_mesh.py", MESH).faults(
         Fault("alone is not heard", "fill_shape", bare("B or A")),
-        Fault("alone need not divide", "fill_shape", never("A != alone")),
+        Fault("simulated ranks need not divide", "fill_shape", never("A != simulated_ranks")),
         Fault("an axis may be two", "check_axes", bare("A.isidentifier()")),
     ),
     *File("data/_batch_plan.py", HALF).faults(
@@ -50,8 +50,8 @@ MUTANTS = [
         Fault("diverging calls meet", "_compute_for_all", never("len(A) > 1")),
     ),
     *File("_torch/state.py", SWITCHED).faults(
-        Fault("what a rank sets stays on", "OwnSettings.take_off", skipped("A({B: self.C[B] for B in self.D})")),
-        Fault("a rank loses what it has set", "OwnSettings.put_on", skipped("A(self.B)")),
+        Fault("what a rank sets stays on", "RankSettings.take_off", skipped("A({B: self.C[B] for B in self.D})")),
+        Fault("a rank loses what it has set", "RankSettings.put_on", skipped("A(self.B)")),
         Fault(
             "hooks are the caller's only",
             "_with_saved_tensor_hooks",
@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     *File("axes/_run.py", SWITCHED).faults(
         Fault("no level is kept", "_keep_a_level.wait", skipped("A.wait()")),
-        Fault("a fork has its parent's threads", "threads_here", becomes("os.getpid()", "0")),
+        Fault("a fork has its parent's threads", "process_threads", becomes("os.getpid()", "0")),
     ),
     *File("_torch/levels.py", TORCH).faults(
         Fault("the first who ends ends the silence", "quiet_vmap_fallback", always("not A")),

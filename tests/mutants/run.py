@@ -15,16 +15,18 @@ FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 MUTANTS = [
     *File("graph/run/_groups.py", CUT).faults(
-        Fault("gradients are scaled with the block before", "cut", skipped("A(B, C, D)")),
+        Fault("gradients are scaled with the block before", "split_into_groups", skipped("A(B, C, D)")),
         Fault("what was overwritten is read", "_may_run_later", never("A(B) in C")),
         Fault("what is larger is kept", "_may_run_later", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
         Fault("a scalar is written too early", "_place_of_scalar", never("A.target is B", at="2 of 2")),
         Fault("micro-batches cut inside", "parts_of_arguments", constant(1, 99), JIT),
-        Fault("a segment writes what it reads as another argument", "cut", never("A(B, C[-1])"), OWN_PART),
+        Fault(
+            "a segment writes what it reads as another argument", "split_into_groups", never("A(B, C[-1])"), OWN_PART
+        ),
         Fault(
             "scalars in the loops that read them",
             "read_by_loops",
-            (never("A in B"), elsewhere("cut", never("A in small"))),
+            (never("A in B"), elsewhere("split_into_groups", never("A in small"))),
         ),
         Fault("a unit's scalars by themselves", "_place_of_scalar", becomes("bisect_left(A, B)", "-1")),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
@@ -33,7 +35,7 @@ MUTANTS = [
         Fault("the first turn finds ones", "_pending_zeros", becomes("-0.0", "1.0"), ON_GLOO),
         Fault("the first turn finds zeros", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("the first turn finds float32", "_pending_zeros", dropped("dtype=A"), ARRIVING),
-        Fault("the last turn is left out", "running.run", becomes("range(A.turns)", "range(A.turns - 1)")),
+        Fault("the last turn is left out", "running.run", becomes("range(A.iterations)", "range(A.iterations - 1)")),
         Fault("all turns have the first part", "running.run", becomes("A * B.size", "0")),
         Fault("all rows are the first", "_write_rows", becomes("iteration", "0")),
         Fault("all turns fold the same number", "running.run", becomes("torch.tensor(A)", "torch.tensor(0)")),
@@ -82,19 +84,21 @@ MUTANTS = [
         Fault("each rank takes all cores", "spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),
     ),
     *File("graph/run/_compiled.py", BORDERS).faults(
-        Fault("an argument lies as it comes", "within_borders.run", becomes("for A in B: ...", "for A in (): ...")),
-        Fault("a copy is written", "within_borders.run", skipped("A(B, C)")),
-        Fault("a view is a view, uncompiled", "INSTEAD", dropped("**A", at="2 of 2")),
+        Fault(
+            "an argument lies as it comes", "with_traced_layouts.run", becomes("for A in B: ...", "for A in (): ...")
+        ),
+        Fault("a copy is written", "with_traced_layouts.run", skipped("A(B, C)")),
+        Fault("a view is a view, uncompiled", "REPLACEMENTS", dropped("**A", at="2 of 2")),
     ),
     *File("graph/run/_fallback.py", FALLBACK).faults(
-        Fault("a proof looks at no strides", "prove", dropped("not A(B, C)")),
+        Fault("a proof looks at no strides", "check_outputs", dropped("not A(B, C)")),
         Fault("a proof looks at no dtypes", "_form", dropped("A.dtype")),
-        Fault("a proof draws", "prove", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")),
-        Fault("a proof blames the compiler", "prove", always("A(code) is not None")),
-        Fault("garbage is no fault", "prove", skipped("A(code, B)")),
+        Fault("a proof draws", "check_outputs", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")),
+        Fault("a proof blames the compiler", "check_outputs", always("A(code) is not None")),
+        Fault("garbage is no fault", "check_outputs", skipped("A(code, B)")),
         Fault("a logarithm of zero is a fault", "_check_finite", becomes("~A(B) & A(C)", "~A(B)")),
         Fault("a rank falls back alone", "all_refusals", always("A is None or not A.distributed"), ON_GLOO),
-        Fault("strict is not asked", "tell", never("strict")),
+        Fault("strict is not asked", "notify", never("strict")),
     ),
     *File("graph/run/_lengths.py", LENGTHS).faults(
         Fault("a branch is guessed", "Lengths.template_of", dropped("A.B(C, D)")),

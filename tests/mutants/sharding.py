@@ -10,15 +10,15 @@ MUTANTS = [
     *File("sharding/_boxes.py", ("tests/sharding/test_answers.py",)).faults(
         Fault("a slot is the unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
         Fault("a moment has its parameter's dtype", "Shard.dtype", becomes("self.parts[0]", "self.spec")),
-        Fault("a part of a leaf is the leaf", "Shard.whole_numel", becomes("self.A.B", "self.A.shapes")),
+        Fault("a part of a leaf is the leaf", "Shard.full_numel", becomes("self.A.B", "self.A.shapes")),
         Fault(
             "origin that outlives a change",
             "Shard",
             (
                 before("class A(...): ...", "_LAST: dict = {}"),
-                elsewhere("Shard.__init__", becomes("A is None", "_LAST.setdefault(uid, A) is None")),
-                elsewhere("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[uid], C(D))")),
-                elsewhere("box_of", becomes("A(B, uid)", "A(B, uid, _LAST.get(uid))")),
+                elsewhere("Shard.__init__", becomes("A is None", "_LAST.setdefault(spec_id, A) is None")),
+                elsewhere("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[spec_id], C(D))")),
+                elsewhere("box_of", becomes("A(B, spec_id)", "A(B, spec_id, _LAST.get(spec_id))")),
             ),
             LAWS,
         ),
@@ -35,7 +35,7 @@ MUTANTS = [
         Fault("summed in half precision", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
     ),
     *File("graph/run/_compiled.py", FLAT).faults(
-        Fault("an executor packs as a trace does", "INSTEAD", dropped("A: B")),
+        Fault("an executor packs as a trace does", "REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", GRAPH).faults(
         Fault("every item lies where the first does", "_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),
@@ -58,7 +58,7 @@ MUTANTS = [
         Fault("drop the padding", "Spec.shard_numel", returns("self.numel // self.ranks")),
     ),
     *File("_torch/levels.py", ("tests/_torch/test_torch.py",)).faults(
-        Fault("memory is known by its address", "written", becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)")),
+        Fault("memory is known by its address", "version_key", becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)")),
     ),
     *File("sharding/_segments.py").faults(
         Fault("skip the psum in the norm", "global_norm", bare("B(A, axes)")),

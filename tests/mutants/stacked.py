@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     *File("sharding/_stacked.py", TOOLS).faults(
         Fault("a list whose name ends alike is taken", "prefix_of", bare("f'.{A}'"), CHECKPOINT),
-        Fault("a block's path is the rank's", "own_path", becomes("A.B(C)", "B")),
-        Fault("all blocks are the first", "own_path", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),
+        Fault("a block's path is the rank's", "path_on_rank", becomes("A.B(C)", "B")),
+        Fault("all blocks are the first", "path_on_rank", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),
     ),
     *File("checkpoint/_holdings.py", CHECKPOINT).faults(
         Fault("each row is of the first item", "parts_of", becomes("(A, False)", "(any_number, False)")),
@@ -73,7 +73,7 @@ MUTANTS = [
         Fault("a parameter keeps its path", "Pipelined.name.name", returns("path")),
     ),
     *File("sharding/_segments.py", OPTIMIZERS).faults(
-        Fault("masks see ranks", "abstract.full_leaves", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
+        Fault("masks see ranks", "abstract.full_leaves", becomes("A.B if C else A.D", "A.B if C else A.full_shapes")),
     ),
     *File("optim/_norms.py", OPTIMIZERS).faults(
         Fault("a norm of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),
@@ -90,7 +90,7 @@ MUTANTS = [
         Fault("stages have data", "ShardedStep.data_axes", dropped("A not in self.B.C")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("a planned batch differs by stage", "as_one_rank_holds.convert", becomes("A(part, B.C)", "A(part)")),
+        Fault("a planned batch differs by stage", "one_rank_tree.convert", becomes("A(part, B.C)", "A(part)")),
     ),
     *File("sharding/_layouts.py", TOOLS).faults(
         Fault("a table without numbers", "_split", never("A.B")),
@@ -101,7 +101,7 @@ MUTANTS = [
     *File("graph/run/_compiled.py", PROCESSES).faults(
         Fault(
             "a profile knows nothing of what is taken",
-            "one_by_one",
+            "run_operations",
             (
                 becomes("A = B(graph)", "A, graph = (graph, B(graph))"),
                 becomes("A(source, owned)", "A(graph, owned)"),

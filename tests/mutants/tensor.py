@@ -21,8 +21,8 @@ MUTANTS = [
         Fault(
             "parts of the sequence are gathered as one value", "enter", constant("all_gather", "all_gather_invariant")
         ),
-        Fault("a part is cut as by a joint map", "cut", constant("own_part_invariant", "own_part")),
-        Fault("parts are joined as copies", "join", constant("all_gather_invariant", "all_gather"), FUNCTIONS),
+        Fault("a part is cut as by a joint map", "scatter", constant("own_part_invariant", "own_part")),
+        Fault("parts are joined as copies", "gather", constant("all_gather_invariant", "all_gather"), FUNCTIONS),
         Fault("a step may average over the axis", "_bound", never("A in B"), FUNCTIONS),
     ),
     *File("parallel/tensor/_linear.py", FUNCTIONS).faults(
@@ -98,7 +98,11 @@ MUTANTS = [
             "_check",
             becomes("A(B, C, D, E).F[G] = (H.name, I)", "A(B, C, D, E).F.get(G)"),
         ),
-        Fault("nothing before a block is checked", "Exposed.check", skipped("A(B, self.axis, self.one_loss, self.C)")),
+        Fault(
+            "nothing before a block is checked",
+            "DeferredCheck.check",
+            skipped("A(B, self.axis, self.one_loss, self.C)"),
+        ),
     ),
     *File("transforms/_remat/_remat.py", COPIES).faults(
         Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.exposed", "None")),

@@ -103,6 +103,6 @@ MUTANTS = [
         Fault("stage True", "_stage", never("isinstance(A, bool)")),
     ),
     *File("sharding/_units.py", ATTACKED).faults(
-        Fault("units are sharded over no axis", "wanted_axes", never("axes")),
+        Fault("units are sharded over no axis", "shard_axes", never("axes")),
     ),
 ]

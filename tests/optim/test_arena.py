@@ -66,6 +66,6 @@ def test_the_pieces_of_a_unit_keep_no_more_than_themselves():
     for update in ("host", "device"):
         opt = optim.offload(pair, 0.4, update, params=True)
         state = fzero.shard(lambda p, s: (p, s), 3, mesh).init({"w": torch.ones(4096)}, opt)
-        moved = optim.offloaded(state[1], state[0], 0.7)
+        moved = optim.with_offload_ratio(state[1], state[0], 0.7)
         for x in tree.tensors((state, moved)):
             assert x.untyped_storage().nbytes() == x.nbytes

@@ -197,7 +197,7 @@ def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     step = Way(stage, n, units=rule and RULES[rule]).step(pair, POINTWISE["sgd"])
     momentum = step.init(params, pair)[1].momentum
     boxes = [x for x in tree.flatten(momentum, is_box)[0] if isinstance(x, Shard) and x.spec.numel]
-    host = sum([host_elements(x.uid) * x.spec.ranks for x in boxes])
+    host = sum([host_elements(x.spec_id) * x.spec.ranks for x in boxes])
     wanted = ratio * sum([x.spec.numel for x in boxes])
     assert wanted - 1 <= host < wanted + n * (ALIGN + len(boxes)), (host, wanted)  # each unit is padded
     order = [space for x in boxes for space in spaces(x)]
@@ -334,7 +334,7 @@ def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
     step, state, rest = halfway(way, row, old)
     other = way.step(new, row)
     like = other.init(small_params(), new)[:2]
-    again = (state[0], optim.offloaded(state[1], state[0], change[1]))
+    again = (state[0], optim.with_offload_ratio(state[1], state[0], change[1]))
     assert tree.flatten(again[1])[1] == tree.flatten(like[1])[1]
     assert same_bits(on(other, again, rest), expected)
     cut = tuple([other.partition(step.gather(x), like=y) for x, y in zip(state, like, strict=True)])
@@ -350,9 +350,9 @@ def test_the_state_of_a_pair_without_offload_becomes_one_with_it():
     step, state, rest = halfway(way, row, row.make(plain, small_params()))
     expected = on(step, state, rest)
     other = way.step(row.make(offloading(0.5), small_params()), row)
-    lowered = (state[0], optim.offloaded(state[1], state[0], 0.5))
+    lowered = (state[0], optim.with_offload_ratio(state[1], state[0], 0.5))
     assert same_bits(on(other, lowered, rest), expected)
-    lifted = optim.offloaded(lowered[1], state[0], 0)
+    lifted = optim.with_offload_ratio(lowered[1], state[0], 0)
     assert same_bits(on(step, (state[0], lifted), rest), expected)
 
 
@@ -361,7 +361,7 @@ def test_unsharded_the_ratio_changes_as_well():
     state = pair.update(params, pair.init(params), params)[1]
     other = optim.offload(optim.adam(0.1), 1)
     expected = pair.update(params, state, params)
-    got = other.update(params, optim.offloaded(state, params, 1), params)
+    got = other.update(params, optim.with_offload_ratio(state, params, 1), params)
     assert same_bits(got[0], expected[0]) and same_bits(fzero.gather(got[1]), fzero.gather(expected[1]))
 
 
@@ -370,7 +370,7 @@ def test_unsharded_the_ratio_changes_as_well():
 
 @pytest.mark.parametrize("ratio", [True, False, "0.5", None, [0.5], torch.tensor(0.5)], ids=repr)
 def test_a_ratio_of_another_type_is_refused(ratio):
-    for f in (lambda: optim.offload(optim.adam(0.1), ratio), lambda: optim.offloaded((), {}, ratio)):
+    for f in (lambda: optim.offload(optim.adam(0.1), ratio), lambda: optim.with_offload_ratio((), {}, ratio)):
         with pytest.raises(TypeError, match=r"ratio=.*: expected a number from 0 to 1, or a rule"):
             f()
 
@@ -420,7 +420,8 @@ def test_a_state_of_another_ratio_says_how_to_change_it(stage, update):
     made = Way(stage).step(pair := row.make(offloading(0.3, update), params), row).init(params, pair)
     step = Way(stage).step(row.make(offloading(0.8, update), params), row)
     with pytest.raises(
-        ValueError, match=r"offload: leaf '.*mu.*' of the state has \d+ elements .* on the host, .*optim.offloaded"
+        ValueError,
+        match=r"offload: leaf '.*mu.*' of the state has \d+ elements .* on the host, .*optim.with_offload_ratio",
     ):
         step(*made, step.mesh.split(batches_of(4)[0]))
 
@@ -536,9 +537,9 @@ def test_a_delay_says_what_it_cannot():
     params = {"a": normal((64,)), "b": normal((64,), 1)}
     half, whole = (optim.offload(optim.sgd(0.1), ratio, delay=1) for ratio in (0.5, 1.0))
     with pytest.raises(ValueError, match="the state has no gradient for leaf 'a': with delay=1"):
-        whole.update(params, optim.offloaded(half.init(params), params, 1.0), params)
+        whole.update(params, optim.with_offload_ratio(half.init(params), params, 1.0), params)
     with pytest.raises(ValueError, match="the state waits with a gradient for leaf 'a'"):
-        half.update(params, optim.offloaded(whole.init(params), params, 0.5), params)
+        half.update(params, optim.with_offload_ratio(whole.init(params), params, 0.5), params)
     row = POINTWISE["a loss scale around"]
     with pytest.raises(ValueError, match=r"gradient of leaf 'h.1.w' is torch.float32, .* there is no delay"):
         trained(Way(2, 2), row, small_params(), lambda p: optim.offload(p, 0.5, delay=1))

@@ -325,7 +325,7 @@ def poison(boxes: Any, value: float) -> Any:
             return x
         data = x.data.clone()
         data.view(-1)[x.spec.numel :] = value
-        return fzero.sharding.Shard(data, x.uid)
+        return fzero.sharding.Shard(data, x.spec_id)
 
     return tree.map(fill, boxes, is_leaf=lambda x: isinstance(x, (fzero.sharding.Shard, fzero.sharding.Slot)))
 

@@ -141,7 +141,7 @@ TABLE = {
     "muon, scaled": Row(
         optim.muon(FALLING, 0.0, 0.8, False, adjust_lr_fn="match_rms_adamw", others=optim.sgd(0.1), ns_dtype=None)
     ),
-    "whole": Row(optim.whole(whitened_momentum())),
+    "whole": Row(optim.on_full_leaves(whitened_momentum())),
     "links": Row(
         optim.chain(
             optim.clip(0.9),

@@ -32,12 +32,12 @@ EXACT = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
 
 
 def test_a_muon_of_ones_own_equals_its_unsharded_self():
-    opt = optim.whole(WHITE, reads_params=False)
+    opt = optim.on_full_leaves(WHITE, reads_params=False)
     assert opt.elementwise is True
     assert_equivalent(train_step_for(loss_of, opt), params_of(), opt, batches_of(2), world_sizes=(1, 2, 3))
 
 
-@pytest.mark.parametrize("opt", [optim.whole(optim.lamb(1e-2, eps=1e-3)), EXACT], ids=["whole", "muon"])
+@pytest.mark.parametrize("opt", [optim.on_full_leaves(optim.lamb(1e-2, eps=1e-3)), EXACT], ids=["whole", "muon"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_micro_batches_and_masters_equal_the_unsharded_pair(opt, micro_batches):
     opt = optim.master_weights(opt, fzero.Precision(param=torch.float64, master=torch.float64, reduce=torch.float64))
@@ -45,7 +45,7 @@ def test_micro_batches_and_masters_equal_the_unsharded_pair(opt, micro_batches):
     assert_equivalent(step, params_of(), opt, batches_of(2), world_sizes=(2,))
 
 
-@pytest.mark.parametrize("opt", [optim.whole(WHITE), EXACT], ids=["whole", "muon"])
+@pytest.mark.parametrize("opt", [optim.on_full_leaves(WHITE), EXACT], ids=["whole", "muon"])
 @pytest.mark.parametrize(
     "mesh", [fzero.mesh(node=2, gpu=2), fzero.mesh(node=3, gpu=2, simulate="lockstep")], ids=["vmap", "lockstep"]
 )
@@ -62,7 +62,7 @@ def tensor_parallel(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return (fzero.collectives.psum_invariant(h @ params["down"], tp) + params["b"]).square().mean()
 
 
-@pytest.mark.parametrize("opt", [optim.whole(WHITE), EXACT], ids=["whole", "muon"])
+@pytest.mark.parametrize("opt", [optim.on_full_leaves(WHITE), EXACT], ids=["whole", "muon"])
 def test_a_matrix_that_tensor_parallelism_splits_is_whole_for_the_pair(opt):
     params = {"up": normal((5, 4), 0), "down": normal((4, 3), 1), "b": normal((3,), 2)}
     split = {"up": {"tp": 1}, "down": {"tp": 0}}
@@ -81,7 +81,7 @@ def test_the_state_of_a_whole_pair_is_cut_whatever_its_shapes():
     def init(p: torch.Tensor) -> Any:
         return {"left": p.new_zeros(40, 40), "count": torch.zeros((), dtype=torch.int64)}
 
-    opt = optim.whole(optim.Optimizer(init, lambda g, s, params=None: (-0.1 * g, s)))
+    opt = optim.on_full_leaves(optim.Optimizer(init, lambda g, s, params=None: (-0.1 * g, s)))
     step = fzero.shard(train_step_for(loss_of_tree, opt), 3, fzero.mesh(dp=4))
     _, state = step.init({"w": torch.ones(40, 2), "b": torch.ones(7)}, opt)
     assert step.state_bytes(state) == 2 * (4 * 1600 // 4 + 8)
@@ -91,7 +91,7 @@ def test_the_state_of_a_whole_pair_is_cut_whatever_its_shapes():
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
-    opt = optim.whole(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
+    opt = optim.on_full_leaves(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
     n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
     state = step.init(params, opt)
@@ -104,7 +104,7 @@ def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
 
 def test_pairs_with_masters_or_a_scale_go_around_whole():
     with pytest.raises(ValueError, match="around whole"):
-        optim.whole(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
+        optim.on_full_leaves(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
 
 
 # ---------------------------------------------------------------- muon

@@ -51,7 +51,7 @@ def test_without_rank_0_nobody_can_meet():
 
 ONE = """
 import os, socket, sys, fzero, torch
-first, again = fzero.mesh(dp=-1, alone=4), fzero.mesh(dp=1, tp=-1)
+first, again = fzero.mesh(dp=-1, simulated_ranks=4), fzero.mesh(dp=1, tp=-1)
 print(first, again, again.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("tp") + 1, ("dp", "tp")))().item())
 sys.stdout.flush()
 if not os.fork():

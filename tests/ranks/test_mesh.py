@@ -29,15 +29,27 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not a time": ({"timeout": math.nan}, ValueError, r"timeout=nan: expected seconds"),
     "time in words": ({"timeout": "5 min"}, TypeError, r"timeout='5 min': expected a number of seconds"),
     "time as a bool": ({"timeout": True}, TypeError, r"timeout=True: expected a number of seconds"),
-    "nobody alone": ({"dp": -1, "alone": 0}, ValueError, r"alone=0: expected at least one rank to simulate"),
-    "a bool alone": ({"dp": -1, "alone": True}, TypeError, r"alone=True: expected an int, the number of ranks"),
-    "a float alone": ({"dp": -1, "alone": 4.0}, TypeError, r"alone=4.0: expected an int"),
-    "no axis to fill": (
-        {"dp": 2, "tp": 2, "alone": 4},
+    "nobody alone": (
+        {"dp": -1, "simulated_ranks": 0},
         ValueError,
-        r"dp=2, tp=2, alone=4, but no axis is -1: pass dp=-1, or leave out alone",
+        r"simulated_ranks=0: expected at least one rank to simulate",
     ),
-    "never alone": ({"dp": -1, "alone": 4, "simulate": False}, ValueError, r"simulate=False and alone=4 contradict"),
+    "a bool alone": (
+        {"dp": -1, "simulated_ranks": True},
+        TypeError,
+        r"simulated_ranks=True: expected an int, the number of ranks",
+    ),
+    "a float alone": ({"dp": -1, "simulated_ranks": 4.0}, TypeError, r"simulated_ranks=4.0: expected an int"),
+    "no axis to fill": (
+        {"dp": 2, "tp": 2, "simulated_ranks": 4},
+        ValueError,
+        r"dp=2, tp=2, simulated_ranks=4, but no axis is -1: pass dp=-1, or leave out simulated_ranks",
+    ),
+    "never alone": (
+        {"dp": -1, "simulated_ranks": 4, "simulate": False},
+        ValueError,
+        r"simulate=False and simulated_ranks=4 contradict",
+    ),
 }
 
 
@@ -62,10 +74,10 @@ def test_a_gpu_that_is_not_there_is_named_where_others_are(monkeypatch):
 
 
 def test_a_size_alone_that_does_not_divide():
-    with pytest.raises(ValueError, match="dp=-1, tp=3, alone=8: 8 is not divisible by 3"):
-        fzero.mesh(dp=-1, tp=3, alone=8)
-    with pytest.raises(ValueError, match="dp=-1, tp=8, alone=4: 4 is not divisible by 8"):
-        fzero.mesh(dp=-1, tp=8, alone=4)
+    with pytest.raises(ValueError, match="dp=-1, tp=3, simulated_ranks=8: 8 is not divisible by 3"):
+        fzero.mesh(dp=-1, tp=3, simulated_ranks=8)
+    with pytest.raises(ValueError, match="dp=-1, tp=8, simulated_ranks=4: 4 is not divisible by 8"):
+        fzero.mesh(dp=-1, tp=8, simulated_ranks=4)
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 5), st.data())
@@ -74,7 +86,7 @@ def test_what_is_left_times_the_rest_is_all(rest, left, data):
     place = data.draw(st.integers(0, len(rest)))
     sizes = {f"a{i}": size for i, size in enumerate([*rest[:place], -1, *rest[place:]])}
     ranks = left * math.prod(rest)
-    mesh = fzero.mesh(**sizes, alone=ranks)
+    mesh = fzero.mesh(**sizes, simulated_ranks=ranks)
     assert mesh.simulated and mesh.size == ranks and dict(mesh.shape)[f"a{place}"] == left
-    assert fzero.mesh(**sizes, alone=ranks, simulate="lockstep").shape == mesh.shape
+    assert fzero.mesh(**sizes, simulated_ranks=ranks, simulate="lockstep").shape == mesh.shape
     assert fzero.mesh(**sizes).size == math.prod(rest)

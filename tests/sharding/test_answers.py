@@ -38,6 +38,6 @@ def test_a_donated_box_answers_nothing():
     step = fzero.jit(fzero.shard(lambda p, s, x: (tree.map(lambda y: y + 1, p), s), 3, fzero.mesh(dp=2)), backend="fx")
     params, state = step.init({"w": torch.ones(3, 2)}, optim.sgd(0.1))
     step(params, state, step.mesh.split(torch.ones(2)))
-    for ask in (lambda x: x.shape, lambda x: x.dtype, lambda x: x.numel(), lambda x: x.whole_numel()):
+    for ask in (lambda x: x.shape, lambda x: x.dtype, lambda x: x.numel(), lambda x: x.full_numel()):
         with pytest.raises(fzero.errors.DonatedError):
             ask(params["w"])

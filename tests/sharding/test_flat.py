@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fzero._torch import fake_like, storage_id
 from fzero.graph.planning._liveness import peak_bytes as plan_peak
-from fzero.graph.run._compiled import one_by_one
+from fzero.graph.run._compiled import run_operations
 from fzero.graph.trace._trace import trace
 from fzero.sharding._flat import packed, packed_by_copies, unpacked
 from tests.memory import peak_bytes
@@ -73,5 +73,5 @@ def test_an_executor_packs_with_no_memory_but_the_results():
         return [packed([(x + 1).t(), (x + 2).t()], 0, 0)]
 
     traced = trace(step, fake_like([torch.zeros(64, 32)]), [{"label": "x", "kind": "inputs"}]).graph
-    run, x = one_by_one(traced), torch.randn(64, 32)
+    run, x = run_operations(traced), torch.randn(64, 32)
     assert plan_peak(traced) == peak_bytes(lambda: run([x])) + x.nbytes == 5 * x.nbytes

@@ -177,7 +177,7 @@ def test_jvp_through_gather(n, remember):
 def _with_data(structure: Any, leaves: list[Any], data: list[torch.Tensor]) -> Any:
     rest = iter(data)
     return tree.unflatten(
-        structure, [Shard(next(rest), x.uid, x.origin) if isinstance(x, Shard) else x for x in leaves]
+        structure, [Shard(next(rest), x.spec_id, x.origin) if isinstance(x, Shard) else x for x in leaves]
     )
 
 
@@ -258,7 +258,7 @@ def _fill_padding(box: Any, rank: torch.Tensor, value: float) -> Any:
         return box
     k = box.spec.shard_numel
     padding = rank * k + torch.arange(k) >= box.spec.numel
-    return Shard(torch.where(padding, value, box.data), box.uid)
+    return Shard(torch.where(padding, value, box.data), box.spec_id)
 
 
 # ---------------------------------------------------------------- boxes

@@ -85,7 +85,7 @@ def test_a_plain_tensor_that_differs_by_rank_is_an_error(derived, simulate):
     def program(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         return fzero.value_and_grad(loss, argnums=1)(p, 2 * x if derived else x, y)
 
-    with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* give it fzero\.PerRank\(x\)"):
+    with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* pass fzero\.PerRank\(x\)"):
         mesh.spmd(program)(mlp_params(), mesh.split(BATCH["x"]), mesh.split(BATCH["y"]))
 
 
@@ -161,6 +161,6 @@ def test_a_process_knows_what_arrived_in_a_box():
         )
 
     for given in (lambda x: x, lambda x: x[:, :]):
-        with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* give it fzero\.PerRank\(x\)"):
+        with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* pass fzero\.PerRank\(x\)"):
             plan(given)
     assert plan(PerRank).peak_bytes > 0

@@ -104,7 +104,7 @@ def test_ranks_on_two_machines_measure_what_is_between(cache):
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     machine = read_calibrated()
-    assert machine.ranks == 1 and machine.network != CPU.network and machine.far_hop != CPU.far_hop
+    assert machine.ranks == 1 and machine.network != CPU.network and machine.network_hop != CPU.network_hop
     assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
 
 

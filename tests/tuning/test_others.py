@@ -13,22 +13,22 @@ ZERO3 = {(True, True): (71.69, 0.12), (True, False): (63.72, 0.78), (False, Fals
 
 @pytest.mark.parametrize("offload", ZERO2)
 def test_deepspeeds_zero2_on_t5(offload):
-    said = tuning.deepspeed_zero2(T5[0], near=8, offload=offload)
+    said = tuning.deepspeed_zero2(T5[0], devices_per_host=8, offload=offload)
     assert (round(said.host_bytes / 2**30, 2), round(said.device_bytes / 2**30, 2)) == ZERO2[offload]
 
 
 @pytest.mark.parametrize("offload,params", ZERO3)
 def test_deepspeeds_zero3_on_t5(offload, params):
-    said = tuning.deepspeed_zero3(*T5, near=8, offload=offload, offload_params=params)
+    said = tuning.deepspeed_zero3(*T5, devices_per_host=8, offload=offload, offload_params=params)
     assert (round(said.host_bytes / 2**30, 2), round(said.device_bytes / 2**30, 2)) == ZERO3[offload, params]
 
 
 def test_more_hosts_hold_less_each():
-    one, two = (tuning.deepspeed_zero3(*T5, near=8, hosts=n, offload=True) for n in (1, 2))
+    one, two = (tuning.deepspeed_zero3(*T5, devices_per_host=8, hosts=n, offload=True) for n in (1, 2))
     assert two.host_bytes == one.host_bytes / 2 and two.device_bytes < one.device_bytes
-    assert tuning.deepspeed_zero2(T5[0], near=8, hosts=2).device_bytes == 4 * T5[0] + T5[0]
+    assert tuning.deepspeed_zero2(T5[0], devices_per_host=8, hosts=2).device_bytes == 4 * T5[0] + T5[0]
 
 
 def test_parameters_alone_are_not_offloaded():
     with pytest.raises(ValueError, match="offload_params=True: DeepSpeed offloads parameters with the optimizer's"):
-        tuning.deepspeed_zero3(*T5, near=8, offload_params=True)
+        tuning.deepspeed_zero3(*T5, devices_per_host=8, offload_params=True)

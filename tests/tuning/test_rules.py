@@ -16,9 +16,9 @@ def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0
     return Row(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host, flops, True, {})
 
 
-def judged(*rows: Row, near: int = 8) -> dict[str, tuple[bool, str]]:
+def judged(*rows: Row, devices_per_host: int = 8) -> dict[str, tuple[bool, str]]:
     fitting = sorted(rows, key=lambda r: r.seconds)
-    return {v.rule: (v.kept, v.why) for v in verdicts(fitting[0], fitting, near)}
+    return {v.rule: (v.kept, v.why) for v in verdicts(fitting[0], fitting, devices_per_host)}
 
 
 def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
@@ -76,16 +76,18 @@ def test_settings_are_chosen_at_the_smallest_micro_batch():
 
 def test_experts_stay_within_a_machine():
     rows = row(1.0, ep=4), row(2.0, ep=8), row(3.0, ep=16)
-    assert judged(*rows, near=4)[EXPERTS] == (True, "")
-    assert judged(*rows, near=8)[EXPERTS][1].startswith("stage 1, micro-batch 1 x 8, bfloat16, ep 8 takes 100% more")
+    assert judged(*rows, devices_per_host=4)[EXPERTS] == (True, "")
+    assert judged(*rows, devices_per_host=8)[EXPERTS][1].startswith(
+        "stage 1, micro-batch 1 x 8, bfloat16, ep 8 takes 100% more"
+    )
 
 
 def test_a_model_lies_within_a_machine_and_a_pipeline_across():
     """Of layouts over equally many ranks the one with most of a machine's devices to a matrix, and no more."""
     rows = row(1.0, tp=4, pp=4), row(2.0, tp=8, pp=2), row(3.0, tp=16), row(4.0, tp=2, pp=8)
-    assert judged(*rows, near=4)[WITHIN] == (True, "")
-    for near, first in ((8, "tp 8, pp 2 by 1f1b"), (16, "tp 16"), (2, "tp 2, pp 8 by 1f1b")):
-        kept, why = judged(*rows, near=near)[WITHIN]
+    assert judged(*rows, devices_per_host=4)[WITHIN] == (True, "")
+    for devices_per_host, first in ((8, "tp 8, pp 2 by 1f1b"), (16, "tp 16"), (2, "tp 2, pp 8 by 1f1b")):
+        kept, why = judged(*rows, devices_per_host=devices_per_host)[WITHIN]
         assert not kept and why.startswith(f"stage 1, micro-batch 1 x 8, bfloat16, {first} takes ")
     assert SPREAD not in judged(*rows)
     kept, why = judged(*rows, row(5.0, tp=2, pp=2), row(6.0, tp=4))[SPREAD]

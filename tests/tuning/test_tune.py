@@ -294,7 +294,7 @@ def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
         args = make_step(Configuration(3, 1, 1, ranks=ranks))
         times.append(fzero.plan(*args, device=at).seconds)
     assert times[0] < times[1] < times[2]
-    near = at._replace(near=math.inf)
+    near = at._replace(ranks_per_machine=math.inf)
     assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
 
 

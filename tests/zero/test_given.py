@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import nn, optim, tree
-from fzero.graph._one_rank import absent
+from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
 from tests.helpers import train_step_for
 from tests.memory import peak_bytes
@@ -116,7 +116,7 @@ def test_donated_views_are_copied():
 
 def step_elsewhere(stage: int, ranks: int = 8) -> fzero.zero.ShardedStep:
     """The step as one of many ranks has it, without the others."""
-    return fzero.shard(lambda p, s: (p, s), stage, absent((("dp", ranks),)))
+    return fzero.shard(lambda p, s: (p, s), stage, planned_mesh((("dp", ranks),)))
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._one_rank import absent
+from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
 from tests.helpers import cases, examples
 from tests.memory import peak_bytes
@@ -253,7 +253,7 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
         weights = [torch.randn(width, width).mul_(0.1) for _ in range(layers)]
         return {"blocks": [{"w": w, "b": torch.zeros(width)} for w in weights]}
 
-    step = step_on(3, dp=ranks)._on(absent((("dp", ranks),)))
+    step = step_on(3, dp=ranks)._on(planned_mesh((("dp", ranks),)))
     shards = layers * (width * width + width) * 4 // ranks
     leaf = width * width * 4
     step.init(init, optim.sgd(0.1))  # warm

@@ -31,7 +31,7 @@ def assert_same(got: Any, expected: Any, step: fzero.zero.ShardedStep) -> None:
     assert structure == other_structure
     for x, y in zip(entries, others, strict=True):
         assert type(x) is type(y) and tree.show(x) == tree.show(y)
-    assert tree.flatten(got)[1] == tree.flatten(expected)[1]  # the uids of the boxes
+    assert tree.flatten(got)[1] == tree.flatten(expected)[1]  # the spec_ids of the boxes
     assert_equal(step.gather(got), step.gather(expected))
 
 

@@ -16,7 +16,7 @@ from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings
 from fzero.checkpoint._manifest import DTYPES, is_empty
-from fzero.ranks import Mesh, numbers_of_all
+from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import elements, put_elements
 
 __all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "Tensors", "named_leaves", "read", "tensors_in"]
@@ -292,7 +292,7 @@ def read(
     task = f"reading {files.path!r}"
     all_or_none(task, prepare, mesh)
     tensors, result, mine, leaves = results[0]
-    crcs = numbers_of_all(torch.tensor([tensors.crc]), mesh) if mesh is not None and mesh.distributed else []
+    crcs = all_gather_numbers(torch.tensor([tensors.crc]), mesh) if mesh is not None and mesh.distributed else []
     if any(crc != [tensors.crc] for crc in crcs):
         raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
     check_same(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)

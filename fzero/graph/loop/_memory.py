@@ -76,12 +76,12 @@ def peak_by_phase(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phase
 
 def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
     nodes = list(part.graph.nodes)
-    lent, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
-    stops = last_uses(position, lent)
+    memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
+    stops = last_uses(position, memory)
     arguments = [n for n in nodes if is_input(n)]
-    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in lent.of[n]}
+    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in memory.of[n]}
     change = [0] * (len(nodes) + 1)
-    for s, (node, size) in enumerate(zip(lent.born, lent.size, strict=True)):
+    for s, (node, size) in enumerate(zip(memory.born, memory.size, strict=True)):
         if not is_input(node):
             change[position[node]] += size
             change[len(nodes) if s in output_storages else min(stops[s] + 1, len(nodes))] -= size
@@ -90,10 +90,10 @@ def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
         now += delta
         live.append(now)
     owned = {x: n for x, n in zip(part.inputs, arguments, strict=True) if not isinstance(x, int)}
-    inputs = {x: (lent.of[n][0], stops[lent.of[n][0]]) for x, n in owned.items()}
-    owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(lent.born) if not is_input(n)}
-    outputs = [lent.of[n][0] if lent.of[n][0] in owned_storages else None for n in results(part.graph)]
-    return _Profile(live, inputs, outputs, lent.size)
+    inputs = {x: (memory.of[n][0], stops[memory.of[n][0]]) for x, n in owned.items()}
+    owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.born) if not is_input(n)}
+    outputs = [memory.of[n][0] if memory.of[n][0] in owned_storages else None for n in results(part.graph)]
+    return _Profile(live, inputs, outputs, memory.size)
 
 
 @dataclass

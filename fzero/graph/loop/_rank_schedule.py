@@ -24,16 +24,16 @@ __all__ = [
     "MARKERS",
     "Phase",
     "RankSchedule",
-    "aside",
-    "aside_ends",
-    "begins",
+    "begin_phase",
+    "begin_shapes_only",
+    "end_shapes_only",
     "is_marker",
     "needs",
     "phases_of",
     "rank_schedule_number",
     "rank_schedule_of",
-    "received",
-    "sent",
+    "receive",
+    "send",
 ]
 
 
@@ -104,13 +104,13 @@ def needs(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tenso
 
 
 @torch.library.custom_op("fzero::begins", mutates_args=())
-def begins(kind: str, stage: int) -> torch.Tensor:
+def begin_phase(kind: str, stage: int) -> torch.Tensor:
     """Begin the forward ("F") or the backward ("B") pass of a stage."""
     return _never()
 
 
 @torch.library.custom_op("fzero::received", mutates_args=())
-def received(
+def receive(
     kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a leaf that another stage sends to this one: of its output ("F") or of its input's gradient ("G")."""
@@ -118,24 +118,24 @@ def received(
 
 
 @torch.library.custom_op("fzero::sent", mutates_args=())
-def sent(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
+def send(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
     """Send the leaves of a stage's output ("F"), or of its input's gradient ("G"), to the next stage."""
     return _never()
 
 
 @torch.library.custom_op("fzero::aside", mutates_args=())
-def aside() -> torch.Tensor:
+def begin_shapes_only() -> torch.Tensor:
     """Begin a region that runs only for its shapes and is no part of the step."""
     return _never()
 
 
 @torch.library.custom_op("fzero::aside_ends", mutates_args=())
-def aside_ends() -> torch.Tensor:
+def end_shapes_only() -> torch.Tensor:
     """End a region that runs only for its shapes."""
     return _never()
 
 
-MARKERS = (needs, begins, received, sent, aside, aside_ends)
+MARKERS = (needs, begin_phase, receive, send, begin_shapes_only, end_shapes_only)
 NEEDS, BEGINS, RECEIVED, SENT, ASIDE, ASIDE_ENDS = [op._opoverload for op in MARKERS]
 for _marker in (NEEDS, BEGINS, SENT, ASIDE, ASIDE_ENDS):
     has_side_effect(_marker)  # nothing reads their results
@@ -158,26 +158,26 @@ def _(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tensor:
     return _no_result()
 
 
-@begins.register_fake
+@begin_phase.register_fake
 def _(kind: str, stage: int) -> torch.Tensor:
     return _no_result()
 
 
-@received.register_fake
+@receive.register_fake
 def _(kind: str, stage: int, leaf: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device=device)
 
 
-@sent.register_fake
+@send.register_fake
 def _(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
     return _no_result()
 
 
-@aside.register_fake
+@begin_shapes_only.register_fake
 def _() -> torch.Tensor:
     return _no_result()
 
 
-@aside_ends.register_fake
+@end_shapes_only.register_fake
 def _() -> torch.Tensor:
     return _no_result()

@@ -36,9 +36,9 @@ def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         sums, rest = list(inputs[first : first + loop.sums]), inputs[first + loop.sums :]
-        rows = [torch.empty((loop.turns, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
+        rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
-        for i in range(loop.turns):
+        for i in range(loop.iterations):
             number = torch.tensor(i) if first_argument.users else None
             parts = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.parts, strict=False)]
             args = [number, *parts, *sums, *rest, *carried]

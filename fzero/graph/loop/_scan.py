@@ -17,21 +17,21 @@ __all__ = [
     "Loop",
     "LoopSlice",
     "NotScannable",
-    "again",
     "are_recorded",
-    "compared",
+    "check_equal_runs",
     "function_of",
     "graphs_in",
     "is_part",
+    "iteration",
     "loop_of",
     "part",
     "pipelines_are_recorded",
     "recorded",
     "rows",
+    "run_again",
     "shared_graphs",
     "sum_after",
     "sum_before",
-    "turn",
     "with_body",
 ]
 
@@ -56,7 +56,7 @@ class Loop:
     Attributes:
         body: the graph of one iteration. Its arguments are the iteration's number, the slices, the sums, the other
             values, and the carried reductions. Its results are the new sums, the rows, and the carried reductions.
-        turns: the number of iterations.
+        iterations: the number of iterations.
         parts: how iterations slice the first tensors among the node's arguments.
         sums: the number of sums; the node takes them after the sliced tensors.
         carried: the number of reductions that each iteration starts and the next one waits for. The node returns
@@ -65,7 +65,7 @@ class Loop:
     """
 
     body: Graph
-    turns: int
+    iterations: int
     parts: tuple[LoopSlice, ...]
     sums: int
     carried: int = 0
@@ -124,12 +124,12 @@ def function_of() -> Callable[..., Any]:
 # Operations that mark a loop while a step is traced.
 #
 # A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
-# iteration meets the others and the rest of the step. `turn` begins the body and returns the iteration's number. `part`
-# is an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
+# iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `part` is
+# an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
 # iteration's share to it. `rows` stacks the values of all iterations.
 #
 # Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
-# iterator. So the forward pass runs `again`, and is `compared` with the first.
+# iterator. So the forward pass runs `run_again`, and is `check_equal_runs` with the first.
 #
 # The operations compute nothing: `fzero.graph.loop._trace` replaces them by a loop. In a vmap, of ranks or the user's,
 # the mapped dimension goes first. So a sum has the same strides before and after an iteration.
@@ -173,19 +173,19 @@ def _never(*args: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::turn", mutates_args=())
-def turn(turns: int) -> torch.Tensor:
+def iteration(iterations: int) -> torch.Tensor:
     """Begin a loop of this many iterations, and return the number of the running one: a 0-d int64 tensor."""
     return _never()
 
 
 @torch.library.custom_op("fzero::part", mutates_args=())
-def part(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def part(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Return `x.narrow(dim, turn * size, size)`."""
     return _never()
 
 
 @torch.library.custom_op("fzero::sum_before", mutates_args=())
-def sum_before(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def sum_before(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over earlier iterations in a dtype, with the shape and strides of this iteration's share."""
     return _never()
 
@@ -197,26 +197,26 @@ def sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::rows", mutates_args=())
-def rows(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
+def rows(x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> torch.Tensor:
     """Return the values of all iterations, stacked along a new dimension 0."""
     return _never()
 
 
 @torch.library.custom_op("fzero::again", mutates_args=())
-def again(turn: torch.Tensor) -> torch.Tensor:
+def run_again(iteration: torch.Tensor) -> torch.Tensor:
     """Begin to run an iteration's forward pass once more, for comparison, and return the iteration's number."""
     return _never()
 
 
 @torch.library.custom_op("fzero::compared", mutates_args=())
-def compared(
-    x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
+def check_equal_runs(
+    x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return `x` if the operations since `again`, with results `second`, equal those that computed `first`."""
+    """Return `x` if the operations since `run_again`, with results `second`, equal those that computed `first`."""
     return _never()
 
 
-OPERATIONS = (turn, part, sum_before, sum_after, rows, again, compared)
+OPERATIONS = (iteration, part, sum_before, sum_after, rows, run_again, check_equal_runs)
 
 
 def is_part(node: Node) -> bool:
@@ -236,18 +236,18 @@ def _fake_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _fake(x, x.shape, torch.empty_like(x).stride(), dtype)
 
 
-@turn.register_fake
-def _(turns: int) -> torch.Tensor:
+@iteration.register_fake
+def _(iterations: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
 @part.register_fake
-def _(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return _fake(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
 
 
 @sum_before.register_fake
-def _(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _fake_like(like, dtype)
 
 
@@ -257,17 +257,17 @@ def _(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 @rows.register_fake
-def _(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
-    return torch.empty((turns, *x.shape), dtype=x.dtype, device=x.device)
+def _(x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> torch.Tensor:
+    return torch.empty((iterations, *x.shape), dtype=x.dtype, device=x.device)
 
 
-@again.register_fake
-def _(turn: torch.Tensor) -> torch.Tensor:
+@run_again.register_fake
+def _(iteration: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@compared.register_fake
-def _(x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+@check_equal_runs.register_fake
+def _(x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
     return _fake_like(x, x.dtype)
 
 
@@ -283,13 +283,13 @@ def _mapped_dim(dim: int | None) -> int | None:
 
 
 @part.register_vmap
-def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> Any:
-    return part(_mapped_first(x, dims[0]), turn, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
+def _(info: Any, dims: Any, x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> Any:
+    return part(_mapped_first(x, dims[0]), iteration, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
 
 
 @sum_before.register_vmap
-def _(info: Any, dims: Any, like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> Any:
-    return sum_before(_mapped_first(like, dims[0]), turn, dtype), _mapped_dim(dims[0])
+def _(info: Any, dims: Any, like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> Any:
+    return sum_before(_mapped_first(like, dims[0]), iteration, dtype), _mapped_dim(dims[0])
 
 
 @sum_after.register_vmap
@@ -298,12 +298,17 @@ def _(info: Any, dims: Any, x: torch.Tensor, before: torch.Tensor) -> Any:
 
 
 @rows.register_vmap
-def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, turns: int) -> Any:
-    return rows(_mapped_first(x, dims[0]), turn, turns), None if dims[0] is None else 1
+def _(info: Any, dims: Any, x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> Any:
+    return rows(_mapped_first(x, dims[0]), iteration, iterations), None if dims[0] is None else 1
 
 
-@compared.register_vmap
+@check_equal_runs.register_vmap
 def _(
-    info: Any, dims: Any, x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
+    info: Any,
+    dims: Any,
+    x: torch.Tensor,
+    run_again: torch.Tensor,
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
 ) -> Any:
-    return compared(_mapped_first(x, dims[0]), again, first, second), _mapped_dim(dims[0])
+    return check_equal_runs(_mapped_first(x, dims[0]), run_again, first, second), _mapped_dim(dims[0])

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import line_of
-from fzero.graph._ir import aten, described, is_wait, reordered
+from fzero.graph._ir import aten, describe, is_wait, reorder
 from fzero.graph._ops import is_random
 from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SENT, RankSchedule, rank_schedule_of
@@ -142,7 +142,7 @@ def with_loops(graph: Graph) -> Graph:
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.track for n in graph.nodes if (loop := loop_of(n)))
-    return renumbered(graph) if has_pipeline else reordered(graph, graph.nodes)
+    return renumbered(graph) if has_pipeline else reorder(graph, graph.nodes)
 
 
 def _iteration_of(start: Node) -> _TracedIteration:
@@ -179,9 +179,9 @@ def _compare(graph: Graph, iteration: _TracedIteration) -> None:
     same: dict[Node, Node] = {again: iteration.start}  # for each node, the representative of its equals
     first: dict[Any, Node] = {}
     for n in iteration.nodes[1:]:
-        same[n] = _passed_value(n, same) or first.setdefault(described(n, same), n)
+        same[n] = _passed_value(n, same) or first.setdefault(describe(n, same), n)
     for n in second:
-        match = _passed_value(n, same) or first.get(described(n, same))
+        match = _passed_value(n, same) or first.get(describe(n, same))
         depends_on_first = any(a in varying for a in n.all_input_nodes)  # state that the first micro-batch left behind
         if match is None or depends_on_first or any(u not in removable for u in n.users):
             where = line_of(n) or str(n.target)

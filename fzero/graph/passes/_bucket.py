@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._ir import copied, full_bytes, is_gather, is_reduction, parameter_gathers, sort, values
+from fzero.graph._ir import copy_graph, full_bytes, is_gather, is_reduction, parameter_gathers, sort, values
 from fzero.graph.loop._rank_schedule import is_marker
 
 __all__ = ["bucket"]
@@ -33,7 +33,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     Returns:
         A graph with the same results.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     gathers = parameter_gathers(graph)
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COPY, aten, copied, is_input, is_reduction, is_wait, results, wire
+from fzero.graph._ir import COPY, aten, copy_graph, is_input, is_reduction, is_wait, results, wire
 from fzero.graph._ops import is_view, name_of
 from fzero.graph.loop._scan import Loop, loop_of
 
@@ -45,7 +45,7 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     Returns:
         A graph with the same results, bit for bit, and the same collectives.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for node in graph.nodes:
         loop = loop_of(node)
         if loop and loop.track is None:  # a pipeline's iterations are split into phases
@@ -55,7 +55,7 @@ def carry(graph: Graph, in_flight: int) -> Graph:
 
 def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     """Leave a loop's last reductions in flight between iterations, and wait for the final ones after the loop."""
-    body = copied(loop.body)
+    body = copy_graph(loop.body)
     items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
     starts = [n for n in body.nodes if is_reduction(n)]
     last: list[list[_Chain]] = []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COPY, aten, copied, is_input, results
+from fzero.graph._ir import COPY, aten, copy_graph, is_input, results
 from fzero.graph._storages import storages
 
 __all__ = ["donate"]
@@ -22,17 +22,17 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
     Returns:
         A graph in which each result of `pairs` is its argument, overwritten.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     inputs = [n for n in graph.nodes if is_input(n)]
     outputs = results(graph)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    lent = storages(graph)
+    memory = storages(graph)
     into = dict(pairs)
-    donated_storages = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
+    donated_storages = {s for i in {*donated, *into.values()} for s in memory.of[inputs[i]]}
 
     def copy_if_donated(value: Node) -> Node:
         """Copy a value that lies in a donated argument."""
-        if not donated_storages & set(lent.of[value]):
+        if not donated_storages & set(memory.of[value]):
             return value
         clone = graph.call_function(aten.clone.default, (value,))
         clone.meta = {**value.meta, "val": value.meta["val"].clone()}

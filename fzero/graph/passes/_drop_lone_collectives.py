@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import awaited, copied, is_collective, is_wait, results, signature, values
+from fzero.graph._ir import copy_graph, is_collective, is_wait, results, signature, source_of_wait, values
 from fzero.graph._storages import storages
-from fzero.graph.passes._uses import family
+from fzero.graph.passes._uses import views_and_users
 
 __all__ = ["drop_lone_collectives"]
 
@@ -28,14 +28,14 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     """
     if not any(_runs_over(n, groups) for n in graph.nodes):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     memory, index = storages(graph).of, {n: i for i, n in enumerate(graph.nodes)}
     output_storages = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
-    for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(awaited(n), groups)]:
-        start = awaited(wait)
+    for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
+        start = source_of_wait(wait)
         operand = start.all_input_nodes[0]
         if not output_storages & {*memory[wait]} and signature(values(operand)[0]) == signature(values(wait)[0]):
-            views = family(wait)[0][1:]
+            views = views_and_users(wait)[0][1:]
             wait.replace_all_uses_with(operand)
             graph.erase_node(wait)
             _update_stand_ins(sorted(views, key=index.__getitem__))

@@ -6,7 +6,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import SCALINGS, aten, copied, is_input, values
+from fzero.graph._ir import SCALINGS, aten, copy_graph, is_input, values
 from fzero.graph._ops import is_view
 from fzero.graph._storages import DOWN
 
@@ -27,7 +27,7 @@ def early_move(graph: Graph) -> Graph:
     """
     if not any(n.target is DOWN for n in graph.nodes):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     moved: dict[Node, Node] = {}  # each factor, and its copy on the host
     for node in [n for n in graph.nodes if n.target is DOWN]:
         views, scaling = _through_views(node.all_input_nodes[0])

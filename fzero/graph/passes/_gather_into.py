@@ -7,8 +7,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._ir import COPY, GATHER_INTO, WAIT, copied, values
-from fzero.graph.passes._uses import family
+from fzero.graph._ir import COPY, GATHER_INTO, WAIT, copy_graph, values
+from fzero.graph.passes._uses import views_and_users
 
 __all__ = ["gather_into"]
 
@@ -27,7 +27,7 @@ def gather_into(graph: Graph) -> Graph:
     """
     if not any(_can_gather_into(n) for n in graph.nodes):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if _can_gather_into(n)]:
         writes = _writes(gather)
         leaves = [w.all_input_nodes[0] for w in writes]
@@ -42,7 +42,7 @@ def gather_into(graph: Graph) -> Graph:
             write.replace_all_uses_with(leaf)
             graph.erase_node(write)
         (wait,) = gather.users
-        for node in [*family(wait)[0][::-1], gather]:
+        for node in [*views_and_users(wait)[0][::-1], gather]:
             graph.erase_node(node)
     return graph
 
@@ -64,7 +64,7 @@ def _writes(gather: Node) -> list[Node]:
     """List the writes of a gathered unit into arguments; none if the unit has other readers or the layouts differ."""
     if len(gather.users) != 1:
         return []
-    views, users = family(next(iter(gather.users)))
+    views, users = views_and_users(next(iter(gather.users)))
     good = all(u.target is COPY and u.args[1] in views and _alike(_write(u)) for u in users)
     return users if good and values(gather)[0].dim() == 1 else []
 

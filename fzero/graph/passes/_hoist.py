@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import copied, described, is_gather, is_input, is_wait, nbytes, parameter_gathers, values
+from fzero.graph._ir import copy_graph, describe, is_gather, is_input, is_wait, nbytes, parameter_gathers, values
 from fzero.graph._ops import lays_out
 from fzero.graph.loop._scan import Loop, function_of, loop_of
 
@@ -27,7 +27,7 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     """
     if not _loops(graph):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for node in _loops(graph):
         loop = loop_of(node)
         assert loop is not None
@@ -58,7 +58,7 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:
-            same[n] = n if is_input(n) else first.setdefault(described(n, same), n)
+            same[n] = n if is_input(n) else first.setdefault(describe(n, same), n)
     units: dict[Node, list[Node]] = {}
     for w in [w for g in parameter_gathers(loop.body) if g in same for w in g.users if is_wait(w)]:
         units.setdefault(same[w], []).append(w)

@@ -6,7 +6,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._ir import copied, values
+from fzero.graph._ir import copy_graph, values
 from fzero.graph._ops import is_view
 from fzero.graph._storages import storages
 from fzero.graph.loop._scan import loop_of
@@ -32,12 +32,12 @@ def in_place(graph: Graph) -> Graph:
     """
     if not any(n.target in IN_PLACE for n in graph.nodes):
         return graph
-    graph = copied(graph)
-    lent = storages(graph)
+    graph = copy_graph(graph)
+    memory = storages(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        sums = {s for s in lent.of.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
-        for s in [] if is_view(node) else dict.fromkeys(lent.read_by(node)):
+        sums = {s for s in memory.of.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
+        for s in [] if is_view(node) else dict.fromkeys(memory.read_by(node)):
             if s in sums:
                 continue
             readers.setdefault(s, []).append(node)
@@ -48,8 +48,8 @@ def in_place(graph: Graph) -> Graph:
         operands: list[Node] = (
             [argument] if isinstance(argument, Node) else list(argument)
         )  # an operand may occur twice
-        operand_storages = [lent.of[a][0] for a in operands]
-        is_exclusive = all(readers[s] == [node] and lent.born[s].op == "call_function" for s in operand_storages)
+        operand_storages = [memory.of[a][0] for a in operands]
+        is_exclusive = all(readers[s] == [node] and memory.born[s].op == "call_function" for s in operand_storages)
         if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):
             node.target = IN_PLACE[node.target]
             node.meta["val"] = argument.meta["val"] if argument is operands[0] else [a.meta["val"] for a in operands]

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import CASTS, copied, is_gather, is_input, is_wait, users_through_views
+from fzero.graph._ir import CASTS, copy_graph, is_gather, is_input, is_wait, users_through_views
 from fzero.graph._ops import is_view
 from fzero.graph._storages import DOWN, UP
 
@@ -23,7 +23,7 @@ def keep_on_host(graph: Graph) -> Graph:
     """
     if not any(n.target is UP for n in graph.nodes):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     host_copies: dict[Node, Node] = {}  # each value, and its first copy to the host
     for n in [n for n in graph.nodes if n.target is DOWN]:
         n.replace_all_uses_with(host_copies.setdefault(n.all_input_nodes[0], n))

@@ -231,9 +231,9 @@ class Listing:
     postponed: set[Node] = field(default_factory=set)
 
 
-def rules_of(graph: Graph, lent: Storages) -> OrderRules:
+def rules_of(graph: Graph, memory: Storages) -> OrderRules:
     """Return the constraints of a graph's order without prefetched gathers and without collectives in flight."""
-    nodes, readers = list(graph.nodes), readers_of_overwritten(graph, lent)
+    nodes, readers = list(graph.nodes), readers_of_overwritten(graph, memory)
     index = {n: i for i, n in enumerate(nodes)}
     if any(index[reader] > index[write] for write, before in readers.items() for reader in before):
         nodes = after_needs(nodes, readers)
@@ -357,21 +357,21 @@ def _ready_after(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     return [u for u in found if all(a in state.members for a in u.all_input_nodes)]
 
 
-def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
+def readers_of_overwritten(graph: Graph, memory: Storages) -> dict[Node, list[Node]]:
     """Map each write into an argument to all other nodes that read the argument."""
     writes = [n for n in graph.nodes if is_write(n)]
     if not writes:
         return {}
     writers: dict[int, list[Node]] = {}
     for w in writes:
-        for s in dict.fromkeys(lent.of[w]):
+        for s in dict.fromkeys(memory.of[w]):
             writers.setdefault(s, []).append(w)
     readers_of: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
             continue
         # a collective reads its operand until it is waited for
-        read = lent.read_by(n) + (lent.read_by(start_of(n)) if is_wait(n) else [])
+        read = memory.read_by(n) + (memory.read_by(start_of(n)) if is_wait(n) else [])
         for s in dict.fromkeys(read):
             storage_writers = writers.get(s, ())  # one of them may read another's result
             if n not in storage_writers and not (is_wait(n) and start_of(n) in storage_writers):

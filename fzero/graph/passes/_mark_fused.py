@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COMPILED, COPY, FUSED, copied, users_through_views, values
+from fzero.graph._ir import COMPILED, COPY, FUSED, copy_graph, users_through_views, values
 from fzero.graph.planning._liveness import is_loop, reduces
 
 __all__ = ["mark_fused"]
@@ -18,7 +18,7 @@ def mark_fused(graph: Graph) -> Graph:
         The same graph with marks (`FUSED`), also on all loops (`COMPILED`). Whether a marked value is stored depends
         on the order too: see `never_stored`.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for node in graph.nodes:
         if is_loop(node):
             node.meta[COMPILED] = True

@@ -2,8 +2,8 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import CASTS, LATE, SCALINGS, collectives_before, copied, nbytes, values
-from fzero.graph.passes._uses import duplicate, family
+from fzero.graph._ir import CASTS, LATE, SCALINGS, collectives_before, copy_graph, nbytes, values
+from fzero.graph.passes._uses import duplicate, views_and_users
 
 __all__ = ["recast"]
 
@@ -27,14 +27,14 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     References:
         DeepSpeed's pull request 2079, which repeats the cast by hand, group by group.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         sources = _from_narrow(node)
         if not sources or nbytes(*values(node)) < least:
             continue
-        views, users = family(node)
+        views, users = views_and_users(node)
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
         if not later or len(later) == len(users) or any(u.op == "output" for u in users):
             continue

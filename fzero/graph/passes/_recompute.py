@@ -8,11 +8,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import OpOverload
-from fzero.graph._ir import COPY, copied, feeding_work, is_cheap, is_collective, is_input, is_wait, nbytes, values
+from fzero.graph._ir import COPY, copy_graph, feeding_work, is_cheap, is_collective, is_input, is_wait, nbytes, values
 from fzero.graph._ops import is_view, leaves_memory_as_it_is
 from fzero.graph._storages import is_move
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import clusters, duplicate, family
+from fzero.graph.passes._uses import clusters, duplicate, views_and_users
 
 __all__ = ["recompute"]
 
@@ -38,14 +38,14 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     References:
         He, Yu: Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023.
     """
-    graph = copied(graph)
+    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     bytes_before = [0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)]
     work = feeding_work(graph)
     # in reverse, so that the operands of a recomputed value see their new later use
     for node in reversed(list(graph.nodes)):
         for result in _results(node) if _repeats(node) else ():
-            views, users = family(result)
+            views, users = views_and_users(result)
             for cluster in _late_uses(result, users, least, index, bytes_before):
                 at = index[cluster[0]]
                 if cluster[0] in work and all(_is_live(x, at, index, DEPTH) for x in node.all_input_nodes):
@@ -104,6 +104,6 @@ def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool
         node = node.all_input_nodes[0]
     if is_input(node):
         return True
-    if any(index.get(user, at) >= at for result in _results(node) or [node] for user in family(result)[1]):
+    if any(index.get(user, at) >= at for result in _results(node) or [node] for user in views_and_users(result)[1]):
         return True
     return depth > 0 and _repeats(node) and all(_is_live(x, at, index, depth - 1) for x in node.all_input_nodes)

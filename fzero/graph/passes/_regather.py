@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import copied, is_input, nbytes, parameter_gathers, values
+from fzero.graph._ir import copy_graph, is_input, nbytes, parameter_gathers, values
 from fzero.graph._storages import UP
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import clusters, duplicate, family
+from fzero.graph.passes._uses import clusters, duplicate, views_and_users
 
 __all__ = ["regather"]
 
@@ -33,13 +33,13 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     """
     if max_reuse_bytes == math.inf:
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     # a gather of one tensor has one wait; coalesced gathers stay unchanged
     waits = [w for g in parameter_gathers(graph) if isinstance(g.meta["val"], torch.Tensor) for w in g.users]
     views, uses = {}, {}
     for wait in waits:
-        views[wait], users = family(wait)
+        views[wait], users = views_and_users(wait)
         uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
         if len(uses[wait]) < len(users):  # a result of the graph must stay in memory
             uses[wait] = []

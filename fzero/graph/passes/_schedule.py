@@ -12,7 +12,7 @@ This is list scheduling: nodes are appended to a list one by one, each after the
    before the next unit's are computed. It waits until the next work is about to take memory, since cheap work may free
    a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
 5. Postpone the wait for an early collective while no more than `in_flight` are in flight. Each holds its operand.
-6. To start gathers ahead, find from this list where each may start (`next_gathers`, `where_it_fits`), and list again.
+6. To start gathers ahead, find from this list where each may start (`next_gathers`, `fit_prefetches`), and list again.
 7. Put the host's computations after all the device's work (`host_last`).
 """
 
@@ -23,14 +23,14 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gathers, reordered, values, values_of_args
+from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gathers, reorder, values, values_of_args
 from fzero.graph._ops import is_view
 from fzero.graph._storages import DOWN, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGINS
 from fzero.graph.passes._listing import OrderRules, listed, made_of_inputs, readers_of_overwritten, rules_of
-from fzero.graph.planning._liveness import live_in
+from fzero.graph.planning._liveness import device_live_bytes
 
-__all__ = ["Orders", "host_last", "next_gathers", "schedule", "where_it_fits"]
+__all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
 
 # Ahead: where gathers of parameters start before they are needed.
 
@@ -54,7 +54,7 @@ def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) 
     }
 
 
-def where_it_fits(
+def fit_prefetches(
     ahead: Mapping[Node, Sequence[Node]], order: Sequence[Node], live: Sequence[int], limit: float
 ) -> dict[Node, list[Node]]:
     """Start each gather of `ahead` as early as its bytes fit below the limit from there on.
@@ -129,7 +129,7 @@ def host_last(graph: Graph) -> Graph:
     for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
         if n in from_inputs and n.target is not DOWN and n.users and all(u in late for u in n.users):
             late.add(n)
-    return reordered(graph, sorted(graph.nodes, key=lambda n: _place(n, late)))
+    return reorder(graph, sorted(graph.nodes, key=lambda n: _place(n, late)))
 
 
 def _computes(node: Node) -> bool:
@@ -185,12 +185,12 @@ class Orders:
     def leanest(self) -> list[Node]:
         """Of the lean order and the graph's own, the one with the lower peak if no collective is in flight."""
         graph_order = self.rules.nodes
-        return graph_order if max(live_in(graph_order, self.storages)) < max(self.live(0)) else self.lean(0)
+        return graph_order if max(device_live_bytes(graph_order, self.storages)) < max(self.live(0)) else self.lean(0)
 
     def live(self, in_flight: int) -> list[int]:
         """Count the live bytes at each position of the lean order."""
         if in_flight not in self._live:
-            self._live[in_flight] = live_in(self.lean(in_flight), self.storages)
+            self._live[in_flight] = device_live_bytes(self.lean(in_flight), self.storages)
         return self._live[in_flight]
 
 
@@ -222,6 +222,6 @@ def schedule(
     elif prefetch and cache.gathers:
         ahead = next_gathers(cache.gathers, order, prefetch)
         if limit < math.inf:
-            ahead = where_it_fits(ahead, order, cache.live(in_flight), limit)
+            ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = listed(cache.rules._replace(in_flight=in_flight, ahead=ahead))
-    return host_last(reordered(graph, order))
+    return host_last(reorder(graph, order))

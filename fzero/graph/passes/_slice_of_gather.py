@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
-from fzero.graph._ir import COPY, GATHER_INTO, aten, copied, is_input, values
+from fzero.graph._ir import COPY, GATHER_INTO, aten, copy_graph, is_input, values
 from fzero.graph._ops import name_of
 
 __all__ = ["slice_of_gather"]
@@ -29,7 +29,7 @@ def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
     if not any(n.target is GATHER_INTO for n in graph.nodes):
         return graph
     place = dict(places)
-    graph = copied(graph)
+    graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if n.target is GATHER_INTO]:
         first = _first_of_buffer(gather)
         if first is None or gather.args[2] not in place:

@@ -6,10 +6,10 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ops import is_view
 
-__all__ = ["clusters", "duplicate", "family"]
+__all__ = ["clusters", "duplicate", "views_and_users"]
 
 
-def family(value: Node) -> tuple[list[Node], list[Node]]:
+def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
     """Return a value's views (the value itself first), and the nodes that use the value through a view."""
     views, users, seen = [value], [], {value}
     for view in views:  # grows as it goes

@@ -47,13 +47,14 @@ class Device(NamedTuple):
         latency: minimum seconds of a collective.
         launch: minimum seconds of an operation.
         network: bytes per second that a rank sends to other machines; each rank has its own network link.
-        near: the number of ranks on a machine. Their numbers are consecutive, so the mesh's last axis changes fastest.
+        ranks_per_machine: the number of ranks on a machine. Their numbers are consecutive, so the mesh's last axis
+            changes fastest.
         axes: the axes of the mesh with their sizes, as far as they are known.
         slow: the factor by which a matrix product takes longer if its operands are wider than half precision.
         host: bytes per second that the host reads or writes; 0 if the host's work is not counted or is this device's.
         host_link: bytes per second between the device and the host.
         hop: seconds that each step of a ring within a machine adds; counted only if `axes` are known.
-        far_hop: seconds that each step of a ring between machines adds; counted only if `axes` are known.
+        network_hop: seconds that each step of a ring between machines adds; counted only if `axes` are known.
         links: bytes per second along an axis, by the axis's name; they replace `link` and `network`.
         groups: the axes of each process group, by the group's name.
     """
@@ -65,13 +66,13 @@ class Device(NamedTuple):
     latency: float
     launch: float
     network: float = math.inf
-    near: float = math.inf
+    ranks_per_machine: float = math.inf
     axes: tuple[tuple[str, int], ...] = ()
     slow: float = 1.0
     host: float = 0.0
     host_link: float = 0.0
     hop: float = 0.0
-    far_hop: float = 0.0
+    network_hop: float = 0.0
     links: tuple[tuple[str, float], ...] = ()
     groups: tuple[tuple[str, str], ...] = ()
 
@@ -91,23 +92,23 @@ class Route(NamedTuple):
 
     Attributes:
         ranks: the number of ranks.
-        near: the number of these ranks on the machine of the first one, itself included.
+        local_ranks: the number of these ranks on the machine of the first one, itself included.
         machines: the number of machines.
     """
 
     ranks: int
-    near: int
+    local_ranks: int
     machines: int
 
 
 @functools.cache
-def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], near: float) -> Route:
+def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per_machine: float) -> Route:
     """Return how the ranks along some axes of a mesh are distributed over machines.
 
     Args:
         axes: the axes that a collective runs over.
         mesh: all axes with their sizes, the slowest first.
-        near: the number of ranks on a machine.
+        ranks_per_machine: the number of ranks on a machine.
     """
     strides, stride = dict[str, int](), 1
     for name, size in reversed(mesh):
@@ -115,7 +116,10 @@ def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], near: flo
         stride *= size
     sizes = dict(mesh)
     steps = [range(0, sizes[name] * strides[name], strides[name]) for name in axes]
-    machines = [0 if near == math.inf else sum(starts) // int(near) for starts in itertools.product(*steps)]
+    machines = [
+        0 if ranks_per_machine == math.inf else sum(starts) // int(ranks_per_machine)
+        for starts in itertools.product(*steps)
+    ]
     return Route(len(machines), machines.count(0), len(set(machines)))
 
 
@@ -123,9 +127,9 @@ def collective_seconds(node: Node, device: Device) -> float:
     """Estimate the seconds that one collective of b bytes takes by itself, over n ranks on m machines.
 
     An all_gather and a reduce_scatter are rings of n - 1 steps, m - 1 of them between machines. They take
-    `latency + (n - m) hop + (m - 1) far_hop + b (n - 1) / n / speed`. An all_reduce is two of these, or a tree through
-    the machines if its latency is lower. Within a machine `speed` is `link`. Between machines it is at most `network`
-    times the number of the group's ranks on a machine, since each rank has its own network link.
+    `latency + (n - m) hop + (m - 1) network_hop + b (n - 1) / n / speed`. An all_reduce is two of these, or a tree
+    through the machines if its latency is lower. Within a machine `speed` is `link`. Between machines it is at most
+    `network` times the number of the group's ranks on a machine, since each rank has its own network link.
 
     In an all_to_all each rank sends a part to every other rank, over its own network link alone.
 
@@ -138,8 +142,8 @@ def collective_seconds(node: Node, device: Device) -> float:
     if not is_known:
         n = group_size(node)
         share = (n - 1) / n if kind in ("all_gather", "reduce_scatter") else 2 if kind == "all_reduce" else 1
-        return device.latency + total * share / (device.link if n <= device.near else device.network)
-    route = route_of(names, device.axes, device.near)
+        return device.latency + total * share / (device.link if n <= device.ranks_per_machine else device.network)
+    route = route_of(names, device.axes, device.ranks_per_machine)
     if route.ranks == 1:
         return device.latency
     limit = min([speed for name, speed in device.links if name in names], default=0.0)
@@ -149,31 +153,31 @@ def collective_seconds(node: Node, device: Device) -> float:
 def message_seconds(size: int, axis: str, device: Device) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
     is_known = axis in dict(device.axes)
-    crosses_machines = is_known and route_of((axis,), device.axes, device.near).machines > 1
+    crosses_machines = is_known and route_of((axis,), device.axes, device.ranks_per_machine).machines > 1
     speed = dict(device.links).get(axis) or (device.network if crosses_machines else device.link)
-    return device.latency + (device.far_hop if crosses_machines else device.hop) + size / speed
+    return device.latency + (device.network_hop if crosses_machines else device.hop) + size / speed
 
 
 def _latency_seconds(kind: str, route: Route, device: Device) -> float:
     """Return the part of a collective's latency that grows with the number of ranks, in seconds."""
     n, _, m = route
     if kind == "all_to_all":  # all messages are sent at the same time
-        return device.far_hop if m > 1 else device.hop
-    ring = (n - m) * device.hop + (m - 1) * device.far_hop
+        return device.network_hop if m > 1 else device.hop
+    ring = (n - m) * device.hop + (m - 1) * device.network_hop
     if kind != "all_reduce":
         return ring
-    return 2 * min(ring, (n / m - 1) * device.hop + math.ceil(math.log2(m)) * device.far_hop)
+    return 2 * min(ring, (n / m - 1) * device.hop + math.ceil(math.log2(m)) * device.network_hop)
 
 
 def _transfer_seconds(kind: str, total: float, route: Route, device: Device, limit: float) -> float:
     """Return the seconds that a collective's bytes take; a `limit` above 0 is the speed of its axis."""
-    n, near, m = route
+    n, local_ranks, m = route
     if kind == "all_to_all":
-        within, beyond = total * (near - 1) / n, total * (n - near) / n
+        within, beyond = total * (local_ranks - 1) / n, total * (n - local_ranks) / n
         if limit:
             return (within + beyond) / limit
         return max(within / device.link, beyond / device.network)
-    speed = limit or (device.link if m == 1 else min(device.link, near * device.network))
+    speed = limit or (device.link if m == 1 else min(device.link, local_ranks * device.network))
     times = {"all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
     return total * times.get(kind, 1.0) / speed
 
@@ -217,7 +221,7 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
         elif loop:
             iteration = seconds(loop.body, device)
             first_iteration = seconds(loop.body, device, first=True) if loop.carried else iteration
-            work = wires = max(work, wires) + first_iteration + (loop.turns - 1) * iteration
+            work = wires = max(work, wires) + first_iteration + (loop.iterations - 1) * iteration
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))
         elif target.host and is_move(node):

@@ -18,7 +18,6 @@ from fzero.graph._ir import (
     COPY,
     FUSED,
     aten,
-    awaited,
     collective_of,
     full_bytes,
     is_carried,
@@ -29,6 +28,7 @@ from fzero.graph._ir import (
     is_reduction,
     is_wait,
     nbytes,
+    source_of_wait,
     users_through_views,
     values,
     values_of_args,
@@ -39,21 +39,21 @@ from fzero.graph._storages import Storages, storages, storages_in
 from fzero.graph.loop._memory import peak_by_phase
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import regions
-from fzero.graph.run._groups import cut
+from fzero.graph.run._groups import split_into_groups
 
 __all__ = [
     "ITERATION",
     "KINDS",
     "Range",
+    "device_live_bytes",
     "is_loop",
+    "iteration_peak_bytes",
     "iteration_ranges",
     "live_bytes",
-    "live_in",
     "live_ranges",
-    "most_in_a_turn",
-    "never_stored",
     "peak_bytes",
     "reduces",
+    "unstored_values",
     "workspace_bytes",
 ]
 
@@ -74,7 +74,7 @@ def reduces(node: Node) -> bool:
     return name_of(node) in REDUCTIONS
 
 
-def never_stored(order: Sequence[Node]) -> set[Node]:
+def unstored_values(order: Sequence[Node]) -> set[Node]:
     """Return the values that `mark_fused` marked and that take no memory in an order.
 
     All readers of such a value are compiled with it, and only loops stand between. If a reduction or a matrix product
@@ -86,7 +86,7 @@ def never_stored(order: Sequence[Node]) -> set[Node]:
     if not any(FUSED in n.meta for n in order):
         return set()
     unstored: set[Node] = set()
-    for group in cut(order):
+    for group in split_into_groups(order):
         loop_id: dict[Node, int] = {}  # loops that a compiler may fuse have equal numbers
         count = 0
         for n in group:
@@ -185,65 +185,65 @@ def live_ranges(graph: Graph) -> list[Range]:
     The executor "fx" frees them so. A collective keeps its operands until its wait. Arguments belong to the caller and
     are alive throughout.
     """
-    lent, kinds = storages(graph), _kinds(graph)
-    unlabeled = _unlabeled_ranges(list(graph.nodes), lent)
-    leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in lent.of[n]])
+    memory, kinds = storages(graph), _kinds(graph)
+    unlabeled = _unlabeled_ranges(list(graph.nodes), memory)
+    leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.of[n]])
     labeled = [
-        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[lent.of[node][0]] - 1))
+        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[memory.of[node][0]] - 1))
         if is_input(node)
         else r._replace(kind=kinds[node], label=_label(node))
-        for node, r in zip(lent.born, unlabeled, strict=False)
+        for node, r in zip(memory.born, unlabeled, strict=False)
     ]
     return unlabeled[len(labeled) :] + labeled
 
 
-def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
+def device_live_bytes(order: Sequence[Node], memory: Storages | None = None) -> list[int]:
     """Return the device's live bytes while each node runs: those of `live_ranges`, without kinds and labels.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
-        lent: the graph's storages; computed if None.
+        memory: the graph's storages; computed if None.
     """
-    ranges = _unlabeled_ranges(order, storages_in(order) if lent is None else lent)
+    ranges = _unlabeled_ranges(order, storages_in(order) if memory is None else memory)
     return live_bytes([r for r in ranges if r.space == "device"], len(order))
 
 
-def _unlabeled_ranges(order: Sequence[Node], lent: Storages) -> list[Range]:
+def _unlabeled_ranges(order: Sequence[Node], memory: Storages) -> list[Range]:
     """Return the ranges of `live_ranges`, storages first, without kinds and labels, which take longest to find."""
     position = {n: i for i, n in enumerate(order)}
     repeated_waits = _repeated_waits(order)
-    stops = _last_uses(position, repeated_waits, lent)
-    starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in lent.born]
+    stops = _last_uses(position, repeated_waits, memory)
+    starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in memory.born]
     for node in order:
         if loop := loop_of(node):
-            for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last iteration has counted them
+            for s in memory.of[node][len(memory.of[node]) - loop.carried :]:  # the last iteration has counted them
                 starts[s] += 1
-    fused = never_stored(order)
-    sizes = [0 if n in fused else size for n, size in zip(lent.born, lent.size, strict=True)]
+    fused = unstored_values(order)
+    sizes = [0 if n in fused else size for n, size in zip(memory.born, memory.size, strict=True)]
     ranges = [
-        Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
-        for start, stop, size, n in zip(starts, stops, sizes, lent.born, strict=True)
+        Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in memory.on_host else "device")
+        for start, stop, size, n in zip(starts, stops, sizes, memory.born, strict=True)
     ]
     return ranges + _extra_ranges(position, repeated_waits)
 
 
-def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], lent: Storages) -> list[int]:
+def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], memory: Storages) -> list[int]:
     """Return the position of each storage's last use; the number of nodes for results."""
-    stops = [position[n] for n in lent.born]
+    stops = [position[n] for n in memory.born]
     for node, i in position.items():
         # all parts of a view lie in one storage
-        used = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
+        used = [s for a in node.all_input_nodes for s in (memory.of[a][:1] if is_view(a) else memory.of[a])]
         for source in (
             () if node in repeated_waits else _completions(node)
         ):  # a collective holds its operands until its wait
-            used += [] if is_carried(source) else lent.read_by(collective_of(source))
+            used += [] if is_carried(source) else memory.read_by(collective_of(source))
         for s in used:
             stops[s] = i if node.op != "output" else len(position)
     return stops
 
 
-def _last_uses_of(position: Mapping[Node, int], lent: Storages) -> list[int]:
-    return _last_uses(position, _repeated_waits(position), lent)
+def _last_uses_of(position: Mapping[Node, int], memory: Storages) -> list[int]:
+    return _last_uses(position, _repeated_waits(position), memory)
 
 
 def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> list[Range]:
@@ -255,14 +255,14 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
     ranges = []
     for node, i in position.items():
         if loop := loop_of(node):
-            ranges.append(Range(i, i, most_in_a_turn(loop), "activations", ITERATION))
+            ranges.append(Range(i, i, iteration_peak_bytes(loop), "activations", ITERATION))
         if extra := workspace_bytes(node):
             ranges.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if node in repeated_waits:
             continue
         for source in _completions(node):
             ranges += _pending_ranges(source, i if is_wait(node) else len(position), position)
-        if is_wait(node) and _is_gloo_reduce_scatter(awaited(node)):
+        if is_wait(node) and _is_gloo_reduce_scatter(source_of_wait(node)):
             x = values(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 # in float32: the sum, and one rank's part
@@ -337,7 +337,7 @@ def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
     return number_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 
 
-def most_in_a_turn(loop: Loop) -> int:
+def iteration_peak_bytes(loop: Loop) -> int:
     """Return the peak memory of a loop's iteration in bytes, without its arguments.
 
     For a pipeline's loop the memory of all iterations in flight counts.
@@ -367,7 +367,7 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 def peak_bytes(graph: Graph) -> int:
     """Return a graph's peak memory on the device in bytes, arguments included."""
-    return max(live_in(list(graph.nodes)))
+    return max(device_live_bytes(list(graph.nodes)))
 
 
 def _argument(node: Node, count: int) -> str:

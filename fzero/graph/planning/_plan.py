@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero._notebook import shown
+from fzero._notebook import as_html
 from fzero._torch import line_of
 from fzero.graph._ir import axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
 from fzero.graph._ops import name_of, title_of
@@ -129,7 +129,7 @@ def operations_of(graph: Graph) -> list[ListedOperation]:
             continue
         operations.append(ListedOperation(node, 1))
         if loop := loop_of(node):
-            operations += [ListedOperation(n, loop.turns) for n in loop.body.nodes if n.op == "call_function"]
+            operations += [ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
     return operations
 
 
@@ -363,7 +363,7 @@ class Plan:
         _picture.draw(self).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return shown(_text.summary(self), "live bytes over the step", lambda: _picture.draw(self))
+        return as_html(_text.summary(self), "live bytes over the step", lambda: _picture.draw(self))
 
     def to_json(self) -> str:
         """Return the plan as JSON: its fields, peak_bytes, peak_at, argument_bytes, flops, live and host_peak_bytes."""
@@ -417,7 +417,7 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
     target = (
         title_of(node)
         if loop is None
-        else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.turns} iterations"
+        else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.iterations} iterations"
     )
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 

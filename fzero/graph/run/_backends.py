@@ -14,12 +14,12 @@ from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import is_input, results
 from fzero.graph._polynomials import Shapes
-from fzero.graph.run._clock import COMPILED, current_recorder, place_of, timed
+from fzero.graph.run._clock import COMPILED, current_recorder, place_of, record_time
 from fzero.graph.run._compile import Code, Runs, can_load, compile_all, compile_graph, compiled, is_compiled, progress
-from fzero.graph.run._compiled import Executable, codes_of, in_pieces, one_by_one, run_marked
-from fzero.graph.run._fallback import Refusal, all_refusals, attempt, packed, proved, tell, united
+from fzero.graph.run._compiled import Executable, codes_of, run_marked, run_operations, run_segments
+from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
 from fzero.graph.run._lengths import Lengths, for_all_lengths
-from fzero.graph.run._program import Program, arriving, program_of
+from fzero.graph.run._program import Program, make_copies_async, program_of
 from fzero.graph.run._workers import Workers, helpers, start
 from fzero.ranks import Mesh, gather_texts
 
@@ -86,7 +86,7 @@ class _Auto:
             code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
             if code is None or not can_load():
                 return
-            outcome = proved(code, compiled)
+            outcome = compile_checked(code, compiled)
             if isinstance(outcome, Refusal):
                 self.refusals[code.name] = outcome
             else:
@@ -99,16 +99,16 @@ class _Auto:
         if self.mesh is not None and self.mesh.distributed:
             if self.calls > 32 and self.calls % 32:
                 return
-            texts = gather_texts("" if self.pending else packed(refusals, self.mesh.rank), self.mesh, "jit/auto")
+            texts = gather_texts("" if self.pending else serialize(refusals, self.mesh.rank), self.mesh, "jit/auto")
             if not all(texts):
                 return
-            refusals = united(texts)
+            refusals = merge_refusals(texts)
         elif self.pending:
             return
         self.workers.stop()
-        tell([*refusals.values()], self.mesh, strict=False)
+        notify([*refusals.values()], self.mesh, strict=False)
         log.info("the step runs compiled from call %d on", self.calls)
-        self.fast = in_pieces(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
+        self.fast = run_segments(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
 
 
 # Backends: four ways to run a scheduled graph, each in exactly its order.
@@ -157,7 +157,7 @@ def lower(graph: Graph, backend: str, demand: Demand = NOTHING_MORE) -> Executab
 
 def _fx(graph: Graph, demand: Demand) -> Executable:
     """Run the graph's operations one by one: the reference."""
-    return one_by_one(arriving(graph))
+    return run_operations(make_copies_async(graph))
 
 
 def _full_graph(graph: Graph, demand: Demand) -> Executable:
@@ -169,13 +169,13 @@ def _full_graph(graph: Graph, demand: Demand) -> Executable:
     outputs = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
     compiled = attempt(lambda: compile_graph(graph, fakes, outputs, "the whole step"))
     refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.agreement_mesh)
-    tell([*refusals.values()], demand.mesh, demand.strict)
+    notify([*refusals.values()], demand.mesh, demand.strict)
     if refusals or isinstance(compiled, Refusal):
-        return one_by_one(graph)
+        return run_operations(graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
-            return timed(note, COMPILED, *place_of(graph), lambda: compiled(args))
+            return record_time(note, COMPILED, *place_of(graph), lambda: compiled(args))
         return run_marked(compiled, args) if profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)
@@ -183,7 +183,7 @@ def _full_graph(graph: Graph, demand: Demand) -> Executable:
 
 def _piecewise(graph: Graph, demand: Demand) -> Executable:
     """Compile each distinct segment between collectives once; run segments and collectives alternately."""
-    program = program_of(arriving(graph))
+    program = program_of(make_copies_async(graph))
     codes = codes_of(program)
     lengths = demand.lengths
     shared = {} if lengths is None else for_all_lengths(codes, lengths, demand.shapes, demand.agreement_mesh)
@@ -193,24 +193,26 @@ def _piecewise(graph: Graph, demand: Demand) -> Executable:
     workers = start(cold, helpers(cold))
     try:
         with nullcontext() if cold else paused_collector():  # compiling leaves garbage to collect, loading does not
-            outcomes = {code.name: outcome for code, outcome in progress(compile_all(codes, proved), len(codes))}
+            outcomes = {
+                code.name: outcome for code, outcome in progress(compile_all(codes, compile_checked), len(codes))
+            }
     finally:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.agreement_mesh)
-    tell([*refusals.values()], demand.mesh, demand.strict)
+    notify([*refusals.values()], demand.mesh, demand.strict)
     refused.update(refusals)
     single_length = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}
-    return in_pieces(program, shared | single_length)
+    return run_segments(program, shared | single_length)
 
 
 def _auto(graph: Graph, demand: Demand) -> Executable:
     """Run operations one by one until another process has compiled all segments."""
-    graph = arriving(graph)
+    graph = make_copies_async(graph)
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, 1 if cold else 0, nice=10)
-    runs = auto(one_by_one(graph), program, codes, workers, demand.mesh)
+    runs = auto(run_operations(graph), program, codes, workers, demand.mesh)
     weakref.finalize(runs, workers.stop)  # a step may be freed while the workers compile
     return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 

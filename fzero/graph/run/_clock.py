@@ -10,12 +10,21 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fzero._torch import is_backward, line_of
-from fzero._torch.watched import unwatched
+from fzero._torch.watched import without_watchers
 from fzero.graph._ir import flops
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._phases import phases
 
-__all__ = ["COMPILED", "TimedOperation", "clocked", "current_recorder", "name_of", "place_of", "timed", "timed_graph"]
+__all__ = [
+    "COMPILED",
+    "TimedOperation",
+    "current_recorder",
+    "name_of",
+    "place_of",
+    "record_operations",
+    "record_time",
+    "timed_graph",
+]
 
 COMPILED = "compiled code"
 
@@ -40,7 +49,7 @@ _RECORDER: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("rec
 
 
 @contextmanager
-def clocked(note: Callable[[TimedOperation], None]) -> Iterator[None]:
+def record_operations(note: Callable[[TimedOperation], None]) -> Iterator[None]:
     """Call `note` with each operation of the graphs that run within the context, and its time."""
     token = _RECORDER.set(note)
     try:
@@ -54,9 +63,9 @@ def current_recorder() -> Callable[[TimedOperation], None] | None:
     return _RECORDER.get()
 
 
-def timed(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
+def record_time(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
     """Call a function, and record its time."""
-    with unwatched():
+    with without_watchers():
         start = time.perf_counter()
         out = f()
         if torch.cuda.is_available():
@@ -79,7 +88,7 @@ class _Timed(Interpreter):
         if note is None or n.op != "call_function" or n.name in self.loops:
             return super().run_node(n)
         plain = super().run_node
-        return timed(note, name_of(n.target), line_of(n), self.of.get(n.name, ""), lambda: plain(n))
+        return record_time(note, name_of(n.target), line_of(n), self.of.get(n.name, ""), lambda: plain(n))
 
 
 def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:

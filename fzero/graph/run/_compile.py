@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
-from fzero._torch import importing, inductor, inductor_folder, line_of
+from fzero._torch import inductor, inductor_folder, line_of, start_import
 from fzero.graph._ops import is_view, name_of
 
 __all__ = [
@@ -177,7 +177,7 @@ def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iter
 
 def can_load() -> bool:
     """Return whether Inductor is imported, so that a segment loads quickly. If not, start the import in a thread."""
-    return not importing().is_alive()
+    return not start_import().is_alive()
 
 
 def is_compiled(code: Code) -> bool:

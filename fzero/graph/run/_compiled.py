@@ -9,18 +9,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero._torch import have_equal_strides, profiling
 from fzero.collectives import gloo
-from fzero.graph._ir import COPY, aten, copied, is_input
+from fzero.graph._ir import COPY, aten, copy_graph, is_input
 from fzero.graph.loop._run import following, running
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
-from fzero.graph.run._clock import COMPILED, current_recorder, name_of, place_of, timed, timed_graph
+from fzero.graph.run._clock import COMPILED, current_recorder, name_of, place_of, record_time, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._groups import source_of
-from fzero.graph.run._program import Program, Turns
+from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
 from fzero.sharding import packed, packed_by_copies
 
-__all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked", "within_borders"]
+__all__ = ["Executable", "codes_of", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]
 
 
 # Borders: compiled code gets arguments in the layout that it was compiled for.
@@ -29,7 +29,7 @@ __all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked", "w
 # its result otherwise than its stand-in. Then the segment gets a copy in the traced layout.
 
 
-def within_borders(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
+def with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
     """Make a function that first copies the arguments whose layout differs from their stand-ins.
 
     The first call determines these arguments, since strides do not depend on values.
@@ -78,11 +78,11 @@ def _check_not_written(graph: Graph, odd: Sequence[int]) -> None:
 
 # Pieces: a program whose segments are compiled, as a function.
 #
-# `INSTEAD` maps traced operations to those that run in their place. Kernels may lay out a result otherwise than their
-# stand-in: oneDNN returns a convolution's gradients in channels-last layout. So a view runs as a reshape, which copies
-# only in that case.
+# `REPLACEMENTS` maps traced operations to those that run in their place. Kernels may lay out a result otherwise than
+# their stand-in: oneDNN returns a convolution's gradients in channels-last layout. So a view runs as a reshape, which
+# copies only in that case.
 RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-INSTEAD = {**gloo.INSTEAD, **RESHAPES, packed: packed_by_copies}
+REPLACEMENTS = {**gloo.REPLACEMENTS, **RESHAPES, packed: packed_by_copies}
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,19 @@ class Executable:
         return self.runs(args)
 
 
-def one_by_one(graph: Graph, owned: Sequence[int] = ()) -> Executable:
+def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
     """Run the graph's operations one by one, each value freed after its last use.
 
     Args:
         graph: a scheduled graph.
         owned: the positions of the arguments that are also freed after their last use.
     """
-    source = copied(graph)
+    source = copy_graph(graph)
     _pop_owned(source, owned)
-    graph = copied(source)
+    graph = copy_graph(source)
     for node in graph.nodes:
         loop = loop_of(node)
-        node.target = _loop_function(loop) if loop else INSTEAD.get(node.target, node.target)
+        node.target = _loop_function(loop) if loop else REPLACEMENTS.get(node.target, node.target)
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -136,9 +136,9 @@ def one_by_one(graph: Graph, owned: Sequence[int] = ()) -> Executable:
 def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a loop's node, which runs operations one by one."""
     if loop.track is None:
-        return running(loop, one_by_one(loop.body))
+        return running(loop, run_operations(loop.body))
     parts = split(loop)
-    return following(loop, parts, [one_by_one(part.graph, part.owned) for part in parts])
+    return following(loop, parts, [run_operations(part.graph, part.owned) for part in parts])
 
 
 def _pop(one: list[torch.Tensor]) -> torch.Tensor:
@@ -186,22 +186,22 @@ class _CompiledInstruction(NamedTuple):
     origin: Graph | str | None
 
 
-def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
+def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     """Make a program runnable, given compiled functions by the name of the code. Other segments run uncompiled."""
     instructions: list[_CompiledInstruction] = []
     for x in program.instructions:
         if isinstance(x, Segment):
             code = None if x.scalars else compiled.get(name_of_code(x.key))
-            runs = one_by_one(x.graph) if code is None else within_borders(code, x.graph, x.fakes)
+            runs = run_operations(x.graph) if code is None else with_traced_layouts(code, x.graph, x.fakes)
             instructions.append(
                 _CompiledInstruction(True, runs, x.ins, x.outs, x.free, None if code is None else x.graph)
             )
-        elif isinstance(x.target, Turns):
-            bodies = [in_pieces(program, compiled) for program in x.target.programs]
+        elif isinstance(x.target, LoopProgram):
+            bodies = [run_segments(program, compiled) for program in x.target.programs]
             loop = x.target.running(bodies)
             instructions.append(_CompiledInstruction(False, loop, x.arguments.of, x.out, x.free, None))
         else:
-            f = INSTEAD.get(x.target, x.target)
+            f = REPLACEMENTS.get(x.target, x.target)
             instructions.append(_CompiledInstruction(False, f, x.arguments.of, x.out, x.free, x.line))
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -234,7 +234,7 @@ def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]
 def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     if (note := current_recorder()) is None or origin is None:
         return f(*arguments[0], **arguments[1])
-    return timed(note, name_of(f), origin, "", lambda: f(*arguments[0], **arguments[1]))
+    return record_time(note, name_of(f), origin, "", lambda: f(*arguments[0], **arguments[1]))
 
 
 def _call(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
@@ -245,7 +245,7 @@ def _call_timed(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
     note = current_recorder()
     if note is None or origin is None:
         return f(args)
-    return timed(note, COMPILED, *place_of(origin), lambda: f(args))
+    return record_time(note, COMPILED, *place_of(origin), lambda: f(args))
 
 
 def run_marked(f: Runs, args: list[Any], origin: Any = None) -> Sequence[Any]:

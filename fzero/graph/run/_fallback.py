@@ -19,7 +19,16 @@ from fzero.graph.planning._text import size
 from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
 from fzero.ranks import Mesh, gather_texts
 
-__all__ = ["Refusal", "all_refusals", "attempt", "packed", "prove", "proved", "tell", "united"]
+__all__ = [
+    "Refusal",
+    "all_refusals",
+    "attempt",
+    "check_outputs",
+    "compile_checked",
+    "merge_refusals",
+    "notify",
+    "serialize",
+]
 
 PATIENCE = 1800.0  # seconds to wait until the other ranks have compiled
 
@@ -48,18 +57,18 @@ def attempt(make: Callable[[], Runs], cost: str = "") -> Runs | Refusal:
         return Refusal(error.segment, error.reason, cost)
 
 
-def proved(code: Code, compile_one: Callable[[Code], Runs] = compiled) -> Runs | Refusal:
+def compile_checked(code: Code, compile_one: Callable[[Code], Runs] = compiled) -> Runs | Refusal:
     """Compile a segment, and run it once to check its results."""
 
     def make() -> Runs:
         runs = compile_one(code)
-        prove(code, runs)
+        check_outputs(code, runs)
         return runs
 
     return attempt(make, _cost(code))
 
 
-def prove(code: Code, runs: Runs) -> None:
+def check_outputs(code: Code, runs: Runs) -> None:
     """Run compiled code on arguments of zeros, and compare its results with the traced stand-ins.
 
     Raises:
@@ -133,15 +142,15 @@ def all_refusals(refusals: Mapping[str, Refusal], mesh: Mesh | None) -> dict[str
     """Return the refusals of all ranks, by the name of the code. No rank runs a refused segment compiled."""
     if mesh is None or not mesh.distributed:
         return dict(refusals)
-    return united(gather_texts(packed(refusals, mesh.rank), mesh, "jit/refusals", PATIENCE))
+    return merge_refusals(gather_texts(serialize(refusals, mesh.rank), mesh, "jit/refusals", PATIENCE))
 
 
-def packed(refusals: Mapping[str, Refusal], rank: int) -> str:
+def serialize(refusals: Mapping[str, Refusal], rank: int) -> str:
     """Serialize a rank's refusals for the other ranks."""
     return json.dumps({name: refusal._replace(rank=rank) for name, refusal in refusals.items()})
 
 
-def united(texts: Sequence[str]) -> dict[str, Refusal]:
+def merge_refusals(texts: Sequence[str]) -> dict[str, Refusal]:
     """Merge the serialized refusals of all ranks. The first rank's refusal of a segment is kept."""
     merged: dict[str, Refusal] = {}
     for text in texts:
@@ -149,7 +158,7 @@ def united(texts: Sequence[str]) -> dict[str, Refusal]:
     return merged
 
 
-def tell(refusals: Sequence[Refusal], mesh: Mesh | None, strict: bool) -> None:
+def notify(refusals: Sequence[Refusal], mesh: Mesh | None, strict: bool) -> None:
     """Notify the user once of the segments that run uncompiled, the reason and the cost.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
-from fzero.collectives import arrived
+from fzero.collectives import wait_to_host
 from fzero.graph._ir import (
     CASTS,
     COPY,
@@ -26,7 +26,6 @@ from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._scan import loop_of
 
 __all__ = [
-    "cut",
     "exports",
     "is_alias",
     "needed_views",
@@ -36,6 +35,7 @@ __all__ = [
     "runs_alone",
     "scalars",
     "sources",
+    "split_into_groups",
     "views_to",
     "written_argument",
 ]
@@ -43,7 +43,8 @@ __all__ = [
 # Scalars: 0-d values computed from 0-d values, such as an optimizer's bias corrections and learning rate.
 #
 # Inductor computes a scalar within each loop that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
-# scalars run before the loops (`cut`), or their segment returns them, since Inductor computes a result only once.
+# scalars run before the loops (`split_into_groups`), or their segment returns them: Inductor computes a result
+# only once.
 
 
 def scalars(nodes: Iterable[Node]) -> set[Node]:
@@ -72,7 +73,7 @@ def _is_small(node: Node) -> bool:
 # Cut: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
 
 
-def cut(nodes: Iterable[Node]) -> list[list[Node]]:
+def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
     """Split a graph into groups at collectives, their packing and moves, and where the parameters of a block begin.
 
     So blocks of one shape give equal segments. A group lies in one memory, so it runs on one device. Aliases are in no
@@ -217,7 +218,7 @@ def is_own_part(node: Node) -> bool:
 
 def runs_alone(node: Node) -> bool:
     """Return whether a node runs outside of segments: a collective, a move, a wait, a loop, or a packing."""
-    moves = is_move(node) or node.target is arrived
+    moves = is_move(node) or node.target is wait_to_host
     return moves or is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
 
 

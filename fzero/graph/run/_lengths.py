@@ -16,8 +16,8 @@ from torch.fx import Graph
 from fzero.graph._polynomials import Sample, Shapes, fit_all
 from fzero.graph.run._compile import Code, CompileError, Runs, compile_all, is_compiled, name_of_code, progress
 from fzero.graph.run._compiled import codes_of
-from fzero.graph.run._fallback import Refusal, all_refusals, prove
-from fzero.graph.run._program import arriving, program_of
+from fzero.graph.run._fallback import Refusal, all_refusals, check_outputs
+from fzero.graph.run._program import make_copies_async, program_of
 from fzero.graph.run._segment import Template, compile_template, numbers_of, structure_of
 from fzero.graph.run._workers import helpers, start
 from fzero.ranks import Mesh
@@ -105,7 +105,7 @@ class Lengths:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
         for other_shapes, graph in self.planned:
             if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
-                self._note(codes_of(program_of(arriving(graph))), length)
+                self._note(codes_of(program_of(make_copies_async(graph))), length)
         self.planned.clear()
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
@@ -150,7 +150,7 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
         try:
             runs, holds = compile_template(todo[code.name])
-            prove(code, bound(runs, length))
+            check_outputs(code, bound(runs, length))
         except CompileError as error:
             return Refusal(error.segment, error.reason, "")
         return runs, holds

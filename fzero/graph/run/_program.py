@@ -7,15 +7,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
-from fzero.collectives import arrived, on_its_way
-from fzero.graph._ir import copied, is_input, results, values
+from fzero.collectives import start_to_host, wait_to_host
+from fzero.graph._ir import copy_graph, is_input, results, values
 from fzero.graph._storages import DOWN
 from fzero.graph.loop._run import following, running
 from fzero.graph.loop._scan import Loop, loop_of, with_body
 from fzero.graph.loop._split import PhaseGraph, split
-from fzero.graph.passes._uses import family
+from fzero.graph.passes._uses import views_and_users
 from fzero.graph.run._groups import (
-    cut,
     exports,
     needed_views,
     operands,
@@ -23,12 +22,13 @@ from fzero.graph.run._groups import (
     runs_alone,
     scalars,
     sources,
+    split_into_groups,
     views_to,
     written_argument,
 )
 from fzero.graph.run._segment import Segment, segment
 
-__all__ = ["Operands", "Program", "SingleOperation", "Turns", "arriving", "program_of"]
+__all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "program_of"]
 
 # Program: a scheduled graph as instructions over numbered slots, for the backends that compile segments.
 #
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
         return map_arg(self.args, value), map_arg(self.kwargs, value)  # pyright: ignore
 
 
-class Turns(NamedTuple):
+class LoopProgram(NamedTuple):
     """A loop and the program of its body; for a pipeline's loop, the programs of its phases.
 
     Attributes:
@@ -92,7 +92,7 @@ class SingleOperation(NamedTuple):
         line: the user's source line, as "file:line".
     """
 
-    target: Callable[..., Any] | Turns
+    target: Callable[..., Any] | LoopProgram
     arguments: Operands
     out: int
     free: list[int]
@@ -117,7 +117,7 @@ class Program(NamedTuple):
         for x in self.instructions:
             if isinstance(x, Segment):
                 yield from [] if x.scalars else [x]
-            elif isinstance(x.target, Turns):
+            elif isinstance(x.target, LoopProgram):
                 for program in x.target.programs:
                     yield from program.compiled()
 
@@ -133,7 +133,7 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
-    groups, parts, small = cut(graph.nodes), parts_of_arguments(graph) | items, scalars(graph.nodes)
+    groups, parts, small = split_into_groups(graph.nodes), parts_of_arguments(graph) | items, scalars(graph.nodes)
     result_values = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(groups, values) | parts
@@ -164,11 +164,11 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     return SingleOperation(target, arguments, slot[node], [], line_of(node))
 
 
-def _turns(loop: Loop) -> Turns:
+def _turns(loop: Loop) -> LoopProgram:
     if loop.track is None:
-        return Turns(loop, [program_of(loop.body)])
+        return LoopProgram(loop, [program_of(loop.body)])
     parts = split(loop)
-    return Turns(loop, [program_of(part.graph, part.owned) for part in parts], parts)
+    return LoopProgram(loop, [program_of(part.graph, part.owned) for part in parts], parts)
 
 
 def _with_frees(
@@ -199,7 +199,7 @@ def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
 # copy, and only the host has to wait. A copy from the host needs no wait: its readers come after it on the stream.
 
 
-def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
+def make_copies_async(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
     """Make each copy to the host asynchronous, with a wait before its first use.
 
     Args:
@@ -211,11 +211,11 @@ def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
     """
     if not any(values(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and values(n)):
         return graph
-    graph = copied(graph)
+    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if loop := loop_of(node):
-            with_body(node, arriving(loop.body, kinds))
+            with_body(node, make_copies_async(loop.body, kinds))
         elif node.target is DOWN and values(node.all_input_nodes[0])[0].device.type in kinds:
             _wait_before_use(graph, node, index)
     return graph
@@ -223,10 +223,10 @@ def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
 
 def _wait_before_use(graph: Graph, node: Node, index: dict[Node, int]) -> None:
     """Make a copy asynchronous, and wait for it before its first use. Its views are taken after the wait."""
-    views, users = family(node)
-    node.target = on_its_way
+    views, users = views_and_users(node)
+    node.target = start_to_host
     with graph.inserting_before(min(users, key=index.__getitem__)):
-        copies = {node: graph.call_function(arrived, (node,))}
+        copies = {node: graph.call_function(wait_to_host, (node,))}
         copies[node].meta = dict(node.meta)
         for view in sorted(views[1:], key=index.__getitem__):
             copies[view] = graph.node_copy(view, lambda a: copies.get(a, a))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-from fzero._torch import compile_threads, pickled, unpickled
+from fzero._torch import compile_threads, pickle_graphs, unpickle_graphs
 from fzero.graph._polynomials import Polynomial
 from fzero.graph.run._compile import Code, compile_all, compiled
 from fzero.graph.run._segment import Template, compile_template
@@ -74,7 +74,7 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
     lookup = templates or {}
     lengths = [(lookup[c.name].length, lookup[c.name].numbers) if c.name in lookup else None for c in codes]
     try:
-        payload = pickled([(code.graph, code.fakes, code.outputs) for code in codes])
+        payload = pickle_graphs([(code.graph, code.fakes, code.outputs) for code in codes])
         data = pickle.dumps(([code.name for code in codes], lengths, payload))
     except Exception:  # a setting of Inductor or a constant cannot be pickled: this process compiles alone
         return Workers()
@@ -106,7 +106,7 @@ def work(nice: int) -> None:
     names, lengths, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
     threading.Thread(target=_exit_with, args=(stdin,), daemon=True).start()
     codes = []
-    for name, make in zip(names, unpickled(graphs), strict=True):
+    for name, make in zip(names, unpickle_graphs(graphs), strict=True):
         with suppress(Exception):  # an operation that only the parent process has registered
             codes.append(Code(*make(), name))
     numbers = dict(zip(names, lengths, strict=True))

@@ -11,7 +11,7 @@ from fzero import tree
 from fzero._torch import Buffer, buffers_of
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
-__all__ = ["Arguments", "Key", "LeafPlace", "arguments_of", "blocks_of", "changed", "key_of", "places_of"]
+__all__ = ["Arguments", "Key", "LeafPlace", "arguments_of", "blocks_of", "difference", "key_of", "places_of"]
 
 # `(args, kwargs)` is flattened as a tree. The graph takes its distinct tensors: tied weights are one tensor in several
 # leaves. The trace contains the structure and every other leaf. Each leaf has a place, by which errors and the plan
@@ -244,7 +244,7 @@ def _settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
 
-def changed(old: Key, arguments: Arguments) -> str:
+def difference(old: Key, arguments: Arguments) -> str:
     """Return one line that says how a call differs from an earlier one."""
     new = key_of(arguments)
     if old.structure != new.structure or len(old.index) != len(new.index):

@@ -9,7 +9,7 @@ import torch
 from fzero._torch import holders, storage_id
 from fzero.graph.trace._arguments import Arguments, places_of
 
-__all__ = ["check_separate", "pairs"]
+__all__ = ["check_separate", "match_results"]
 
 
 def check_separate(arguments: Arguments, donated: Sequence[int], captured: Sequence[Any]) -> None:
@@ -83,7 +83,7 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
             )
 
 
-def pairs(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
+def match_results(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
     """Match results with the donated tensors that they may be written into.
 
     A result is written into the tensor with its path in the argument at its own position, if shape and dtype agree.

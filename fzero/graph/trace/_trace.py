@@ -13,9 +13,9 @@ from fzero import _torch
 from fzero._notice import see
 from fzero._torch import OpOverload
 from fzero.collectives import record
-from fzero.graph._ir import aten, is_collective, is_input, nbytes, reordered, signature, values, wire
+from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, wire
 from fzero.graph.loop._trace import with_loops
-from fzero.graph.passes._uses import family
+from fzero.graph.passes._uses import views_and_users
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
 
 __all__ = ["Traced", "trace", "without_round_trips"]
@@ -40,7 +40,7 @@ def without_round_trips(graph: Graph) -> None:
         source = None if wide is None else _cast(wide)
         if source is None or wide is None or not _holds_all(wide.meta["val"].dtype, source.meta["val"].dtype):
             continue
-        views, users = family(node)
+        views, users = views_and_users(node)
         is_result = any(user.op == "output" for user in users)  # a result needs its own memory
         has_same_form = signature(node.meta["val"]) == signature(source.meta["val"])
         if has_same_form and not is_result and all(isinstance(view.target, OpOverload) for view in views):
@@ -170,7 +170,7 @@ def _lift_constants(gm: GraphModule) -> Traced:
         node.replace_all_uses_with(arguments[key])
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
-    return Traced(reordered(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
+    return Traced(reorder(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
 
 
 def _literal(node: Node, value: Any) -> Hashable:

@@ -73,7 +73,7 @@ def refuse_writes_into(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
     Raises:
         RuntimeError: if it has. The message names the tensor and the line.
     """
-    _refuse_writes(_torch.recorded(), {_torch.storage_id(unwrapped(x)): name for name, x in named_tensors})
+    _refuse_writes(_torch.recorded_nodes(), {_torch.storage_id(unwrapped(x)): name for name, x in named_tensors})
 
 
 def other_memory(name: str) -> str:

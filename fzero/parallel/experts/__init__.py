@@ -1,7 +1,15 @@
 """Mixtures of experts, as pure functions: the numbers do not depend on the mesh."""
 
 from fzero.parallel.experts import transformers
-from fzero.parallel.experts._dispatch import Order, Seats, combine, dispatch, seats, sort_rows, unsort_rows
+from fzero.parallel.experts._dispatch import (
+    Order,
+    Positions,
+    assign_positions,
+    combine,
+    dispatch,
+    sort_rows,
+    unsort_rows,
+)
 from fzero.parallel.experts._grouped import grouped_mm, grouped_outer
 from fzero.parallel.experts._layer import Linear, layer, split
 from fzero.parallel.experts._losses import balance_bias, balance_loss, load, stats, z_loss
@@ -11,8 +19,9 @@ from fzero.parallel.experts.transformers import use_differentiable
 __all__ = [
     "Linear",
     "Order",
+    "Positions",
     "Routing",
-    "Seats",
+    "assign_positions",
     "balance_bias",
     "balance_loss",
     "combine",
@@ -23,7 +32,6 @@ __all__ = [
     "layer",
     "load",
     "route",
-    "seats",
     "sort_rows",
     "split",
     "stats",

@@ -7,20 +7,20 @@ import torch
 from einops import einsum, rearrange
 
 from fzero._torch import allow_in_graph
-from fzero.axes import axis_size, where_bound
+from fzero.axes import axis_if_bound, axis_size
 from fzero.collectives import all_to_all
 from fzero.parallel.experts._route import check_floating
 
 __all__ = [
     "Order",
-    "Seats",
+    "Positions",
+    "assign_positions",
     "check_experts",
     "combine",
     "count_choices",
     "dispatch",
     "expert_capacity",
     "inverse",
-    "seats",
     "sort_rows",
     "sum_rows",
     "unsort_rows",
@@ -81,15 +81,15 @@ def inverse(at: torch.Tensor, size: int) -> torch.Tensor:
 # Positions: each expert has a capacity per sequence, so the dropped choices depend on the data and not on the mesh.
 
 
-class Seats(NamedTuple):
+class Positions(NamedTuple):
     """The position of each choice of each token, in s sequences of t tokens with k choices each.
 
     Attributes:
-        seat: int64 `[s, t, k]`: the choice's position among the E c of its sequence; E c for a dropped choice.
+        position: int64 `[s, t, k]`: the choice's position among the E c of its sequence; E c for a dropped choice.
         choice: int64 `[s, E, c]`: the choice at each position, a number among the t k choices; t k for an empty one.
     """
 
-    seat: torch.Tensor
+    position: torch.Tensor
     choice: torch.Tensor
 
 
@@ -105,7 +105,7 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
         raise TypeError(f"experts is {actual}: expected an int64 tensor [.., k], as moe.route returns it")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count={count!r}: expected the number of experts, an int above 0")
-    n = axis_size(where_bound(axis))
+    n = axis_size(axis_if_bound(axis))
     if count % n:
         raise ValueError(
             f"axis={axis!r} has {n} ranks, and the {count} experts do not divide by {n}: each rank must hold the same "
@@ -130,7 +130,7 @@ def expert_capacity(tokens: int, k: int, count: int, capacity: float | None) -> 
     return min(tokens, max(1, math.ceil(round(capacity * tokens * k / count, 9))))
 
 
-def seats(experts: torch.Tensor, count: int, capacity: float | None = None) -> Seats:
+def assign_positions(experts: torch.Tensor, count: int, capacity: float | None = None) -> Positions:
     """Assign positions to the choices of each sequence: first choices before second ones, in the order of the tokens.
 
     An expert has `capacity * t * k / count` positions per sequence, rounded up. A choice that finds none is dropped.
@@ -142,7 +142,7 @@ def seats(experts: torch.Tensor, count: int, capacity: float | None = None) -> S
         capacity: the number of positions, as a multiple of what even routing needs; None for one position per token.
 
     Returns:
-        `Seats`.
+        `Positions`.
 
     Raises:
         TypeError: if `experts` is not an int64 tensor.
@@ -150,7 +150,9 @@ def seats(experts: torch.Tensor, count: int, capacity: float | None = None) -> S
 
     Example:
         >>> experts = torch.tensor([[[0], [0], [0], [1]]])  # one sequence, four tokens, one choice each
-        >>> seats(experts, count=2, capacity=1.0).seat  # two positions per expert: the third token is dropped
+        >>> assign_positions(
+        ...     experts, count=2, capacity=1.0
+        ... ).position  # two positions per expert: the third token is dropped
         tensor([[[0],
                  [1],
                  [4],
@@ -166,10 +168,10 @@ def seats(experts: torch.Tensor, count: int, capacity: float | None = None) -> S
     c = expert_capacity(t, k, count, capacity)
     queue = rearrange(experts, "s t k -> s (k t)").contiguous()
     position = _queue_positions(queue, count)
-    seat = torch.where((queue < count) & (position < c), queue * c + position, count * c)
-    seat = rearrange(seat, "s (k t) -> s t k", k=k)
-    choice = inverse(rearrange(seat, "s t k -> s (t k)"), count * c)
-    return Seats(seat, rearrange(choice, "s (e c) -> s e c", e=count))
+    position = torch.where((queue < count) & (position < c), queue * c + position, count * c)
+    position = rearrange(position, "s (k t) -> s t k", k=k)
+    choice = inverse(rearrange(position, "s t k -> s (t k)"), count * c)
+    return Positions(position, rearrange(choice, "s (e c) -> s e c", e=count))
 
 
 def _queue_positions(queue: torch.Tensor, count: int) -> torch.Tensor:
@@ -187,12 +189,12 @@ def count_choices(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     return counts, counts.cumsum(-1) - counts
 
 
-def dispatch(x: torch.Tensor, seated: Seats, axis: str = "ep") -> torch.Tensor:
+def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.Tensor:
     """Send tokens to their experts: each rank receives the tokens of its experts from all ranks along an axis.
 
     Args:
         x: `[s, t, d]`, this rank's tokens.
-        seated: the tokens' positions.
+        positions: the tokens' positions.
         axis: the axis over which experts are split. If no axis of this name is bound, this rank holds all experts.
 
     Returns:
@@ -203,31 +205,31 @@ def dispatch(x: torch.Tensor, seated: Seats, axis: str = "ep") -> torch.Tensor:
         ValueError: if the axis does not divide the experts, or `x` does not match the positions.
 
     Example:
-        >>> seated = seats(torch.tensor([[[1], [0], [1]]]), count=2)
-        >>> dispatch(torch.tensor([[[5.0], [6.0], [7.0]]]), seated).squeeze(-1)
+        >>> positions = assign_positions(torch.tensor([[[1], [0], [1]]]), count=2)
+        >>> dispatch(torch.tensor([[[5.0], [6.0], [7.0]]]), positions).squeeze(-1)
         tensor([[6., 0., 0.],
                 [5., 7., 0.]])
     """
-    s, t, k = seated.seat.shape
-    count, c = seated.choice.shape[1:]
-    check_experts(seated.seat, count, axis)
+    s, t, k = positions.position.shape
+    count, c = positions.choice.shape[1:]
+    check_experts(positions.position, count, axis)
     check_floating("x", x, f"[{s}, {t}, width], the tokens that have these positions")
     if x.ndim != 3 or x.shape[:2] != (s, t):
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{s}, {t}, width], one row per token")
-    token = torch.div(seated.choice, k, rounding_mode="floor")
+    token = torch.div(positions.choice, k, rounding_mode="floor")
     at = rearrange(_flat(token.flatten(1), t), "m -> m 1")
-    back = rearrange(_flat(seated.seat.flatten(1), count * c), "(n k) -> n k", k=k)
+    back = rearrange(_flat(positions.position.flatten(1), count * c), "(n k) -> n k", k=k)
     rows = sum_rows(rearrange(x, "s t d -> (s t) d"), at, back)
     rows = rearrange(rows, "(s e c) d -> e (s c) d", s=s, e=count)
-    return all_to_all(rows, where_bound(axis), split_dim=0, concat_dim=1)
+    return all_to_all(rows, axis_if_bound(axis), split_dim=0, concat_dim=1)
 
 
-def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep") -> torch.Tensor:
+def combine(y: torch.Tensor, positions: Positions, gates: torch.Tensor, axis: str = "ep") -> torch.Tensor:
     """Bring tokens back from their experts, and sum each token's choices by its gates.
 
     Args:
         y: `[E / n, n s c, d]`, the outputs of this rank's experts for the rows that `dispatch` returned.
-        seated: the tokens' positions.
+        positions: the tokens' positions.
         gates: `[s, t, k]`; a dropped choice adds nothing.
         axis: as for `dispatch`.
 
@@ -239,15 +241,15 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
         ValueError: if the axis does not divide the experts, or `y` or `gates` do not match the positions.
 
     Example:
-        >>> seated = seats(torch.tensor([[[1], [0], [1]]]), count=2)
-        >>> rows = dispatch(torch.tensor([[[5.0], [6.0], [7.0]]]), seated)
-        >>> combine(rows, seated, torch.ones(1, 3, 1)).flatten()
+        >>> positions = assign_positions(torch.tensor([[[1], [0], [1]]]), count=2)
+        >>> rows = dispatch(torch.tensor([[[5.0], [6.0], [7.0]]]), positions)
+        >>> combine(rows, positions, torch.ones(1, 3, 1)).flatten()
         tensor([5., 6., 7.])
     """
-    s, t, k = seated.seat.shape
-    count, c = seated.choice.shape[1:]
-    check_experts(seated.seat, count, axis)
-    n = axis_size(where_bound(axis))
+    s, t, k = positions.position.shape
+    count, c = positions.choice.shape[1:]
+    check_experts(positions.position, count, axis)
+    n = axis_size(axis_if_bound(axis))
     expected = f"[{count // n}, {n * s * c}, width]"
     check_floating("y", y, f"{expected}, what the experts return")
     check_floating("gates", gates, f"[{s}, {t}, {k}], one for each choice")
@@ -255,10 +257,10 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
         raise ValueError(f"gates has the shape {list(gates.shape)}: expected [{s}, {t}, {k}], one for each choice")
     if y.ndim != 3 or y.shape[:2] != (count // n, n * s * c):
         raise ValueError(f"y has the shape {list(y.shape)}: expected {expected}, the shape that dispatch returned")
-    back = all_to_all(y, where_bound(axis), split_dim=1, concat_dim=0)
+    back = all_to_all(y, axis_if_bound(axis), split_dim=1, concat_dim=0)
     back = rearrange(back, "e (s c) d -> (s e c) d", s=s)
-    at = rearrange(_flat(seated.seat.flatten(1), count * c), "m -> m 1")
-    choice = rearrange(_flat(seated.choice.flatten(1), t * k), "m -> m 1")
+    at = rearrange(_flat(positions.position.flatten(1), count * c), "m -> m 1")
+    choice = rearrange(_flat(positions.choice.flatten(1), t * k), "m -> m 1")
     return weighted_sum(rearrange(sum_rows(back, at, choice), "(s t k) d -> s t k d", s=s, t=t), gates)
 
 
@@ -324,7 +326,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     if x.shape[:-1] != experts.shape[:-1]:
         expected = ", ".join([str(size) for size in experts.shape[:-1]])
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{expected}, width], to match `experts`")
-    ep = where_bound(axis)
+    ep = axis_if_bound(axis)
     n, k = axis_size(ep), experts.shape[-1]
     tokens = rearrange(x, "... d -> (...) d")
     max_rows = tokens.shape[0] * min(k, count // n)
@@ -392,7 +394,7 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
         raise ValueError(
             f"gates has the shape {list(gates.shape)}: expected a gate for each of {order.row.shape[0]} choices"
         )
-    if ep := where_bound(axis):
+    if ep := axis_if_bound(axis):
         inverse_order = rearrange(inverse(order.order, order.order.shape[0]), "r -> r 1")
         y = all_to_all(sum_rows(y, inverse_order, rearrange(order.order, "r -> r 1")), ep)
     rows = sum_rows(y, rearrange(order.row, "m -> m 1"), rearrange(order.choice, "r -> r 1"))

@@ -10,8 +10,16 @@ from einops import einsum, rearrange
 
 from fzero import tree
 from fzero._torch.levels import may_differ
-from fzero.axes import SplitRule, axis_names, axis_size, data_axes, lookup, rules_here, rules_in, where_bound
-from fzero.parallel.experts._dispatch import Order, check_experts, combine, dispatch, seats, sort_rows, unsort_rows
+from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, current_rules, data_axes, lookup, rules_in
+from fzero.parallel.experts._dispatch import (
+    Order,
+    assign_positions,
+    check_experts,
+    combine,
+    dispatch,
+    sort_rows,
+    unsort_rows,
+)
 from fzero.parallel.experts._grouped import grouped_mm
 from fzero.parallel.experts._route import Routing, check_floating, check_routing, describe
 
@@ -70,7 +78,7 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
     """
     if not names or not all(isinstance(name, str) and "." not in name for name in names):
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
-    where_bound(axis)
+    axis_if_bound(axis)
 
     return ExpertSplit(names, axis)
 
@@ -83,10 +91,10 @@ def check_axis(axis: str) -> None:
     Raises:
         ValueError: if the step's rule splits experts over another axis, or if the axis is not a data-parallel axis.
     """
-    if axis_size(where_bound(axis)) == 1:
+    if axis_size(axis_if_bound(axis)) == 1:
         return
     data_axis_names = tuple([a.name for a in data_axes()])
-    split_axes = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, ExpertSplit)]
+    split_axes = [rule.axis for rule in rules_in(current_rules().split) if isinstance(rule, ExpertSplit)]
     if split_axes and axis not in split_axes:
         raise ValueError(
             f"axis={axis!r}: tokens are sent along it, but the experts are split by "
@@ -122,7 +130,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
     Raises:
         ValueError: if all leaves are equal on the ranks along the axis.
     """
-    n = axis_size(where_bound(axis))
+    n = axis_size(axis_if_bound(axis))
     if leaves and n > 1 and not any(may_differ(leaf, lookup(axis).token) for leaf in leaves):
         raise ValueError(
             f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, but each rank must hold "
@@ -132,7 +140,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
 
 
 def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
-    n = axis_size(where_bound(axis))
+    n = axis_size(axis_if_bound(axis))
     size = leaf.shape[0] if leaf.ndim else None
     if size == count // n:
         return
@@ -145,7 +153,7 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
         )
     bound = (
         f"{n} ranks along {axis!r}"
-        if where_bound(axis)
+        if axis_if_bound(axis)
         else f"1 rank: of {axis_names()}, the bound axes, none is {axis!r}"
     )
     raise ValueError(
@@ -216,7 +224,7 @@ def layer(
     """Send tokens to their experts, call `f`, bring the results back, and sum them by the gates.
 
     With a `capacity`, an expert has a limited number of positions per sequence, and further choices are dropped
-    (`moe.seats`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both cases the
+    (`moe.positions`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both cases the
     numbers do not depend on the mesh. Add a shared expert to the result: `x + moe.layer(...) + shared(p, x)`.
 
     Args:
@@ -257,6 +265,6 @@ def layer(
         rows, order = sort_rows(x, routing.experts, count, axis)
         outputs = f(experts, rows, partial(grouped_linear, order))
         return unsort_rows(outputs, order, routing.gates, axis)
-    seated = seats(routing.experts, count, capacity)
-    outputs = f(experts, dispatch(x, seated, axis), batched_linear)
-    return combine(outputs, seated, routing.gates, axis)
+    positions = assign_positions(routing.experts, count, capacity)
+    outputs = f(experts, dispatch(x, positions, axis), batched_linear)
+    return combine(outputs, positions, routing.gates, axis)

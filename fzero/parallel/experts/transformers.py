@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fzero.axes import SplitRule, axis_size, where_bound
+from fzero.axes import SplitRule, axis_if_bound, axis_size
 from fzero.parallel.experts._dispatch import sort_rows, unsort_rows
 from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linear
 
@@ -106,7 +106,7 @@ def split(model: torch.nn.Module) -> SplitRule:
     def rule(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         parts = path.split(".")
         axes = [leaves[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in leaves]
-        return {axes[0]: 0} if axes and where_bound(axes[0]) else None
+        return {axes[0]: 0} if axes and axis_if_bound(axes[0]) else None
 
     return rule
 
@@ -148,7 +148,7 @@ def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, 
 def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     """Return the number of all experts, and check that this rank holds its part of them."""
     check_axis(axis)
-    n = axis_size(where_bound(axis))
+    n = axis_size(axis_if_bound(axis))
     count = getattr(module, "num_experts", len(weight) * n)
     if len(weight) * n != count:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import random, tree
-from fzero.axes import Scope, in_micro_batch, scope_here, within
+from fzero.axes import Scope, current_scope, in_micro_batch, within
 from fzero.graph import loop
 from fzero.parallel.schedules import Schedule
 from fzero.transforms import gather, remat
@@ -266,7 +266,7 @@ def _at(x: torch.Tensor, number: torch.Tensor, count: int) -> torch.Tensor:
 
 def without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` in a scope whose default axes exclude this one, since its ranks share one batch."""
-    scope = scope_here()
+    scope = current_scope()
     if scope is None:
         return f(*args)
     axes = scope.axes

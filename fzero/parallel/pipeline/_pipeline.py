@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import derivatives
 from fzero._tracebacks import api_boundary
-from fzero.axes import SplitRule, SplitRules, axis_names, data_axes, lookup, micro_batch, together
+from fzero.axes import SplitRule, SplitRules, axis_names, data_axes, join_rules, lookup, micro_batch
 from fzero.graph import loop
 from fzero.parallel.pipeline._checks import (
     PipelineSplit,
@@ -386,4 +386,4 @@ def pipeline(
     check_schedule(schedule, micro_batches, stages)
     counts = None if depth is None else check_depth(depth)
     model = Model(block, first, last, remat)
-    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))
+    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, join_rules(split))

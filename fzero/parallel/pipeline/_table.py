@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._torch import group_of, is_tracing
-from fzero.axes import is_lockstep, loss_scale_here
+from fzero.axes import current_loss_scale, is_lockstep
 from fzero.collectives import StageMessages
 from fzero.graph import loop
 from fzero.parallel.pipeline._stages import Params, Stages, ValueSpec, probe, value_spec_of
@@ -45,11 +45,11 @@ class RowRecorder:
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Record an iteration, and return the total and the weight."""
         tensors = [x.detach() for x in tensors]
-        loop.aside()
+        loop.begin_shapes_only()
         spec = self.stages.call_of(0).run(probe, self.stages, self.params, tensors)
-        loop.aside_ends()
+        loop.end_shapes_only()
         track = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
-        iteration = loop.turn(self.stages.schedule.micro_batches)
+        iteration = loop.iteration(self.stages.schedule.micro_batches)
         loop.needs(
             iteration, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
         )
@@ -92,17 +92,17 @@ class RowRecorder:
         places = self.params.places(*self.stages.uses(stage))
         weights = [tensors[i] for i in places]
         last = stage == self.stages.last
-        loop.begins("F", stage)
+        loop.begin_phase("F", stage)
         inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
         f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
         outputs, pull, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
-            loop.sent("F", stage, list(outputs))
-        loop.begins("B", stage)
+            loop.send("F", stage, list(outputs))
+        loop.begin_phase("B", stage)
         cotangent: Any = loss_cotangent(outputs, self.scale) if last else _receive("G", stage + 1, leaves, spec.device)
         grads, x = pull(cotangent, retain_graph=False)
         if stage:
-            loop.sent("G", stage, list(x))
+            loop.send("G", stage, list(x))
         for position, g in zip(places, grads, strict=True):
             shares[position].append(_with_share(g, iteration))
         return [_with_share(x, iteration) for x in (outputs, aux)] if last else []
@@ -114,7 +114,7 @@ def loss_cotangent(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Ten
 
 
 def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
-    return [loop.received(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
+    return [loop.receive(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -156,7 +156,7 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
         The total and the weight; zeros on all ranks except that of the last stage.
     """
     params = Params.of(slots, rest)
-    scale = loss_scale_here()
+    scale = current_loss_scale()
     row = RowRecorder(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
 

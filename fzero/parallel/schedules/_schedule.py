@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fzero._notebook import shown
+from fzero._notebook import as_html
 from fzero.parallel.schedules._actions import GROWTH, Action, Message, makes
 from fzero.parallel.schedules._check import check
 from fzero.parallel.schedules._drawing import draw, text
@@ -166,7 +166,7 @@ class Schedule:
         return figure
 
     def _repr_html_(self) -> str:
-        return shown(repr(self), "the schedule: one row per rank, time from left to right", self.plot)
+        return as_html(repr(self), "the schedule: one row per rank, time from left to right", self.plot)
 
     def __repr__(self) -> str:
         counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
-from fzero.parallel.tensor._boundaries import cut, enter, join, leave
+from fzero.parallel.tensor._boundaries import enter, gather, leave, scatter
 from fzero.parallel.tensor._install import install
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside, split
 from fzero.parallel.tensor._linear import column, cross_entropy, embed, row
@@ -10,17 +10,17 @@ __all__ = [
     "Layers",
     "column",
     "cross_entropy",
-    "cut",
     "divided",
     "embed",
     "enter",
+    "gather",
     "install",
-    "join",
     "layers",
     "leave",
     "of_block",
     "outside",
     "packed",
     "row",
+    "scatter",
     "split",
 ]

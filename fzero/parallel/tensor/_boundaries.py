@@ -7,10 +7,10 @@ functions here are the identity.
 
 import torch
 
-from fzero.axes import Axis, averaged_axes, axis_size, lookup, where_bound
-from fzero.collectives import Along, Whole, apply_along, dimension
+from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_size, lookup
+from fzero.collectives import Along, NoOptions, apply_along, dimension
 
-__all__ = ["SEQUENCE", "along", "cut", "enter", "join", "leave"]
+__all__ = ["SEQUENCE", "along", "enter", "gather", "leave", "scatter"]
 
 SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
@@ -34,7 +34,7 @@ def _bound(axis: str) -> list[Axis]:
             f"axis={axis!r}: its ranks compute one loss together, but the step averages over it, "
             f"fzero.shard(axis={averaged}): name only the data-parallel axes, {expected}"
         )
-    return [lookup(bound) for bound in where_bound(axis)]
+    return [lookup(bound) for bound in axis_if_bound(axis)]
 
 
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
@@ -69,7 +69,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         # The ranks' parts are gathered one after the other. Without this copy, each product would make and keep one.
         return along("all_gather", x, axis, SEQUENCE).contiguous()
-    return apply_along("pvary", x, _bound(axis), Whole())
+    return apply_along("pvary", x, _bound(axis), NoOptions())
 
 
 def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
@@ -98,17 +98,17 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         _check_length(x, axis, SEQUENCE)
         return along("psum_scatter", x, axis, SEQUENCE)
-    return apply_along("psum_invariant", x, _bound(axis), Whole())
+    return apply_along("psum_invariant", x, _bound(axis), NoOptions())
 
 
-def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
+def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`.
 
     The transpose gathers the ranks' gradients.
 
     Args:
         x: a replicated tensor.
-        axis: the name of the axis. If no axis of this name is bound, `cut` is the identity.
+        axis: the name of the axis. If no axis of this name is bound, `scatter` is the identity.
         dim: the dimension of size n k; by default the last but one, that of the tokens.
 
     Raises:
@@ -118,7 +118,7 @@ def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tens
     Example:
         >>> import fzero
         >>> from fzero.parallel import tensor as tp
-        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(tp.cut(x, dim=0)))(torch.arange(4)).value
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(tp.scatter(x, dim=0)))(torch.arange(4)).value
         tensor([[0, 1],
                 [2, 3]])
     """
@@ -126,14 +126,14 @@ def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tens
     return along("own_part_invariant", x, axis, dim)
 
 
-def join(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
-    """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `cut`.
+def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
+    """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `scatter`.
 
-    The transpose is `cut`, which communicates nothing.
+    The transpose is `scatter`, which communicates nothing.
 
     Args:
         x: this rank's part.
-        axis: the name of the axis. If no axis of this name is bound, `join` is the identity.
+        axis: the name of the axis. If no axis of this name is bound, `gather` is the identity.
         dim: the dimension of size k; by default the last but one, that of the tokens.
 
     Raises:
@@ -142,14 +142,14 @@ def join(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Ten
     Example:
         >>> import fzero
         >>> from fzero.parallel import tensor as tp
-        >>> fzero.mesh(tp=2).spmd(lambda x: tp.join(tp.cut(x, dim=0), dim=0))(torch.arange(4))
+        >>> fzero.mesh(tp=2).spmd(lambda x: tp.gather(tp.scatter(x, dim=0), dim=0))(torch.arange(4))
         tensor([0, 1, 2, 3])
     """
     return along("all_gather_invariant", x, axis, dim)
 
 
 def _check_length(x: torch.Tensor, axis: str, dim: int) -> None:
-    dim, n = dimension("a cut", x, dim), axis_size(where_bound(axis))
+    dim, n = dimension("a cut", x, dim), axis_size(axis_if_bound(axis))
     if x.shape[dim] % n:
         raise ValueError(
             f"dimension {dim} of a tensor {list(x.shape)} is split into {n} equal parts along {axis!r}, but "

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fzero.axes import axis_index, axis_size, where_bound
-from fzero.parallel.tensor._boundaries import cut, enter, join, leave
+from fzero.axes import axis_if_bound, axis_index, axis_size
+from fzero.parallel.tensor._boundaries import enter, gather, leave, scatter
 from fzero.parallel.tensor._linear import own_rows
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
@@ -66,7 +66,7 @@ class Heads:
         Raises:
             ValueError: if the query heads do not divide among the ranks.
         """
-        n = axis_size(where_bound(axis))
+        n = axis_size(axis_if_bound(axis))
         if self.query % n:
             raise ValueError(
                 f"attention {name!r} has {self.query} heads, which do not divide by the {n} ranks along {axis!r}: "
@@ -132,7 +132,7 @@ class Region:
         return result
 
     def _attributes(self) -> dict[str, int]:
-        n, values = axis_size(where_bound(self.axis)), vars(self.module)
+        n, values = axis_size(axis_if_bound(self.axis)), vars(self.module)
         attributes = {} if self.heads is None or n == 1 else self.heads.attributes(self.name, self.axis, values)
         for name in self.divided:
             if values[name] % n:
@@ -196,20 +196,20 @@ class Layer:
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
         y = F.linear(x, w.mT if self.cuts["weight"].dim else w, b)
-        return join(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
+        return gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
         if isinstance(self.style, RowParallel) and self.style.split_input:
-            x = cut(x, self.axis, dim=-1)
+            x = scatter(x, self.axis, dim=-1)
         y = leave(F.linear(x, w if self.cuts["weight"].dim else w.mT), self.axis, sequence=self.gathered)
         if b is None:
             return y
         return y + (enter(b, self.axis) if self.gathered else b)
 
     def _embedding(self, tokens: torch.Tensor) -> torch.Tensor:
-        if not where_bound(self.axis):
+        if not axis_if_bound(self.axis):
             return self.run(tokens)
         w, padding = self._parameters()["weight"], vars(self.module)["padding_idx"]
         local, is_local, fill = own_rows(tokens, w, self.axis)
@@ -251,7 +251,7 @@ class Layer:
         return params
 
     def _check_split(self, name: str, x: torch.Tensor, param_split: ParamSplit) -> None:
-        n, size = axis_size(where_bound(self.axis)), self.sizes[name]
+        n, size = axis_size(axis_if_bound(self.axis)), self.sizes[name]
         expected = size if param_split.shared and param_split.heads % n else size // n
         if x.shape[param_split.along] != expected:
             raise ValueError(
@@ -262,11 +262,11 @@ class Layer:
 
     def _shares_heads(self) -> bool:
         """Return whether this rank's query heads use key and value heads that other ranks use too."""
-        return self.groups > 0 and self.cuts["weight"].heads % axis_size(where_bound(self.axis)) > 0
+        return self.groups > 0 and self.cuts["weight"].heads % axis_size(axis_if_bound(self.axis)) > 0
 
     def _own_heads(self, w: torch.Tensor) -> torch.Tensor:
         """Select the heads of a full weight or bias `[heads k, ..]` that this rank's query heads use."""
-        kv, n = self.cuts["weight"].heads, axis_size(where_bound(self.axis))
+        kv, n = self.cuts["weight"].heads, axis_size(axis_if_bound(self.axis))
         count = kv * self.groups // n  # query heads of a rank
         group_size = kv_groups(kv * self.groups, self.groups, n)
         first = axis_index(self.axis) * count + torch.arange(0, count, group_size)

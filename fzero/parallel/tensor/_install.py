@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.parallel.tensor._boundaries import cut, enter, join
+from fzero.parallel.tensor._boundaries import enter, gather, scatter
 from fzero.parallel.tensor._forwards import Heads, Layer, Region
 from fzero.parallel.tensor._layers import Layers
 from fzero.parallel.tensor._styles import ColumnParallel, Divided, RowParallel, Shared
@@ -40,9 +40,9 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on a part of the tokens."""
         if self.first:
-            args, kwargs = _map_input(self.name, args, kwargs, lambda x: cut(x, self.axis))
+            args, kwargs = _map_input(self.name, args, kwargs, lambda x: scatter(x, self.axis))
         out = self.run(*args, **kwargs)
-        return _map_output(self.name, out, lambda x: join(x, self.axis)) if self.last else out
+        return _map_output(self.name, out, lambda x: gather(x, self.axis)) if self.last else out
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Child:
         if not self.full:
             args, kwargs = _map_input(self.name, args, kwargs, lambda x: enter(x, self.axis, sequence=True))
             return self.run(*args, **kwargs)
-        args, kwargs = _map_input(self.name, args, kwargs, lambda x: join(x, self.axis))
-        return _map_output(self.name, self.run(*args, **kwargs), lambda x: cut(x, self.axis))
+        args, kwargs = _map_input(self.name, args, kwargs, lambda x: gather(x, self.axis))
+        return _map_output(self.name, self.run(*args, **kwargs), lambda x: scatter(x, self.axis))
 
 
 _TensorMap = Callable[[torch.Tensor], torch.Tensor]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fzero import tree
-from fzero.axes import SplitRule, axis_size, check_inputs_replicated, lookup, where_bound
+from fzero.axes import SplitRule, axis_if_bound, axis_size, check_inputs_replicated, lookup
 from fzero.parallel.tensor._styles import (
     NAMED,
     ColumnParallel,
@@ -36,7 +36,7 @@ class _SplitByName:
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         dim = match_suffix(path, dict(self.dims))
-        return None if dim is None or not where_bound(self.axis) else {self.axis: dim}
+        return None if dim is None or not axis_if_bound(self.axis) else {self.axis: dim}
 
 
 def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
@@ -60,7 +60,7 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
         >>> fzero.mesh(tp=2).spmd(lambda: [rule(path, torch.ones(4, 4)) for path in ("h.0.up", "h.0.norm")])()
         [{'tp': -1}, None]
     """
-    where_bound(axis)
+    axis_if_bound(axis)
     if not isinstance(dims, Mapping):
         raise TypeError(f"dims={dims!r}: expected a dict from names of leaves to dimensions, such as {{'up': -1}}")
     for name, dim in dims.items():
@@ -126,7 +126,7 @@ class Layers:
                 `fzero.nn.functional(module, tp=layers)` gives it. The message names the leaf.
         """
         param_split = match_suffix(path, self.cuts)
-        if param_split is None or not where_bound(self.axis):
+        if param_split is None or not axis_if_bound(self.axis):
             return None
         n = axis_size(self.axis)
         if param_split.heads % n:
@@ -187,7 +187,7 @@ class Layers:
             )
 
         paths, leaves, _ = tree.flatten_with_paths(inputs)
-        axes = [lookup(name) for name in where_bound(self.axis)]
+        axes = [lookup(name) for name in axis_if_bound(self.axis)]
         check_inputs_replicated("the module's input", [a for a in axes if a.size > 1], paths, leaves, message)
 
 
@@ -226,7 +226,7 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
         >>> fzero.mesh(tp=2).spmd(lambda: [tp_layers.split(name, x) for name, x in params.items()])()
         [{'tp': 0}, {'tp': 0}, {'tp': 1}, None]
     """
-    where_bound(axis)
+    axis_if_bound(axis)
     styles, parameters = _resolve(module, plan)
     _style_tied_layers(module, styles)
     cuts = _param_splits(module, styles, parameters)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fzero._torch.levels import may_differ
-from fzero.axes import axis_index, axis_size, lookup, where_bound
-from fzero.parallel.tensor._boundaries import along, enter, join, leave
+from fzero.axes import axis_if_bound, axis_index, axis_size, lookup
+from fzero.parallel.tensor._boundaries import along, enter, leave
+from fzero.parallel.tensor._boundaries import gather as gather_shards
 
 __all__ = ["column", "cross_entropy", "embed", "own_rows", "row"]
 
@@ -51,7 +52,7 @@ def column(
     """
     check_part("column", w, axis)
     y = _product(enter(x, axis, sequence=sequence), w, 1, b)
-    return join(y, axis, dim=-1) if gather else y
+    return gather_shards(y, axis, dim=-1) if gather else y
 
 
 def row(
@@ -122,7 +123,7 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequen
         >>> fzero.mesh(tp=2).spmd(tp.embed)(torch.tensor([3, 0]), table).mT
         tensor([[3., 0.]])
     """
-    if not where_bound(axis):
+    if not axis_if_bound(axis):
         return F.embedding(tokens, table)
     check_part("embed", table, axis)
     local, is_local, fill = own_rows(tokens, table, axis)
@@ -137,7 +138,7 @@ def own_rows(tokens: torch.Tensor, table: torch.Tensor, axis: str) -> tuple[torc
         and the value to use if it does not. This value is zero, or nan for a token that no rank holds. The latter two
         are `[.., 1]`.
     """
-    v, n = len(table), axis_size(where_bound(axis))
+    v, n = len(table), axis_size(axis_if_bound(axis))
     local = tokens - axis_index(axis).to(tokens.device) * v
     is_valid = ((tokens >= 0) & (tokens < v * n)).unsqueeze(-1)
     fill = torch.where(is_valid, torch.zeros((), dtype=table.dtype, device=table.device), math.nan)
@@ -150,7 +151,7 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
     Raises:
         ValueError: if all ranks hold the same weight.
     """
-    n = axis_size(where_bound(axis))
+    n = axis_size(axis_if_bound(axis))
     if n > 1 and not may_differ(w, lookup(axis).token):
         raise ValueError(
             f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
@@ -211,7 +212,7 @@ def cross_entropy(
             "each row of logits"
         )
     x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    v = x.shape[-1] * axis_size(where_bound(axis))
+    v = x.shape[-1] * axis_size(axis_if_bound(axis))
     total, target_logits, mean = _sums(x, targets, axis, label_smoothing > 0)
     nll = total - target_logits
     if mean is not None:
@@ -228,7 +229,7 @@ def _sums(
     x: torch.Tensor, targets: torch.Tensor, axis: str, smooth: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return, for each row of logits `[.., k]`: the log of the sum of exponentials, the target's logit, and the sum."""
-    k, bound = x.shape[-1], where_bound(axis)
+    k, bound = x.shape[-1], axis_if_bound(axis)
     # Detached, since the result does not depend on the maximum.
     maximum = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
     x = x - maximum.unsqueeze(-1)

@@ -12,8 +12,8 @@ import torch
 
 from fzero import tree
 from fzero._torch.levels import is_differentiated, is_mapped_now
-from fzero.axes import Axis, Scope, scope_here, within
-from fzero.collectives import Exposed
+from fzero.axes import Axis, Scope, current_scope, within
+from fzero.collectives import DeferredCheck
 from fzero.sharding import Shard, Slot
 from fzero.transforms._gather import gather
 from fzero.transforms._remat._guards import Guard, check_captured, check_sources
@@ -152,7 +152,7 @@ def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
         return _TensorStandIn(distinct.number(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
-        return _ShardStandIn(x.uid, tuple([distinct.number(y) for y in x.parts]), origin)
+        return _ShardStandIn(x.spec_id, tuple([distinct.number(y) for y in x.parts]), origin)
     if isinstance(x, CONSTANTS):
         return x
     name = type(x).__name__
@@ -281,7 +281,7 @@ def call_of(
         ValueError: if the block's closure holds a tensor that is differentiated.
     """
     check_captured(block)
-    distinct, scope = DistinctTensors(), scope_here()
+    distinct, scope = DistinctTensors(), current_scope()
     stand_ins = arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.number(a.token) for a in axes])
@@ -316,7 +316,7 @@ class Vjp:
     num_inputs: int
     wrt: tuple[int, ...]
     outputs: tuple[int, ...]
-    exposed: Mapping[str, Exposed] | None = None
+    exposed: Mapping[str, DeferredCheck] | None = None
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
         """Return the vjp of `f`."""

@@ -71,7 +71,7 @@ def _in_a_loop(
     micro_batches: int,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Record one micro-batch as an iteration of a loop, and its additions to the sums of earlier iterations."""
-    iteration = loop.turn(micro_batches)
+    iteration = loop.iteration(micro_batches)
 
     def summed(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         before = loop.sum_before(share, iteration, dtype)
@@ -82,11 +82,11 @@ def _in_a_loop(
     total = summed(value, value.dtype)
     stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
-    again = loop.again(iteration)
+    again = loop.run_again(iteration)
     other_value, other_aux = forward(again)
     _check_alike(aux, other_aux)
     first, second = [value, *tree.tensors(aux)], [other_value, *tree.tensors(other_aux)]
-    return loop.compared(total, again, first, second), stacked, gradients
+    return loop.check_equal_runs(total, again, first, second), stacked, gradients
 
 
 def _check_alike(aux: Any, other: Any) -> None:

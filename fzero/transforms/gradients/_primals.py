@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, joint, rules_here
-from fzero.collectives import Whole, apply_along, one_of_copies
+from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, joint
+from fzero.collectives import NoOptions, apply_along, one_of_copies
 from fzero.optim import Precision
 from fzero.sharding import (
-    CutUnit,
     PerRank,
     Shard,
+    ShardedUnit,
     Slot,
     apply_over_unit_axes,
     apply_to_unit,
     assign,
-    cut_units,
-    facts,
+    boxes_to_device,
     gather_unit,
     is_box,
-    lifted,
     put,
+    sharded_units,
+    spec_info,
     unit_axes,
     with_cast,
 )
@@ -101,7 +101,7 @@ class AccumulatedPrimal(Primal):
 
     @property
     def varies(self) -> tuple[str, ...]:
-        return facts(self.spec_id).varies
+        return spec_info(self.spec_id).varies
 
     def reduce(self, gradients: Tensors) -> Shard:
         return self._summed(apply_to_unit("reduce_scatter", self.cast, gradients))
@@ -162,7 +162,7 @@ class PerRankPrimal(Primal):
         return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.indices])]
 
     def reduce(self, gradients: Tensors) -> list[PerRank]:
-        summed = [apply_along("psum", g, joint(self.copies), Whole()) for g in gradients]
+        summed = [apply_along("psum", g, joint(self.copies), NoOptions()) for g in gradients]
         return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
@@ -196,7 +196,7 @@ def as_one_value(primal: Primal) -> Primal:
     """Make a primal's copies count as one value, which each rank uses in its own way."""
     if not primal.copies:
         return primal
-    variables = [apply_along("pvary", x, joint(primal.copies), Whole()) for x in primal.variables]
+    variables = [apply_along("pvary", x, joint(primal.copies), NoOptions()) for x in primal.variables]
     return OneValuePrimal(primal.members, variables, primal.dtypes, primal.copies, primal)
 
 
@@ -243,12 +243,12 @@ def open_argument(
         ValueError: if a unit is sharded over an axis outside `axes`; in a simulation, if a plain tensor differs by rank
             along one of `axes`. The message names the unit or the leaf.
     """
-    arg = lifted(arg)  # to the device: part of each parameter may be on the host
+    arg = boxes_to_device(arg)  # to the device: part of each parameter may be on the host
     paths, entries, structure = tree.flatten_with_paths(arg, is_box)
     _check_floating(paths, entries, name)
     if precision is not None:
         precision.check(name, paths, entries)
-    primals = [_of_shard(unit, axes, micro_batches, gather, precision) for unit in cut_units(paths, entries)]
+    primals = [_of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)]
     primals += [_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
     if axes:
         check_inputs_replicated(name, axes, paths, entries)
@@ -265,23 +265,23 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
 
 
 def _cast(spec_id: int, precision: Precision | None) -> int:
-    return spec_id if precision is None else with_cast(spec_id, *precision.gradients(facts(spec_id).dtype))
+    return spec_id if precision is None else with_cast(spec_id, *precision.gradients(spec_info(spec_id).dtype))
 
 
 def _of_shard(
-    unit: CutUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
+    unit: ShardedUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
 ) -> Primal:
     spec_id, box, members = unit
     shard_axes, mean_axes = [a.name for a in unit_axes(spec_id)], [a.name for a in axes]
     if any(name not in mean_axes for name in shard_axes):
         raise ValueError(
-            f"unit {facts(spec_id).unit!r} is sharded over {shard_axes}, and the mean is over {mean_axes}: its "
+            f"unit {spec_info(spec_id).unit!r} is sharded over {shard_axes}, and the mean is over {mean_axes}: its "
             "gradient would be summed over more ranks than the loss; name all axes of the unit with axis="
         )
-    copies = [a for a in axes if a.name not in facts(spec_id).varies]
+    copies = [a for a in axes if a.name not in spec_info(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
     dtype, cast = _grad_dtype(box.data.dtype, precision), _cast(spec_id, precision)
-    if micro_batches > 1 and facts(spec_id).reduced == "once":
+    if micro_batches > 1 and spec_info(spec_id).reduced == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), copies, spec_id, cast)
     kind = ShardPrimal if gather else BoxPrimal
@@ -296,16 +296,16 @@ def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
 
 
 def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
-    assignment = assign(arg, axes, LayoutRules(rules_here().units), rest="replicated")
+    assignment = assign(arg, axes, LayoutRules(current_rules().units), rest="replicated")
     primals: list[Primal] = []
     for unit in assignment.units:
         members = [
             (i, x.index)
             for i, x in enumerate(assignment.entries)
-            if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
+            if isinstance(x, Slot) and x.spec_id == unit.spec_id and not is_box(entries[i])
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
-        primals.append(ReplicatedPrimal(members, unit.leaves, dtypes, axes, _cast(unit.uid, precision)))
+        primals.append(ReplicatedPrimal(members, unit.leaves, dtypes, axes, _cast(unit.spec_id, precision)))
     return primals
 
 

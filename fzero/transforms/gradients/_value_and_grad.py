@@ -11,13 +11,13 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing, raise_priority
-from fzero._torch.levels import differentiates_now, is_differentiated, written
+from fzero._torch.levels import differentiates_now, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, AxisName, OneLoss, as_one_loss, bound, in_loss, joint, resolve
 from fzero.collectives import check_copies, one_of_copies, psum
 from fzero.graph import loop
 from fzero.optim import Precision
-from fzero.sharding import own_values
+from fzero.sharding import unwrap_per_rank
 from fzero.transforms._gather import gather as gather_tree
 from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
 from fzero.transforms.gradients._primals import Argument, PerRankPrimal, as_one_value, open_argument
@@ -241,7 +241,7 @@ def value_and_grad(
         one_value = _is_differentiated_itself(arguments)
         if one_value:
             arguments = {i: replace(x, primals=[as_one_value(p) for p in x.primals]) for i, x in arguments.items()}
-        kwargs, rest = own_values((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
+        kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
         if gather:
             kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
         # the loss is divided before the sums, since a sum could overflow in half precision
@@ -353,10 +353,10 @@ class _Loss:
                 leaves.append(xs)
             args[i] = self.batch.part(argument.build(leaves), i, j)
             inputs[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace detects writes itself
-        versions = {i: [written(x) for x in xs] for i, xs in inputs.items()}
+        versions = {i: [version_key(x) for x in xs] for i, xs in inputs.items()}
         loss, aux = self._as_one_value(variables, args) if self.shared_axes else self.loss_and_aux(*args, **self.kwargs)
         for i, xs in inputs.items():
-            if versions[i] != [written(x) for x in xs]:
+            if versions[i] != [version_key(x) for x in xs]:
                 raise RuntimeError(
                     f"f wrote into its parameters in place (argument {i}): let it compute new values (p = p * mask)"
                 )

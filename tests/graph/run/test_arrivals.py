@@ -46,17 +46,17 @@ class Late:
     def __init__(self) -> None:
         self.copies = 0
 
-    def __call__(self, x: torch.Tensor) -> moves.Coming:
+    def __call__(self, x: torch.Tensor) -> moves.PendingCopy:
         self.copies += 1
         value = torch.full_like(x, torch.nan if x.is_floating_point() else 7)
-        return moves.Coming(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
+        return moves.PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
 def late(monkeypatch):
     queue = Late()
     monkeypatch.setattr(moves, "_enqueued", queue)
-    monkeypatch.setattr(_lower, "arriving", partial(_arrivals.arriving, kinds=("cpu",)))
+    monkeypatch.setattr(_lower, "arriving", partial(_arrivals.make_copies_async, kinds=("cpu",)))
     return queue
 
 
@@ -100,10 +100,10 @@ def test_without_a_gpu_a_graph_stays_as_it_is():
     traced = torch.fx.symbolic_trace(lambda x: x + 1).graph
     for n in traced.nodes:
         n.meta["val"] = torch.ones(2)
-    assert _arrivals.arriving(traced) is traced
+    assert _arrivals.make_copies_async(traced) is traced
 
 
 def test_a_copy_on_this_machine_is_there_at_once():
     x = torch.arange(3)
-    coming = moves.on_its_way(x)
-    assert coming.event is None and moves.arrived(coming).equal(x) and moves.arrived(coming) is not x
+    coming = moves.start_to_host(x)
+    assert coming.event is None and moves.wait_to_host(coming).equal(x) and moves.wait_to_host(coming) is not x

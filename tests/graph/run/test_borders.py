@@ -17,7 +17,7 @@ from fzero import _torch, optim
 from fzero.graph._ir import is_input, results
 from fzero.graph.run._backends import Demand, lower
 from fzero.graph.run._compile import compile_graph
-from fzero.graph.run._compiled import Executable, one_by_one, within_borders
+from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
 from fzero.graph.run._groups import is_alias
 from tests.graph.test_compile import needs_compiler
 from tests.helpers import examples, train_step_for
@@ -124,7 +124,7 @@ def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
 
 
 class Watched:
-    """In the place of `within_borders`: sees that what goes in and comes out lies as its stand-ins do."""
+    """In the place of `with_traced_layouts`: sees that what goes in and comes out lies as its stand-ins do."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -151,7 +151,7 @@ def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch)
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
     patch.setattr(programs, "cut", cut_at(places))
-    patch.setattr(pieces, "within_borders", watched)
+    patch.setattr(pieces, "with_traced_layouts", watched)
     return lower(graph, "inductor", Demand(strict=True)), watched
 
 
@@ -178,7 +178,7 @@ def check_cut(names: Sequence[str], places: frozenset[int]) -> None:
     with pytest.MonkeyPatch.context() as patch, _torch.quiet_vmap_fallback():
         graph = traced(made_of(names), args)
         runs, watched = compiled_as(graph, places, patch)
-        got, expected = runs([*args]), one_by_one(graph)([*args])
+        got, expected = runs([*args]), run_operations(graph)([*args])
     assert watched.seen >= len(got) and not runs.uncompiled
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
@@ -241,7 +241,7 @@ def test_a_kernel_that_lays_its_result_out_otherwise_is_no_end_of_a_step():
     """As oneDNN does with a convolution's gradients, uncompiled too: a view is a reshape there."""
     graph = traced(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
     x = torch.arange(6.0).view(3, 2).t()
-    assert torch.equal(one_by_one(graph)([x])[0], x.reshape(-1) + 1)
+    assert torch.equal(run_operations(graph)([x])[0], x.reshape(-1) + 1)
 
 
 def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
@@ -252,7 +252,7 @@ def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
         given.append([x.stride() for x in args])
         return [args[0] + args[1]]
 
-    run = within_borders(runs, graph, args)
+    run = with_traced_layouts(runs, graph, args)
     odd, even = torch.arange(6.0).view(3, 2).t(), torch.ones(3)
     for _ in range(2):
         assert torch.equal(run([odd, even])[0], odd + even)
@@ -264,7 +264,7 @@ def test_what_is_written_is_not_copied():
     (x,) = [n for n in graph.nodes if is_input(n)]
     with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         graph.call_function(torch.ops.aten.copy_.default, (x, x))
-    run = within_borders(lambda args: args, graph, [x.meta["val"]])
+    run = with_traced_layouts(lambda args: args, graph, [x.meta["val"]])
     with pytest.raises(RuntimeError, match="writes into differs from the traced layout"):
         run([torch.ones(3, 2).t()])
 

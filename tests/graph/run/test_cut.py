@@ -11,7 +11,7 @@ from torch.fx import Node
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
-from fzero.graph.run._groups import cut
+from fzero.graph.run._groups import split_into_groups
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.optim import schedules
@@ -94,7 +94,7 @@ def test_the_update_of_a_leaf_is_one_segment(name):
 
 
 def groups_of(b: Builder, results: list[Any]) -> dict[Node, int]:
-    groups = cut(b.done(results).nodes)
+    groups = split_into_groups(b.done(results).nodes)
     return {n: i for i, group in enumerate(groups) for n in group}
 
 

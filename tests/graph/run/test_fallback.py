@@ -15,7 +15,7 @@ import fzero.graph.run._compile as compiling
 from fzero import optim
 from fzero._notice import notice
 from fzero.graph.run._compile import Code, CompileError, first_line
-from fzero.graph.run._fallback import Refusal, packed, prove, proved, united
+from fzero.graph.run._fallback import Refusal, check_outputs, compile_checked, merge_refusals, serialize
 from tests.graph.test_compile import code_of
 from tests.graph.test_jit import bitwise
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -174,7 +174,7 @@ def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
     runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
         runs([torch.zeros(3, 3)])
-    prove(code, runs)
+    check_outputs(code, runs)
 
 
 def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
@@ -183,7 +183,7 @@ def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.outputs))
+    check_outputs(code, interpreted(GraphModule({}, code.graph), code.fakes, code.outputs))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -197,7 +197,7 @@ def test_arguments_are_made_up_as_their_stand_ins_lie(x):
         seen.extend(args)
         return [args[0] + 1]
 
-    prove(code_of(lambda x: [x + 1], x), runs)
+    check_outputs(code_of(lambda x: [x + 1], x), runs)
     assert [(a.shape, a.stride(), a.dtype) for a in seen] == [(x.shape, x.stride(), x.dtype)]
 
 
@@ -205,12 +205,12 @@ def test_arguments_are_made_up_as_their_stand_ins_lie(x):
 def test_code_whose_results_are_not_finite_is_refused_unless_the_operations_do_the_same(dtype):
     code = code_of(lambda x: [x.float().log().to(dtype), x + 0.5], torch.ones(2, 3))
     infinite, half = torch.full((2, 3), -math.inf).to(dtype), torch.full((2, 3), 0.5)
-    prove(code, lambda args: [infinite, half])  # the logarithm of zero
-    prove(code, lambda args: [infinite.nan_to_num() if dtype.itemsize > 1 else infinite, half])
+    check_outputs(code, lambda args: [infinite, half])  # the logarithm of zero
+    check_outputs(code, lambda args: [infinite.nan_to_num() if dtype.itemsize > 1 else infinite, half])
     broken = half.clone()
     broken[1, 2] = math.nan
     with pytest.raises(CompileError, match="result 1 of its compiled code is not finite, but that of the uncompiled"):
-        prove(code, lambda args: [infinite, broken])
+        check_outputs(code, lambda args: [infinite, broken])
 
 
 def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
@@ -221,7 +221,7 @@ def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
     def fail(args: Any) -> Any:
         raise AssertionError(OPCHECK)
 
-    refusal = proved(code, lambda code: fail)
+    refusal = compile_checked(code, lambda code: fail)
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "it fails compiled: expected size 2==2, stride 16==512 at dim=2"
     assert refusal.cost == "4.0 kB more than planned"
@@ -229,7 +229,7 @@ def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
 
 def test_refusals_of_all_ranks_are_joined_and_the_first_rank_speaks():
     a, b = Refusal("a", "why", ""), Refusal("b", "else", "1 B")
-    found = united([packed({}, 0), packed({"x": a}, 1), packed({"x": b, "y": b}, 2)])
+    found = merge_refusals([serialize({}, 0), serialize({"x": a}, 1), serialize({"x": b, "y": b}, 2)])
     assert found == {"x": a._replace(rank=1), "y": b._replace(rank=2)}
 
 
@@ -251,4 +251,4 @@ def test_code_that_is_given_no_stand_in_is_not_proved():
     def fail(args: Any) -> Any:
         raise AssertionError("not reached")
 
-    prove(code, fail)
+    check_outputs(code, fail)

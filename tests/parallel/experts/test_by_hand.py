@@ -21,9 +21,9 @@ CAPACITIES = st.sampled_from([None, 0.01, 0.25, 0.5, 1.0, 1.1, 2.0, 50.0])
 
 
 def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str, **options: Any) -> Any:
-    """Return `(y, auxiliary)` token by token: gates, seats by sequence, drops, balance and z losses."""
+    """Return `(y, auxiliary)` token by token: gates, positions by sequence, drops, balance and z losses."""
     (s, t, _), count = x.shape, p["router"].shape[1]
-    seats = t if capacity is None else min(t, math.ceil(Fraction(str(capacity)) * t * k / count))
+    positions = t if capacity is None else min(t, math.ceil(Fraction(str(capacity)) * t * k / count))
     logits = x @ p["router"]
     e = torch.exp(logits)
     scores = 1 / (1 + 1 / e) if options.get("score") == "sigmoid" else e / e.sum(-1, keepdim=True)
@@ -35,7 +35,7 @@ def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str,
             e = best[j][c]
             chosen[i, e] += 1 / (t * k)
             taken[e] += 1
-            if taken[e] <= seats:
+            if taken[e] <= positions:
                 whole = sum(scores[i, j, other] for other in best[j]) if options.get("normalise", True) else 1
                 gate = options.get("scale", 1.0) * scores[i, j, e] / whole
                 h = torch.tanh(x[i, j] @ p["experts"]["up"][e] + p["experts"]["bias"][e])

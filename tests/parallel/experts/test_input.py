@@ -13,7 +13,7 @@ from tests.parallel.experts.model import OPT, batch_of, experts_params, ffn, los
 
 L, X = torch.zeros(2, 3, 4), torch.ones(2, 3, 6, dtype=torch.float64)
 R = moe.route(L.double(), 2)
-SEATED = moe.seats(R.experts, 4)
+SEATED = moe.assign_positions(R.experts, 4)
 P = experts_params(4)
 KEY = fzero.random.key(0)
 ENDS = torch.tensor([1, 2])
@@ -58,11 +58,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"scale='2': expected a number",
     ),
     "no end of capacity": (
-        lambda: moe.seats(R.experts, 4, float("inf")),
+        lambda: moe.assign_positions(R.experts, 4, float("inf")),
         ValueError,
         r"capacity=inf: expected a number above 0.* or None",
     ),
-    "no experts to seat": (lambda: moe.seats(R.experts, 0), ValueError, r"count=0: expected the number of experts"),
+    "no experts to position": (
+        lambda: moe.assign_positions(R.experts, 0),
+        ValueError,
+        r"count=0: expected the number of experts",
+    ),
     "a name for a count": (
         lambda: moe.sort_rows(X, R.experts, "4"),  # pyright: ignore
         ValueError,
@@ -90,7 +94,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"y is None: expected a floating-point tensor .* what the experts return",
     ),
-    "and without seats": (
+    "and without positions": (
         lambda: moe.layer(lambda *_: None, P, X, R),  # pyright: ignore
         TypeError,
         r"y is None: expected a floating-point tensor .* what the experts return",
@@ -116,15 +120,27 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"axis=None: expected the name of the axis",
     ),
     "groups": (lambda: moe.route(L, 1, groups=(3, 1)), ValueError, r"groups=\(3, 1\): .* n divides the 4 experts"),
-    "capacity of 0": (lambda: moe.seats(R.experts, 4, 0), ValueError, r"capacity=0: expected a number above 0"),
+    "capacity of 0": (
+        lambda: moe.assign_positions(R.experts, 4, 0),
+        ValueError,
+        r"capacity=0: expected a number above 0",
+    ),
     "negative capacity": (
         lambda: moe.layer(ffn, P, X, R, capacity=-1.0),
         ValueError,
         r"capacity=-1.0: expected a number above 0, such as 1.25",
     ),
     "capacity that is nan": (lambda: moe.stats(R, float("nan")), ValueError, r"capacity=nan"),
-    "float choices": (lambda: moe.seats(R.gates, 4), TypeError, r"experts is torch.float64: expected an int64"),
-    "seats of no sequences": (lambda: moe.seats(R.experts[0], 4), ValueError, r"\[3, 2\]: expected \[sequences"),
+    "float choices": (
+        lambda: moe.assign_positions(R.gates, 4),
+        TypeError,
+        r"experts is torch.float64: expected an int64",
+    ),
+    "positions of no sequences": (
+        lambda: moe.assign_positions(R.experts[0], 4),
+        ValueError,
+        r"\[3, 2\]: expected \[sequences",
+    ),
     "integer tokens": (
         lambda: moe.layer(ffn, P, X.long(), R),
         TypeError,
@@ -135,7 +151,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"x has the shape \[2, 2, 6\]: expected \[2, 3, width\]",
     ),
-    "tokens without seats": (lambda: moe.dispatch(X[:1], SEATED), ValueError, r"\[1, 3, 6\]: expected \[2, 3, width"),
+    "tokens without positions": (
+        lambda: moe.dispatch(X[:1], SEATED),
+        ValueError,
+        r"\[1, 3, 6\]: expected \[2, 3, width",
+    ),
     "rows of others": (
         lambda: moe.combine(X, SEATED, R.gates),
         ValueError,

@@ -15,7 +15,7 @@ from tests.parallel.experts.model import D, batch_of, by_hand, experts_params, f
     st.integers(1, 3), st.integers(0, 6), st.sampled_from([1, 2, 4, 8]), st.data(), st.booleans(), st.integers(0, 99)
 )
 def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data, normalise, seed):
-    """By seats and by sorting; with more experts than tokens, as many choices as experts, and no token at all."""
+    """By positions and by sorting; with more experts than tokens, as many choices as experts, and no token at all."""
     k = data.draw(st.integers(1, count))
     g = torch.Generator().manual_seed(seed)
     x, p = normal(g, s, t, D), experts_params(count, seed)
@@ -48,7 +48,7 @@ def test_experts_without_tokens_have_gradients_of_exactly_zero(capacity):
 def test_a_token_whose_choices_are_all_dropped_is_zeros():
     x, p = batch_of(2, 6)["x"], experts_params(4)
     logits = torch.tensor([9.0, 8.0, 0.0, 0.0], dtype=torch.float64).expand(2, 6, 4)
-    y = moe.layer(ffn, p, x, moe.route(logits, 2), capacity=1.0)  # 3 seats an expert, and all want the same two
+    y = moe.layer(ffn, p, x, moe.route(logits, 2), capacity=1.0)  # 3 positions an expert, and all want the same two
     assert not y[:, 3:].any() and y[:, :3].all()
 
 

@@ -73,8 +73,8 @@ def test_a_token_with_a_nan_goes_nowhere_and_hides_nothing(score, capacity):
     if capacity is None:
         torch.testing.assert_close(y[:1, kept], moe.layer(lambda p, r, linear: linear(r, p), up, x[:1, kept], cut))
     else:
-        seats, alone = (moe.seats(e.experts, 4, 0.5 * 4 / 3 if e is cut else 0.5) for e in (r, cut))
-        assert torch.equal(seats.seat[:1, kept] < 4, alone.seat < 4)
+        positions, alone = (moe.assign_positions(e.experts, 4, 0.5 * 4 / 3 if e is cut else 0.5) for e in (r, cut))
+        assert torch.equal(positions.position[:1, kept] < 4, alone.position < 4)
 
 
 # ---------------------------------------------------------------- jitter
@@ -114,8 +114,11 @@ def test_what_is_known_of_the_balance_is_that_of_the_global_batch(simulate, k, c
     torch.testing.assert_close(loss, 4 * (share * r.probs.mean((0, 1))).sum())
     torch.testing.assert_close(load, share)
     torch.testing.assert_close(new_bias, 1e-3 * torch.sign(share.mean() - share))
-    seated = (moe.seats(r.experts, 4, capacity).seat < moe.seats(r.experts, 4, capacity).choice[0].numel()).double()
-    torch.testing.assert_close(stats["dropped"], 1 - seated.mean())
+    positions = (
+        moe.assign_positions(r.experts, 4, capacity).position
+        < moe.assign_positions(r.experts, 4, capacity).choice[0].numel()
+    ).double()
+    torch.testing.assert_close(stats["dropped"], 1 - positions.mean())
     assert 0 <= stats["entropy"] <= math.log(4)
 
 

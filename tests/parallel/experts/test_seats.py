@@ -1,4 +1,4 @@
-"""Laws of seats, of rows in order, and of the ways there and back."""
+"""Laws of positions, of rows in order, and of the ways there and back."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ def rows_of(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_seats_are_taken_first_choices_first_and_tokens_in_order(s, t, k, capacity, seed):
     count = 5
     experts = choices(s, t, k, count, seed)
-    found = moe.seats(experts, count, capacity)
+    found = moe.assign_positions(experts, count, capacity)
     c = t if capacity is None else min(t, math.ceil(capacity * t * k / count))
     assert found.choice.shape == (s, count, c)
     for i in range(s):
@@ -42,11 +42,11 @@ def test_seats_are_taken_first_choices_first_and_tokens_in_order(s, t, k, capaci
         for j in range(k):
             for token in range(t):
                 e = int(experts[i, token, j])
-                seat = count * c
+                position = count * c
                 if e < count and taken[e] < c:
-                    seat, choice[e, taken[e]] = e * c + taken[e], token * k + j
+                    position, choice[e, taken[e]] = e * c + taken[e], token * k + j
                     taken[e] += 1
-                assert found.seat[i, token, j] == seat
+                assert found.position[i, token, j] == position
         assert torch.equal(found.choice[i], choice)
 
 
@@ -60,12 +60,12 @@ def test_dispatch_and_combine_are_transposes_of_each_other(axes, simulate, capac
     x, seed = rows_of(n * s, t, d, seed=seed), seed + 1
 
     def program(x: torch.Tensor, experts: torch.Tensor) -> object:
-        seated, ones = moe.seats(experts, 4, capacity), x.new_ones(experts.shape)
-        there = moe.dispatch(x, seated)
+        positions, ones = moe.assign_positions(experts, 4, capacity), x.new_ones(experts.shape)
+        there = moe.dispatch(x, positions)
         y = torch.cos(there + torch.arange(there.numel()).view(there.shape))  # any rows, another on each rank
-        back = moe.combine(y, seated, ones)
-        gradient = torch.func.vjp(lambda x: moe.dispatch(x, seated), x)[1](y)[0]
-        forth = torch.func.vjp(lambda y: moe.combine(y, seated, ones), y)[1](x)[0]
+        back = moe.combine(y, positions, ones)
+        gradient = torch.func.vjp(lambda x: moe.dispatch(x, positions), x)[1](y)[0]
+        forth = torch.func.vjp(lambda y: moe.combine(y, positions, ones), y)[1](x)[0]
         return fzero.PerRank(((there * y).sum(), (x * back).sum(), gradient - back, forth - there))
 
     left, right, *zeros = mesh.spmd(program)(mesh.split(x), mesh.split(experts)).value
@@ -122,8 +122,8 @@ def test_permuting_the_experts_permutes_their_gradients(k, capacity, seed):
 @pytest.mark.parametrize("capacity", [0.7, 1.1, 1.2, 1.25, 1.3, 2.2])
 @pytest.mark.parametrize("tokens", [10, 100, 1000])
 def test_a_capacity_is_the_decimal_that_was_written(capacity, tokens):
-    """1.1 x 100 / 10 is 11 seats, though in binary it is a little more."""
+    """1.1 x 100 / 10 is 11 positions, though in binary it is a little more."""
     for k, count in itertools.product((1, 2, 4), (2, 5, 10, 64)):
         exact = math.ceil(Fraction(str(capacity)) * tokens * k / count)
         experts = torch.zeros(1, tokens, k, dtype=torch.int64)
-        assert moe.seats(experts, count, capacity).choice.shape[-1] == min(tokens, exact)
+        assert moe.assign_positions(experts, count, capacity).choice.shape[-1] == min(tokens, exact)

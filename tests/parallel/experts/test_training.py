@@ -63,7 +63,7 @@ def test_starved_experts_on_ranks_of_their_own(capacity):
 
 
 def test_a_rank_whose_tokens_go_nowhere():
-    """Its sequences take no seat, forward and backward."""
+    """Its sequences take no position, forward and backward."""
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         x, layer = batch["x"] @ params["inp"], params["layer"]
@@ -175,7 +175,7 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
     plan = fzero.plan(step, *step.init(params_of(), OPT), batch, world_size={"dp": 8})
     sent = [c.bytes for c in plan.collectives if c.kind == "all_to_all"]
     s, t, k, d, count = 2, 5, 2, 6, 4
-    # rows forth and back, and their gradients; a rank sends its seats, or what it could choose; and the counts, once
+    # rows forth and back, and their gradients; a rank sends its positions, or what it could choose; counts once
     rows = count * 2 * s if capacity else 2 * s * t * k
     assert sorted(sent) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
 

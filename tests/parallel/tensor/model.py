@@ -91,7 +91,7 @@ def loss_for(sequence: bool = False, remat: bool = False, axis: str = "tp") -> C
         return x + tp.row(h, p["down"], p["down_bias"], **cut)
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-        positions = tp.cut(params["positions"], axis) if sequence else params["positions"]
+        positions = tp.scatter(params["positions"], axis) if sequence else params["positions"]
         x = tp.embed(batch["tokens"], params["tokens"], **cut) + positions
         for p in params["blocks"]:
             x = (fzero.remat(block) if remat else block)(p, x)

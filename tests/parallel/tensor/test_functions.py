@@ -93,22 +93,22 @@ def test_numbers_outside_the_vocabulary_are_not_trained_on(wrong, simulate):
 @given(st.sampled_from([1, 2, 3]), SIMULATIONS, st.sampled_from([0, 1, -1, -2]))
 def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim):
     mesh, x, y = fzero.mesh(tp=n, simulate=simulate), normal(6, 6, 6), normal(6, 6, 6, seed=1)
-    torch.testing.assert_close(mesh.spmd(lambda x: tp.join(tp.cut(x, dim=dim), dim=dim))(x), x)
+    torch.testing.assert_close(mesh.spmd(lambda x: tp.gather(tp.scatter(x, dim=dim), dim=dim))(x), x)
 
     def pulled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.func.vjp(lambda x: tp.cut(x, dim=dim), x)[1](tp.cut(y, dim=dim))[0]
+        return torch.func.vjp(lambda x: tp.scatter(x, dim=dim), x)[1](tp.scatter(y, dim=dim))[0]
 
     torch.testing.assert_close(mesh.spmd(pulled)(x, y), y)  # all parts of the gradient, joined
 
     def pulled_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return tp.join(torch.func.vjp(lambda x: tp.join(x, dim=dim), tp.cut(x, dim=dim))[1](y)[0], dim=dim)
+        return tp.gather(torch.func.vjp(lambda x: tp.gather(x, dim=dim), tp.scatter(x, dim=dim))[1](y)[0], dim=dim)
 
     torch.testing.assert_close(mesh.spmd(pulled_back)(x, y), y)
 
 
 def test_without_the_axis_everything_is_whole():
     x, w = normal(2, 4), normal(4, 4)
-    assert all(f(x) is x or torch.equal(f(x), x) for f in (tp.enter, tp.leave, tp.cut, tp.join))
+    assert all(f(x) is x or torch.equal(f(x), x) for f in (tp.enter, tp.leave, tp.scatter, tp.gather))
     torch.testing.assert_close(tp.row(tp.column(x, w, axis="model"), w), x @ w @ w)
     torch.testing.assert_close(fzero.mesh(dp=2).spmd(lambda x: tp.column(x, w))(x), x @ w)
     with pytest.raises(IndexError):
@@ -178,7 +178,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"dimension 0 of a tensor \[3, 4\] is split into 2 equal parts along 'tp'",
     ),
-    "an odd cut": (lambda: fzero.mesh(tp=2).spmd(tp.cut)(normal(3, 4)), ValueError, "pad the sequences"),
+    "an odd cut": (lambda: fzero.mesh(tp=2).spmd(tp.scatter)(normal(3, 4)), ValueError, "pad the sequences"),
     "packed": (lambda: tp.packed(0), ValueError, "count=0: expected the number of matrices"),
     "divided": (lambda: tp.divided(), ValueError, "expected names of attributes"),
 }
