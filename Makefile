@@ -3,8 +3,17 @@
 
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
+CONSTRAINTS := constraints.txt
+
+# Another torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
+# There pip's own constraints of this machine do not apply.
+ifdef TORCH
+VENV := .venv-torch-$(TORCH)
+CONSTRAINTS := $(VENV)/constraints.txt
+export PIP_CONSTRAINT := /dev/null
+endif
 
 # The wheel index that torch comes from, beside pip's own. On Linux, PyPI's torch brings gigabytes
 # of CUDA. So by default: nothing extra where pip has indexes of its own configured, or where there
@@ -22,7 +31,7 @@ help: ## list the commands
 train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4", or "--experts 8 --ep 2"
 	$(BIN)/python examples/$(if $(findstring --experts,$(ARGS)),moe,train_gpt).py $(ARGS)
 
-test: lint types tests ## lint, types and tests
+test: lint types tests ## lint, types and tests; TORCH=2.15.0 for another torch than the pinned one
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
@@ -76,6 +85,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'fzero needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@if [ -n '$(TORCH)' ]; then sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS); fi
 	$(INSTALL) $(addprefix --extra-index-url=,$(TORCH_INDEX)) torch
 	$(INSTALL) --quiet hatchling editables
 	@touch $@

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero.tree
+from fzero._notice import notice
 from fzero.graph import Plan, Settings, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
@@ -62,10 +63,19 @@ class _InProcess(Executor):
 def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
     """Yield a function that starts `run` on a value, in this process or a forked one, and returns the future.
 
+    A process that has computed gradients on a build of torch for GPUs has threads that no fork survives. Then all calls
+    run in this process, which a notice says.
+
     Args:
         count: the number of processes; with 1 this process runs all calls.
         run: the function. Processes inherit it by the fork, since a user's function may not pickle.
     """
+    if count > 1 and not _can_fork():
+        notice(
+            f"fzero.tune: workers={count}: this process has computed gradients, and this build of torch can compute "
+            "none in a fork of it. So it plans in one process; call tune before the first gradient to plan in several"
+        )
+        count = 1
     if count == 1:
         yield lambda value: _InProcess().submit(run, value)
         return
@@ -77,6 +87,20 @@ def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], F
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+def _can_fork() -> bool:
+    """Return whether a process that is forked now can compute gradients: autograd refuses if its threads are lost."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        try:
+            pool.submit(_differentiate).result()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _differentiate() -> None:
+    torch.func.grad(torch.sin)(torch.zeros(()))
 
 
 _functions: list[Callable[[Any], Any]] = []  # in a forked process: the functions that it inherited

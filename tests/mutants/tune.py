@@ -23,6 +23,12 @@ MUTANTS = [
         Fault("a table forgets its layouts", "Table._select_settings", dropped("A in B"), PLACES),
     ),
     *File("tuning/_search.py", TUNE).faults(
+        Fault(
+            "a fork without gradients is used",
+            "pool_of",
+            never("A > 1 and not B()"),
+            ("tests/tuning/test_search.py",),
+        ),
         Fault("what fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
         Fault("nothing is skipped", "rows_of", never("A.B > C")),
         Fault("two blocks say what many take", "SHALLOW", becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}")),

@@ -1,6 +1,7 @@
 """The search: on any number of processes the same is planned and skipped, none of them waits, and rows are kept."""
 
 import concurrent.futures
+import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,6 +77,22 @@ def test_a_row_that_comes_to_be_skipped_is_left_out():
         found = [*rows_of(SPACE, many.start, 8, 1.0)]  # nothing fits
     assert len(many.started) > sum(isinstance(x, Row) for x in found) == 2  # the leanest of both precisions
     assert all(isinstance(x, Row) or x.as_little_as.stage == 3 for x in found)
+
+
+def without_threads() -> None:
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+
+def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, caplog):
+    """As after a backward pass on a build of torch for GPUs: there autograd's threads are lost in the fork."""
+    monkeypatch.setattr(_search, "_differentiate", without_threads)
+    with _search.pool_of(3, lambda value: (value, os.getpid())) as start:
+        assert [start(i).result() for i in range(4)] == [(i, os.getpid()) for i in range(4)]
+    assert "workers=3: this process has computed gradients" in caplog.text
+    monkeypatch.undo()
+    with _search.pool_of(2, lambda value: (value, os.getpid())) as start:
+        value, process = start(5).result()
+    assert value == 5 and process != os.getpid()
 
 
 def test_an_error_ends_the_search():
