@@ -78,7 +78,7 @@ from torch._inductor.utils import IndentedBuffer
 """
 
 
-@pytest.mark.parametrize("name", ["preparing", "importing"])
+@pytest.mark.parametrize("name", ["start_cpu_probe", "start_import"])
 def test_inductor_is_imported_beside_a_first_trace(name):
     """Dynamo and Inductor import each other, so a trace and the thread must not begin at the two ends."""
     run(BESIDE.format(name=name))

@@ -231,7 +231,7 @@ def test_no_worker_is_started_in_vain(monkeypatch):
     monkeypatch.setattr(_workers, "compile_threads", lambda: 2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert spare_cores() == 1
-    monkeypatch.setattr(_workers, "pickled", lambda graphs: 1 / 0)  # what cannot be pickled
+    monkeypatch.setattr(_workers, "pickle_graphs", lambda graphs: 1 / 0)  # what cannot be pickled
     assert _workers.start(codes(1), 2) == Workers()
 
 
@@ -319,7 +319,7 @@ def test_nothing_is_loaded_until_inductor_is(monkeypatch):
     thread = threading.Thread(target=there.wait, daemon=True)
     thread.start()
     monkeypatch.setattr(changing, "can_load", can_load)
-    monkeypatch.setattr(compiling, "importing", lambda: thread)
+    monkeypatch.setattr(compiling, "start_import", lambda: thread)
     step, jitted = both()
     trained(step, jitted, range(2))
     assert not runs_of(jitted).runs.loaded

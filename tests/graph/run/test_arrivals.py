@@ -56,7 +56,7 @@ class Late:
 def late(monkeypatch):
     queue = Late()
     monkeypatch.setattr(moves, "_enqueued", queue)
-    monkeypatch.setattr(_lower, "arriving", partial(_arrivals.make_copies_async, kinds=("cpu",)))
+    monkeypatch.setattr(_lower, "make_copies_async", partial(_arrivals.make_copies_async, kinds=("cpu",)))
     return queue
 
 

@@ -150,7 +150,7 @@ class Watched:
 def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch) -> tuple[Executable, Watched]:
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
-    patch.setattr(programs, "cut", cut_at(places))
+    patch.setattr(programs, "split_into_groups", cut_at(places))
     patch.setattr(pieces, "with_traced_layouts", watched)
     return lower(graph, "inductor", Demand(strict=True)), watched
 
