@@ -326,7 +326,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
 @example("adamw", (0.3, 0.7), 0, 2)
 @example("adamw", (0.3, 0.7), 2, 2)
 def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
-    """By `offloaded`, by a checkpoint, and by cutting the whole state again."""
+    """By `with_offload_ratio`, by a checkpoint, and by cutting the whole state again."""
     row, update, way = PAIRS[name], "device" if name in ON_DEVICE_ONLY else "host", Way(stage, n)
     old, new, base = (row.make(w, small_params()) for w in (*(offloading(r, update) for r in change), plain))
     step, state, rest = halfway(way, row, base)

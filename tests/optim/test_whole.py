@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices: `whole`, `muon`, and the assignments that share its work out."""
+"""Optimizers that need whole matrices: `on_full_leaves`, `muon`, and the assignments that share its work out."""
 
 from typing import Any
 

@@ -103,13 +103,13 @@ def needs(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tenso
     return _never()
 
 
-@torch.library.custom_op("fzero::begins", mutates_args=())
+@torch.library.custom_op("fzero::begin_phase", mutates_args=())
 def begin_phase(kind: str, stage: int) -> torch.Tensor:
     """Begin the forward ("F") or the backward ("B") pass of a stage."""
     return _never()
 
 
-@torch.library.custom_op("fzero::received", mutates_args=())
+@torch.library.custom_op("fzero::receive", mutates_args=())
 def receive(
     kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -117,19 +117,19 @@ def receive(
     return _never()
 
 
-@torch.library.custom_op("fzero::sent", mutates_args=())
+@torch.library.custom_op("fzero::send", mutates_args=())
 def send(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
     """Send the leaves of a stage's output ("F"), or of its input's gradient ("G"), to the next stage."""
     return _never()
 
 
-@torch.library.custom_op("fzero::aside", mutates_args=())
+@torch.library.custom_op("fzero::begin_shapes_only", mutates_args=())
 def begin_shapes_only() -> torch.Tensor:
     """Begin a region that runs only for its shapes and is no part of the step."""
     return _never()
 
 
-@torch.library.custom_op("fzero::aside_ends", mutates_args=())
+@torch.library.custom_op("fzero::end_shapes_only", mutates_args=())
 def end_shapes_only() -> torch.Tensor:
     """End a region that runs only for its shapes."""
     return _never()

@@ -172,7 +172,7 @@ def _never(*args: Any) -> torch.Tensor:
     raise AssertionError("an operation of a loop ran outside a trace")
 
 
-@torch.library.custom_op("fzero::turn", mutates_args=())
+@torch.library.custom_op("fzero::iteration", mutates_args=())
 def iteration(iterations: int) -> torch.Tensor:
     """Begin a loop of this many iterations, and return the number of the running one: a 0-d int64 tensor."""
     return _never()
@@ -202,13 +202,13 @@ def rows(x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> torch.Ten
     return _never()
 
 
-@torch.library.custom_op("fzero::again", mutates_args=())
+@torch.library.custom_op("fzero::run_again", mutates_args=())
 def run_again(iteration: torch.Tensor) -> torch.Tensor:
     """Begin to run an iteration's forward pass once more, for comparison, and return the iteration's number."""
     return _never()
 
 
-@torch.library.custom_op("fzero::compared", mutates_args=())
+@torch.library.custom_op("fzero::check_equal_runs", mutates_args=())
 def check_equal_runs(
     x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
 ) -> torch.Tensor:

@@ -86,7 +86,7 @@ def renumbered(graph: Graph) -> Graph:
 
 # Loops in a trace, which the operations of `fzero.graph.loop._scan` mark, become nodes.
 #
-# 1. The body of a loop begins at its `turn` and ends at the last operation that refers to the loop.
+# 1. The body of a loop begins at its `iteration` and ends at the last operation that refers to the loop.
 # 2. Its forward pass was traced twice. If the two differ, iterations depend on one another, and there is no loop.
 # 3. The body becomes a graph of its own, whose arguments are the outside values that it reads.
 # 4. A node that runs the loop replaces the body. The sums start as -0.0, which changes no number that is added to it.
@@ -95,7 +95,7 @@ def renumbered(graph: Graph) -> Graph:
 # traced once: a model in a pipeline depends on its arguments alone.
 
 
-TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
+ITERATION, PART, BEFORE, AFTER, ROWS, RUN_AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def with_loops(graph: Graph) -> Graph:
             run other operations.
     """
     without_asides(graph)
-    for start in [n for n in graph.nodes if n.target is TURN]:
+    for start in [n for n in graph.nodes if n.target is ITERATION]:
         if rank_schedule_at(start) is None:
             _compare(graph, _iteration_of(start))
         else:
@@ -167,7 +167,7 @@ def _before_of(after: Node) -> Node:
 
 def _compare(graph: Graph, iteration: _TracedIteration) -> None:
     """Check that the second run of the forward pass computes the same as the first, and remove it."""
-    again = next((n for n in iteration.start.users if n.target is AGAIN), None)
+    again = next((n for n in iteration.start.users if n.target is RUN_AGAIN), None)
     end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
     if again is None or end is None:
         raise NotScannable("the step drops the loss, which is needed to compare two micro-batches")

@@ -16,7 +16,7 @@ def mark_fused(graph: Graph) -> Graph:
 
     Returns:
         The same graph with marks (`FUSED`), also on all loops (`COMPILED`). Whether a marked value is stored depends
-        on the order too: see `never_stored`.
+        on the order too: see `unstored_values`.
     """
     graph = copy_graph(graph)
     for node in graph.nodes:

@@ -193,7 +193,7 @@ def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
     return [*instruction.arguments.slots.values(), instruction.out]
 
 
-# arriving: copies from a GPU to the host are asynchronous until the host reads them.
+# Copies from a GPU to the host are asynchronous until the host reads them.
 #
 # The copies run on the device's own stream, in the order of its work. So later work cannot overwrite the source of a
 # copy, and only the host has to wait. A copy from the host needs no wait: its readers come after it on the stream.
