@@ -65,7 +65,7 @@ class PerRankMemory(NamedTuple):
 
 
 class LossCollective(NamedTuple):
-    """A collective in a loss, of whose result each rank has a copy.
+    """A collective called in a loss; every rank gets a copy of its result.
 
     Attributes:
         name: the name of the function that was called.

@@ -228,5 +228,5 @@ def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
 
 
 def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
-    """Return a tensor, of which each rank of `axes` has an equal copy, as one value with one gradient."""
+    """Mark equal copies on the ranks of `axes` as one replicated value, so that the ranks share one gradient."""
     return apply_along("one_of_copies", x, axes, NoOptions())

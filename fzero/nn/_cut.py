@@ -412,7 +412,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _one_tensor(out: Any, name: str, form: Form | None) -> torch.Tensor:
-    """Return the one tensor that a block returns: by itself, or first in a tuple of which the module reads no more."""
+    """Return a block's output tensor: its result, or the first item of a tuple whose other items the module ignores."""
     values = out if isinstance(out, tuple | list) else (out,)
     has_more = form is not Form.FIRST and any(x is not None for x in values[1:])
     if not values or not isinstance(values[0], torch.Tensor) or has_more:

@@ -193,9 +193,9 @@ def assign(
 ) -> Assignment:
     """Assign the leaves of a tree to units that will be sharded over `axes`.
 
-    Without `rules`, the running step's rules apply, or else the default rules. A unit has one dtype and one set of
-    axes: if the rule gives one name to leaves that differ in them, they form several units. Tied leaves, one tensor
-    object at several places, are one leaf of the unit of the first place. Integer and bool leaves belong to no unit.
+    Without `rules`, the running step's rules apply, or else the default rules. Leaves of one name that
+    differ in dtype or axes form separate units. Tied leaves, one tensor object at several places, are one leaf of the
+    unit of the first place. Integer and bool leaves belong to no unit.
     Leaves that the rule names `None` belong to the unit `rest`. A leaf that is neither sharded nor split over an axis
     stays as it is.
     """

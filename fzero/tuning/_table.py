@@ -51,7 +51,7 @@ class Table:
 
     Attributes:
         rows: the configurations that were planned.
-        skipped: configurations that were not planned, since they hold no less than one that does not fit.
+        skipped: configurations that were not planned: one that needs no more memory already does not fit.
         machine: the machine that the rows are planned for.
         memory: the argument `memory` of `fzero.tune`: bytes of a device, or None.
         budget: the bytes of a device that a plan may use.

@@ -224,8 +224,8 @@ def layer(
     """Send tokens to their experts, call `f`, bring the results back, and sum them by the gates.
 
     With a `capacity`, an expert has a limited number of positions per sequence, and further choices are dropped
-    (`moe.positions`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both cases the
-    numbers do not depend on the mesh. Add a shared expert to the result: `x + moe.layer(...) + shared(p, x)`.
+    (`moe.assign_positions`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both
+    cases the numbers do not depend on the mesh. Add a shared expert to the result: `x + moe.layer(...) + shared(p, x)`.
 
     Args:
         f: the experts, `(experts, rows, linear) -> rows`. `linear(rows, weight, bias=None)` multiplies each expert's

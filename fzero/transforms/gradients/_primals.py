@@ -193,7 +193,7 @@ class OneValuePrimal(Primal):
 
 
 def as_one_value(primal: Primal) -> Primal:
-    """Make a primal's copies count as one value, which each rank uses in its own way."""
+    """Make the ranks' copies of a primal one differentiable input, as `pvary` does."""
     if not primal.copies:
         return primal
     variables = [apply_along("pvary", x, joint(primal.copies), NoOptions()) for x in primal.variables]
