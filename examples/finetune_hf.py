@@ -8,7 +8,7 @@
     torchrun --nproc-per-node 2 examples/finetune_hf.py                # the same script on 2 processes
 
 Nothing is downloaded. The text is the Python standard library's own source code, cut into documents of unequal length:
-put your own in the place of `load_documents`. Needs `pip install fzero[finetune]`.
+put your own in the place of `load_documents`. Needs `pip install ".[finetune]"`.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def recorder(folder: Path | None) -> Callable[[str, float, int], None]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise SystemExit("--tensorboard needs the package tensorboard: pip install 'fzero[finetune]'") from error
+        raise SystemExit("--tensorboard needs the package tensorboard: pip install '.[finetune]'") from error
     return SummaryWriter(str(folder), flush_secs=5).add_scalar
 
 

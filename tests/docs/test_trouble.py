@@ -27,3 +27,20 @@ def test_every_pointer_has_its_heading():
     silent = {"slow-steps", "a-long-traceback"}  # no error tells of them
     assert {name for _, name in pointers} == anchors - silent
     assert see("a-hang") == "; see docs/trouble.md#a-hang"
+
+
+def test_every_link_to_a_heading_finds_it():
+    docs = ROOT.parent / "docs"
+    pages = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *docs.rglob("*.md")]
+    lost = [
+        f"{page.name}: {link}#{name}"
+        for page in pages
+        for link, name in re.findall(r"\]\((?!https?:)([\w./-]*\.md)?#([\w-]+)\)", page.read_text())
+        if name not in headings_of(page.parent / link if link else page)
+    ]
+    assert not lost, lost
+
+
+def headings_of(page: pathlib.Path) -> set[str]:
+    code = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {anchor(re.sub(r"[`*]", "", heading)) for heading in re.findall(r"^#+ (.+)$", code, re.MULTILINE)}
