@@ -69,7 +69,7 @@ def test_unsharded_step_compiles_too():
 def test_a_result_that_differs_by_rank_is_an_error_while_compiling():
     mesh = fzero.mesh(dp=2)
     program = torch.compile(mesh.spmd(lambda x: {"loss": x.sum()}), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"result leaf 'loss' differs by rank"):
+    with pytest.raises(Exception, match=r"result leaf \\*'loss\\*' differs by rank"):
         program(mesh.split(torch.ones(4)))
 
 
