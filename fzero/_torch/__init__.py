@@ -1,6 +1,6 @@
 """All uses of private torch APIs in fzero, one topic per file.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, the tests in `tests/_torch` show which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, the tests in `tests/_torch` show which.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,6 +1,6 @@
 """Private classes of torch.distributed.checkpoint that its metadata may contain; nothing else is unpickled.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_dcp.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_dcp.py` shows which.
 """
 
 import io

@@ -1,6 +1,6 @@
 """Private torch APIs about the running code: traces, levels of torch.func, the profiler, and autograd.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Private torch APIs about trees, about tensors that share a buffer, and about modules and their hooks.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def children_without_names(x: Any) -> list[Any] | None:
 
 # Private torch APIs about memory: find tensors that lie side by side in one buffer, and make such tensors.
 #
-# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_buffers.py` shows which.
+# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_buffers.py` shows which.
 
 
 def storage_id(x: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """Private torch APIs that record each operation of a step as a node of a graph, with its source line.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_recorder.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_recorder.py` shows which.
 """
 
 import functools

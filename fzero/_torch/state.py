@@ -1,9 +1,10 @@
 """Private torch APIs about the settings of a thread and of the process, and about process groups.
 
 A rank in lockstep starts with its caller's settings. Its changes apply to this rank alone, and end with it.
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/axes/test_lockstep_state.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/axes/test_lockstep_state.py` shows which.
 """
 
+import functools
 import importlib
 import os
 import warnings
@@ -30,7 +31,7 @@ __all__ = [
 
 # Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
 #
-# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
+# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 
 
 c10d: Any = torch.ops._c10d_functional
@@ -84,11 +85,13 @@ def thread_state() -> Callable[[], Any]:
     return inherit
 
 
+@functools.cache
 def load_forward_mode() -> None:
     """Load what torch loads at the first forward-mode derivative of a process.
 
     From torch 2.15 on that warns of `torch.jit.script`, which torch itself uses there: a FutureWarning, so users would
-    see it. This function can go when torch no longer uses it.
+    see it. It runs once, because each filter of warnings makes Python show again what it has shown. This function can go
+    when torch no longer uses `torch.jit.script`.
     """
     if not __debug__ or os.environ.get("PYTORCH_JIT", "1") != "1":  # as torch asks itself
         return

@@ -1,6 +1,6 @@
 """Private torch APIs that record a step as a graph, copy a graph, and compile it.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 import functools
@@ -54,7 +54,7 @@ __all__ = [
 
 # Private torch APIs that copy a graph.
 #
-# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_graphs.py` shows which.
+# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_graphs.py` shows which.
 
 
 def graph_of(order: Iterable[Node]) -> Graph:

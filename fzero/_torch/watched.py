@@ -1,6 +1,6 @@
 """Private torch APIs that watch operations as they run, with real values, and the memory that they allocate.
 
-They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_watched.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_watched.py` shows which.
 """
 
 import os
@@ -38,7 +38,7 @@ __all__ = [
 
 # Private torch APIs that follow the CPU's allocator.
 #
-# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_allocations.py` shows which.
+# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_allocations.py` shows which.
 
 
 class Allocations:
