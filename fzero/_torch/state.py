@@ -90,8 +90,8 @@ def load_forward_mode() -> None:
     """Load what torch loads at the first forward-mode derivative of a process.
 
     From torch 2.15 on that warns of `torch.jit.script`, which torch itself uses there: a FutureWarning, so users would
-    see it. It runs once, because each filter of warnings makes Python show again what it has shown. This function can go
-    when torch no longer uses `torch.jit.script`.
+    see it. It runs once, because each new filter of warnings makes Python repeat warnings. This function can go when
+    torch no longer uses `torch.jit.script`.
     """
     if not __debug__ or os.environ.get("PYTORCH_JIT", "1") != "1":  # as torch asks itself
         return
