@@ -89,7 +89,7 @@ MAKING: dict[str, Row] = {
     "an option for an axis": (
         lambda: fzero.mesh(dp=2, simulte="lockstep"),  # pyright: ignore
         TypeError,
-        r"simulte='lockstep': .* is an int; did you mean simulate=\?",
+        r"simulte='lockstep': did you mean simulate=\?",
     ),
     "a plan without arguments": (
         lambda: fzero.plan(step_of(2)),

@@ -26,21 +26,26 @@ __all__ = ["Mesh", "check_axes", "fill_shape", "mesh"]
 Shape = tuple[tuple[str, int], ...]
 
 
+ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
+
+
 def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
     """Check a mesh's axes, as far as this is possible without the world.
 
     Raises:
         ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
             Also if `simulated_ranks` is given and no size is -1.
-        TypeError: if a size or `simulated_ranks` is not an int.
+        TypeError: if a size or `simulated_ranks` is not an int, or a name is nearly that of an argument of `mesh`.
     """
     if not axes:
         raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
     for name, size in axes.items():
         if not name.isidentifier():  # a comma would join the names of several axes
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
+        if typos := get_close_matches(name, ARGUMENTS, 1, cutoff=0.85):  # else a mistyped argument is an axis
+            raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
         if not isinstance(size, int) or isinstance(size, bool):
-            matches = get_close_matches(name, ("simulate", "simulated_ranks", "device", "timeout"), 1)
+            matches = get_close_matches(name, ARGUMENTS, 1)
             hint = f"; did you mean {matches[0]}=?" if matches else ""
             raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
         if size < 1 and size != -1:

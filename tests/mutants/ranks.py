@@ -1,6 +1,6 @@
 """Faults in where ranks are, and in how they run: fzero/ranks, and lockstep in fzero/axes."""
 
-from tests.mutants.changes import always, bare, becomes, dropped, elsewhere, never, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
 from tests.mutants.mutant import HALF, STEP, Fault, File
 
 MEET = ("tests/ranks/test_handshake.py",)
@@ -35,6 +35,7 @@ MUTANTS = [
     *File("ranks/_mesh.py", MESH).faults(
         Fault("alone is not heard", "fill_shape", bare("B or A")),
         Fault("simulated ranks need not divide", "fill_shape", never("A != simulated_ranks")),
+        Fault("a mistyped argument is an axis", "check_axes", constant(0.85, 1.0)),
         Fault("an axis may be two", "check_axes", bare("A.isidentifier()")),
     ),
     *File("data/_batch_plan.py", HALF).faults(

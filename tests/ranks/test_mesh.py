@@ -29,6 +29,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not a time": ({"timeout": math.nan}, ValueError, r"timeout=nan: expected seconds"),
     "time in words": ({"timeout": "5 min"}, TypeError, r"timeout='5 min': expected a number of seconds"),
     "time as a bool": ({"timeout": True}, TypeError, r"timeout=True: expected a number of seconds"),
+    "a mistyped argument": (
+        {"dp": -1, "simulated_rank": 4},
+        TypeError,
+        r"simulated_rank=4: did you mean simulated_ranks=",
+    ),
+    "another": ({"dp": 4, "devices": 1}, TypeError, r"devices=1: did you mean device="),
     "nobody alone": (
         {"dp": -1, "simulated_ranks": 0},
         ValueError,
