@@ -4,7 +4,7 @@ It needs the extra `fzero[testing]` (hypothesis).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -76,7 +76,7 @@ def assert_equivalent(
     params: Any,
     opt: Any,
     batches: Sequence[Any],
-    stages: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
+    stages: Sequence[int] = (0, 1, 2, 3),
     world_sizes: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,

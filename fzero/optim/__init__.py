@@ -12,6 +12,7 @@ from fzero.optim._base import (
     Params,
     Updates,
     apply_updates,
+    as_optimizer,
     chain,
     check_pair,
     torch_optimizer_message,
@@ -26,7 +27,6 @@ from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
-from fzero.optim._offload_plan import offload_params
 from fzero.optim._precision import Precision
 from fzero.optim._scale import (
     ScaleByScheduleState,
@@ -78,6 +78,7 @@ __all__ = [
     "add_decayed_weights",
     "all_finite",
     "apply_updates",
+    "as_optimizer",
     "chain",
     "check_pair",
     "clip",
@@ -102,7 +103,6 @@ __all__ = [
     "master_weights",
     "muon",
     "offload",
-    "offload_params",
     "on_full_leaves",
     "params_ema",
     "piecewise_constant",

@@ -12,6 +12,7 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
+from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
@@ -129,11 +130,11 @@ class Optimizer:
         elementwise: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
             in `fzero.optim`; None if unknown, and `fzero.testing.check_elementwise` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
-        skips: whether the pair skips steps that overflowed: a loss scale does.
+        skips_overflow: whether the pair skips steps whose gradients overflowed, as a loss scale does.
         parts: the pairs that this pair is composed of.
         pointwise: False if the update of an element reads other elements, for a norm for instance.
-        offloads: whether part of the state lies in host memory.
-        lowers: the share of the parameters that `step.init` puts into host memory, or a rule `(path) -> share`.
+        offloads_state: whether part of the state lies in host memory.
+        param_offload_ratio: the share of the parameters that lies in host memory, or a rule `(path) -> share`.
 
     Example:
         >>> from fzero import optim
@@ -145,11 +146,11 @@ class Optimizer:
     update: Callable[..., tuple[Updates, OptState]]
     elementwise: bool | None = None
     precision: Precision | None = None
-    skips: bool = False
+    skips_overflow: bool = False
     parts: tuple["Optimizer", ...] = ()
     pointwise: bool | None = None
-    offloads: bool = False
-    lowers: float | Callable[[str], float] = 0
+    offloads_state: bool = False
+    param_offload_ratio: Ratio = 0
 
     @property
     def name(self) -> str:
@@ -163,6 +164,16 @@ class Optimizer:
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
+
+    def cast_and_offload(self, params: Params) -> Params:
+        """Cast parameters to the dtypes of `precision`, and move their share to the host, after the state is made.
+
+        Raises:
+            ValueError: if a share goes to the host, and all parameters are full, as at stages 0 to 2.
+        """
+        params = params if self.precision is None else self.precision.cast(params)
+        ratio = self.param_offload_ratio
+        return offload_params(params, ratio, self.precision) if ratio else params
 
 
 def as_optimizer(pair: Pair) -> Optimizer:
@@ -190,11 +201,11 @@ def wrap_pairs(
         update,
         elementwise=False if False in elementwise else None if None in elementwise else True,
         precision=policies[0] if policies else None,
-        skips=any(pair.skips for pair in optimizers),
+        skips_overflow=any(pair.skips_overflow for pair in optimizers),
         parts=tuple(optimizers),
         pointwise=False if any(pair.pointwise is False for pair in optimizers) else None,
-        offloads=any(pair.offloads for pair in optimizers),
-        lowers=next((pair.lowers for pair in optimizers if pair.lowers), 0),
+        offloads_state=any(pair.offloads_state for pair in optimizers),
+        param_offload_ratio=next((x.param_offload_ratio for x in optimizers if x.param_offload_ratio), 0),
     )
 
 
@@ -247,7 +258,7 @@ def chain(*pairs: Pair) -> Optimizer:
     optimizers = [as_optimizer(pair) for pair in pairs]
     if any(pair.precision is not None for pair in optimizers[:-1]):
         raise ValueError("chain: master_weights must be the last link, or around the whole chain")
-    if any(pair.skips for pair in optimizers):
+    if any(pair.skips_overflow for pair in optimizers):
         raise ValueError(
             "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "
             "after it would see steps that are skipped"

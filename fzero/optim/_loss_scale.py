@@ -98,7 +98,7 @@ def dynamic_loss_scale(
         growth = torch.where(grows, torch.zeros_like(growth), growth)
         return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
 
-    return replace(wrap_pairs(init, update, pair), skips=True)
+    return replace(wrap_pairs(init, update, pair), skips_overflow=True)
 
 
 def static_loss_scale(pair: Pair, scale: float) -> Optimizer:

@@ -83,7 +83,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     check_ratio(ratio)
     if update not in UPDATE_SPACES:
         raise ValueError(f"update={update!r}: expected one of {UPDATE_SPACES}")
-    if optimizer.skips:
+    if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
     if update == "host" and optimizer.pointwise is False:
         raise ValueError(
@@ -110,8 +110,8 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     return replace(
         wrap_pairs(init, offload_update, pair),
         pointwise=optimizer.pointwise,
-        offloads=True,
-        lowers=ratio if params else 0,
+        offloads_state=True,
+        param_offload_ratio=ratio if params else 0,
     )
 
 

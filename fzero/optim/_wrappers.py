@@ -58,7 +58,7 @@ def masked(pair: Pair, mask: Mask) -> Optimizer:
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
     optimizer = as_optimizer(pair)
-    if optimizer.precision is not None or optimizer.skips:
+    if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
 
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
@@ -112,7 +112,7 @@ def leafwise(pair: Pair) -> Optimizer:
         {'w': tensor(-0.1000)}
     """
     optimizer = as_optimizer(pair)
-    if optimizer.precision is not None or optimizer.skips:
+    if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
     takes_inplace = "inplace" in inspect.signature(pair.update).parameters
 
@@ -179,7 +179,7 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
         tensor([-0.1000, -0.1000, -0.1000])
     """
     optimizer = as_optimizer(pair)
-    if optimizer.precision is not None or optimizer.skips:
+    if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("whole: put master_weights, and a loss scale, around whole")
 
     def init(params: Params) -> OptState:

@@ -2,9 +2,8 @@
 
 from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict
-from fzero.zero._module import initializer, stand_ins
-from fzero.zero._shard import shard
-from fzero.zero._sharded_step import ShardedStep
+from fzero.zero._sharded_step import ShardedStep, shard
+from fzero.zero._source import initializer, stand_ins
 from fzero.zero._stages import StageLayouts
 
 __all__ = ["ShardedStep", "StageLayouts", "evaluate", "initializer", "predict", "shard", "stand_ins", "state_bytes"]

@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.graph import size
-from fzero.optim import offload_params
+from fzero.optim import Optimizer
 from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
 
@@ -63,35 +63,33 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any, mesh: Mesh) -> None:
+def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
     There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
     on meta tensors, or if the system does not report its free memory.
 
     Args:
-        state_of: makes the state, given parameters and a pair.
+        state_of: makes the state, given parameters and an optimizer.
         params: the parameters in the step's layout.
-        opt: the pair.
+        optimizer: the optimizer.
         mesh: the ranks.
 
     Raises:
         MemoryError: if the state does not fit. The message names both sizes.
     """
-    if not getattr(opt, "offloads", False) or any(x.is_meta for x in tree.tensors(params)):
+    if not optimizer.offloads_state or any(x.is_meta for x in tree.tensors(params)):
         return
     free = free_bytes()
     if free is None:
         return
     meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
     try:
-        trees = [state_of(meta, opt)]
+        trees = [state_of(meta, optimizer)]
     except (NotImplementedError, RuntimeError):  # the pair reads values
         return
-    if opt.lowers:
-        trees.append(
-            offload_params(meta if opt.precision is None else opt.precision.cast(meta), opt.lowers, opt.precision)
-        )
+    if optimizer.param_offload_ratio:
+        trees.append(optimizer.cast_and_offload(meta))
     ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * state_bytes(trees, mesh, "host")
     if needed > free:

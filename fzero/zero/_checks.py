@@ -13,7 +13,7 @@ from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, Stacked
 from fzero.graph import other_memory, refuse_writes_into
-from fzero.optim import check_pair, torch_optimizer_message
+from fzero.optim import Optimizer, Pair, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spec_info
 from fzero.tree import Tree
@@ -21,7 +21,6 @@ from fzero.tree import Tree
 __all__ = [
     "as_value",
     "check_arguments",
-    "check_device",
     "check_no_torch_optimizer",
     "check_optimizer",
     "check_params",
@@ -219,40 +218,38 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
 # Checks of the optimizer, and of its new state.
 
 
-def check_optimizer(opt: Any, stage: int, on_shards: bool) -> None:
-    """Check that an optimizer is a pair that the stage can run: on shards, it must be elementwise."""
-    check_pair(opt, "init")
-    elementwise = getattr(opt, "elementwise", None)  # a third-party pair does not declare it
+def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
+    """Check that the stage can run an optimizer: on shards, it must be elementwise. A notice names the `pair`."""
     if not on_shards:
         return
-    if elementwise is None:
+    if optimizer.elementwise is None:
         notice(
-            f"fzero: {type(opt).__name__} does not declare whether it is elementwise, and is assumed to be: "
+            f"fzero: {type(pair).__name__} does not declare whether it is elementwise, and is assumed to be: "
             "fzero.testing.check_elementwise(opt) checks it"
         )
-    if elementwise is False:
+    if optimizer.elementwise is False:
         raise ValueError(
             f"stage={stage} runs the optimizer on flat shards, and this optimizer declares elementwise=False: "
             "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
         )
 
 
-def make_state(make: Callable[[], Any]) -> Any:
-    """Return `make()`. If it fails because a pair flattens trees by itself, the error gets a note with advice."""
+def make_state(make: Callable[[Any], Any], params: Any) -> Any:
+    """Return the state that `make` makes of parameters, which is on the meta device only if the parameters are.
+
+    If it fails because a pair flattens trees by itself, the error gets a note with advice.
+    """
     try:
-        return make()
+        state = make(params)
     except ValueError as error:
         if "differs by rank" in str(error):
             error.add_note(
                 "A pair that flattens trees by itself returns state without boxes: wrap it, optim.leafwise(pair)"
             )
         raise
-
-
-def check_device(params: Any, opt_state: Any) -> None:
-    """Check that the state is not on the meta device if the parameters are not."""
     if not any(x.is_meta for x in tree.tensors(params)):
-        check_memory("opt_state", opt_state)
+        check_memory("opt_state", state)
+    return state
 
 
 def check_memory(name: str, values: Any) -> None:

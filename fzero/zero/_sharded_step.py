@@ -1,4 +1,4 @@
-"""The sharded step: an unsharded train step, with parameters, gradients and state in the layouts of a ZeRO stage."""
+"""shard: make a sharded step of an unsharded train step, with the layouts of a ZeRO stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,12 +7,14 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
+from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
-from fzero.axes import DEFAULT_RULES, LayoutRules
-from fzero.optim import offload_params
+from fzero.axes import DEFAULT_RULES, AxisName, LayoutRules, OverRule, SplitRules, UnitRule, layout_rules
+from fzero.optim import Optimizer, as_optimizer
 from fzero.ranks import Mesh, Spmd, check_equal
+from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
 from fzero.zero._build import build, lay_side_by_side, supply_like
@@ -20,8 +22,8 @@ from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
     check_arguments,
-    check_device,
     check_memory,
+    check_no_torch_optimizer,
     check_optimizer,
     check_params,
     check_results,
@@ -32,9 +34,9 @@ from fzero.zero._checks import (
     make_state,
 )
 from fzero.zero._source import source_of
-from fzero.zero._stages import STAGES, StageLayouts
+from fzero.zero._stages import StageLayouts, check_stage, layout_of
 
-__all__ = ["ShardedStep"]
+__all__ = ["ShardedStep", "shard"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ShardedStep:
 
     Attributes:
         train_step: the unsharded step.
-        stage: 0 to 3.
+        stage: the number of the ZeRO stage.
         mesh: the ranks.
         axis: the data-parallel axes. Losses are averaged and units sharded over them. The batch is split over them,
             except over a pipeline's axis.
@@ -64,7 +66,7 @@ class ShardedStep:
     @property
     def layout(self) -> StageLayouts:
         """The stage's layouts of parameters, gradients and optimizer state."""
-        return STAGES[self.stage]
+        return layout_of(self.stage)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -210,22 +212,24 @@ class ShardedStep:
             >>> params
             {'w': Shard('w', float32 [100, 100], 2500 of 10000 elements, dp=4)}
         """
-        check_optimizer(opt, self.stage, self.layout.shards_state)
-        precision = getattr(opt, "precision", None)
-        # units depend on dtypes: assign the leaves by the dtypes that the parameters will have after the cast
-        step = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
+        optimizer = as_optimizer(opt)
+        check_optimizer(opt, optimizer, self.stage, self.layout.shards_state)
         with torch.inference_mode(False), torch.no_grad():
+            step = self._with_dtypes_of(optimizer)
             params = step._place("params", params, "step.init(..., donate=True)" if donate else "")
-            check_host_memory(step._make_state, params, opt, self.mesh)
-            opt_state = step._make_state(params, opt)
-            params = params if precision is None else precision.cast(params)
+            check_host_memory(step._make_state, params, optimizer, self.mesh)
+            opt_state = step._make_state(params, optimizer)
+            params = optimizer.cast_and_offload(params)
             # a state may start as the parameters themselves, and a jitted step writes into both
             opt_state = tree.map(copy_aliases_of(params), opt_state)
-            if ratio := getattr(opt, "lowers", 0):
-                params = offload_params(params, ratio, precision)
             leaves, structure = tree.flatten(params, is_box)
             del params
             return self._lay_out_units(leaves, structure), opt_state
+
+    def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
+        """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""
+        precision = optimizer.precision
+        return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
 
     def _lay_out_units(self, leaves: list[Any], structure: Any) -> Any:
         """Unflatten full leaves; at stages 1 and 2 first lay the leaves of each unit side by side, in one buffer.
@@ -251,16 +255,14 @@ class ShardedStep:
         sharded = self.layout.shards_params
         return partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
 
-    def _make_state(self, params: Any, opt: Any) -> Any:
+    def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
         """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters."""
-        partitions = self.layout.shards_within_step
 
         def make(params: Any) -> Any:
-            return opt.init(partition(params, reduce=self.layout.grads) if partitions else params)
+            within = self.layout.shards_within_step
+            return optimizer.init(partition(params, reduce=self.layout.grads) if within else params)
 
-        state = make_state(lambda: self.program(make)(params))
-        check_device(params, state)
-        return state
+        return make_state(self.program(make), params)
 
     @api_boundary
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
@@ -347,3 +349,85 @@ class ShardedStep:
             100
         """
         return state_bytes(trees, self.mesh, space)
+
+
+@api_boundary
+def shard(
+    train_step: Callable[..., Any],
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: AxisName = None,
+    params: int | Sequence[int] = 0,
+    units: UnitRule | None = None,
+    over: AxisName | OverRule = None,
+    split: SplitRules | None = None,
+    check: Literal["first"] | bool = "first",
+) -> ShardedStep:
+    """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
+
+    The sharded step has the same signature, and computes the numbers of unsharded training on the global batch. At
+    stage 3 it runs `train_step` on boxes. At stages 1 and 2 it partitions the parameters, runs `train_step` on the
+    boxes, and gathers the new parameters. At stage 0 it runs `train_step` on plain tensors.
+
+    Args:
+        train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
+            gradients with `fzero.value_and_grad`.
+        stage: the ZeRO stage, 0 to 3. It determines the sharded trees: see `ShardedStep.layout`.
+        mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
+        axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
+            gradients are averaged over them, and units are sharded over them.
+        params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
+            the same positions are gathered.
+        units: a rule `(path, leaf) -> unit name`: leaves with one name are gathered together. The name `None` keeps a
+            leaf replicated. By default each repeated block is a unit, and so is each other top-level child.
+        over: the axes, among `axis`, over which units are sharded, or a rule `(path, leaf) -> axes`; by default all.
+            Units are replicated along the other axes: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
+        split: a rule `(path, leaf) -> {axis: dimension}` for tensor and expert parallelism: each rank along the axis
+            has its own part of the leaf. `init` takes full leaves, and `gather` returns full leaves. A sequence of
+            rules, each for a different axis, is also accepted.
+        check: whether a distributed run compares its plain arguments and results between the ranks, by checksum: at
+            the "first" call, at each call (True), or never (False). It detects a forgotten `pmean` or `mesh.local`. A
+            simulation always checks results, by type.
+
+    Returns:
+        A `ShardedStep`. Call it like `train_step`.
+
+    Raises:
+        ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
+        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; or if `mesh` is no mesh. Also if
+            `axis` is no name, or if `units`, `over` or `split` is no rule.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=2)
+        >>> step = fzero.shard(train_step, stage=2, mesh=mesh)
+        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
+        >>> params, opt_state, loss = step(params, opt_state, mesh.split(torch.ones(4, 3)))
+        >>> params
+        {'w': tensor([0.9000, 0.9000, 0.9000])}
+        >>> opt_state.mu
+        {'w': Shard('w', float32 [3], 2 of 3 elements, dp=2)}
+    """
+    if not callable(train_step):
+        raise TypeError(f"train_step is {train_step!r}: expected a function")
+    check_no_torch_optimizer(train_step)
+    if check != "first" and not isinstance(check, bool):
+        raise ValueError(f'check={check!r}: expected "first", True or False')
+    if mesh is None:
+        mesh = make_mesh(dp=-1)
+        if mesh.simulated:
+            notice("fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
+    names = mesh.names(axis)
+    positions = (params,) if isinstance(params, int | str) else tuple(params)
+    are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
+    if not are_indices or not positions or len(set(positions)) < len(positions):
+        raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
+    return ShardedStep(train_step, check_stage(stage), mesh, names, positions, layout_rules(units, over, split), check)

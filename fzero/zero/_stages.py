@@ -3,9 +3,10 @@
 A sharded step reads nothing else of a stage. So another way to shard is another row.
 """
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
-__all__ = ["STAGES", "StageLayouts"]
+__all__ = ["STAGES", "StageLayouts", "check_stage", "layout_of"]
 
 
 class StageLayouts(NamedTuple):
@@ -44,3 +45,23 @@ STAGES = (
     StageLayouts(params="replicated", grads="each", opt_state="sharded"),
     StageLayouts(params="sharded", grads="each", opt_state="sharded"),
 )
+
+
+def layout_of(stage: int) -> StageLayouts:
+    """Return the layouts of a stage."""
+    return STAGES[stage]
+
+
+def check_stage(stage: Any) -> int:
+    """Return the number of a stage as an int. Integers of numpy are valid, and bools are not.
+
+    Raises:
+        ValueError: if no row of `STAGES` has this number.
+    """
+    try:
+        number = -1 if isinstance(stage, bool) else operator.index(stage)
+    except TypeError:
+        number = -1
+    if number not in range(len(STAGES)):
+        raise ValueError(f"stage={stage!r}: expected a stage of ZeRO, 0 to {len(STAGES) - 1}")
+    return number

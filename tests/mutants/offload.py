@@ -97,7 +97,7 @@ MUTANTS = [
         ),
         Fault("a state of another ratio is not told", "offload.offload_update", skipped("A.B(C)")),
         Fault("whole leaves are read in pieces", "offload", never("update == 'host' and A")),
-        Fault("a loss scale goes inside", "offload", never("A.skips")),
+        Fault("a loss scale goes inside", "offload", never("A.skips_overflow")),
         Fault("gradients do not wait", "_update_delayed", bare("B.C(A, D.E)")),
         Fault("gradients wait for ever", "_update_delayed", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
         Fault("a delayed state fits any ratio", "_check_waiting", never("(A is None) != (B is None)")),
@@ -194,15 +194,15 @@ MUTANTS = [
     *File("zero/_bytes.py", ROOM).faults(
         Fault("the host has always room", "check_host_memory", never("A > B")),
         Fault("one rank's share is the host's", "check_host_memory", bare("B * A")),
-        Fault("low parameters take no room", "check_host_memory", never("A.lowers")),
+        Fault("low parameters take no room", "check_host_memory", never("A.param_offload_ratio")),
         Fault("a group's limit is not read", "free_bytes", bare("min(A, int(B) - C)")),
         Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
     *File("optim/_base.py", ROOM).faults(
-        Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads for A in B)", "False")),
+        Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads_state for A in B)", "False")),
     ),
-    *File("zero/_sharded_step.py", OFFLOAD).faults(
-        Fault("parameters go up to stay", "ShardedStep.init", becomes("getattr(A, 'lowers', 0)", "0")),
+    *File("optim/_base.py", OFFLOAD).faults(
+        Fault("parameters go up to stay", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")),
     ),
     *File("graph/passes/_regather.py", OFFLOAD).faults(
         Fault("a shard that came up stays", "_reload_from_host", never("A.intersection(B)")),

@@ -31,7 +31,7 @@ MUTANTS = [
         Fault(
             "masters start rounded",
             "ShardedStep.init",
-            becomes("A.B('params', C, D)", "A.B('params', precision.cast(C() if callable(C) else C), D)"),
+            becomes("A.B('params', C, D)", "A.B('params', optimizer.precision.cast(C() if callable(C) else C), D)"),
         ),
         Fault(
             "donate the batch", "ShardedStep._state_positions", always("A in self.B or A < len(C) and D(E, C[A])"), JIT

@@ -30,9 +30,8 @@ MUTANTS = [
             returns("False", at="1 of 2"),
             ("tests/test_errors.py", "-k", "swapped"),
         ),
-        Fault("a state without memory", "check_device", never("not any(A.is_meta for A in B.C(D))"), GIVEN),
+        Fault("a state without memory", "make_state", never("not any(A.is_meta for A in B.C(D))"), GIVEN),
         Fault("torch.optim runs", "check_no_torch_optimizer", never("isinstance(A, torch.optim.B)")),
-        Fault("torch.optim in init", "check_optimizer", skipped("A(B, 'init')")),
         Fault("a module for parameters", "check_params", never("isinstance(A[B], torch.nn.Module)")),
     ),
     *File("ranks/_spmd.py", ("tests/test_errors.py", "-k", "shape_error")).faults(
@@ -93,14 +92,17 @@ MUTANTS = [
         Fault("leaves are held to the end", "LeafSupply.run", skipped("self.A[B] = None")),
         Fault("what differs by rank is shared", "supply_of", becomes("torch.clone", "lambda v: v"), PARTITION),
     ),
-    *File("zero/_module.py", GIVEN).faults(
+    *File("zero/_source.py", GIVEN).faults(
         Fault("half a module is drawn", "is_on_meta", never("A and B")),
     ),
     *File("zero/_bytes.py", PARTITION).faults(
         Fault("all ranks' bytes", "state_bytes", bare("A // B")),
     ),
-    *File("zero/_shard.py", ERRORS).faults(
-        Fault("stage True", "_stage", never("isinstance(A, bool)")),
+    *File("zero/_stages.py", ERRORS).faults(
+        Fault("stage True", "check_stage", never("isinstance(A, bool)")),
+    ),
+    *File("optim/_base.py", ERRORS).faults(
+        Fault("torch.optim in init", "as_optimizer", skipped("A(B, C)")),
     ),
     *File("sharding/_units.py", ATTACKED).faults(
         Fault("units are sharded over no axis", "shard_axes", never("axes")),

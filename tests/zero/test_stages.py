@@ -6,8 +6,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
-from fzero.zero import _shard, _sharded_step
-from fzero.zero import _stages as _layouts
+from fzero.zero import _stages
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -21,12 +20,11 @@ def test_a_stage_is_a_row_of_layouts():
 @pytest.mark.parametrize("n", [1, 3])
 def test_another_way_to_shard_is_another_row(n, monkeypatch):
     """Parameters in shards, and gradients whole until the last micro-batch: fewer reductions, more memory."""
-    rows = (*_layouts.STAGES, fzero.zero.StageLayouts(params="sharded", grads="once", opt_state="sharded"))
-    monkeypatch.setattr(_shard, "STAGES", rows)
-    monkeypatch.setattr(_sharded_step, "STAGES", rows)
+    rows = (*_stages.STAGES, fzero.zero.StageLayouts(params="sharded", grads="once", opt_state="sharded"))
+    monkeypatch.setattr(_stages, "STAGES", rows)
     opt, mesh, reductions = optim.adamw(1e-2), fzero.mesh(dp=n), []
     for stage in (3, 4):
-        step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=3), stage, mesh)  # pyright: ignore
+        step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=3), stage, mesh)
         state, expected = step.init(mlp_params(), opt), (mlp_params(), opt.init(mlp_params()))
         for i in range(3):
             with fzero.collectives.record() as log:
@@ -37,4 +35,4 @@ def test_another_way_to_shard_is_another_row(n, monkeypatch):
         assert all(isinstance(x, fzero.sharding.Shard | fzero.sharding.Slot) for x in tree.flatten(state[0], is_box)[0])
     assert reductions[0] == 3 * reductions[1]
     with pytest.raises(ValueError, match="stage=5: expected a stage of ZeRO, 0 to 4"):
-        fzero.shard(lambda p, s, x: (p, s), 5, mesh)  # pyright: ignore[reportArgumentType]
+        fzero.shard(lambda p, s, x: (p, s), 5, mesh)
