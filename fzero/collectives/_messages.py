@@ -221,7 +221,7 @@ class StageMessages:
 
     def execute(self, instruction: Instruction) -> None:
         """Start to send or to receive a message, or wait until a message is sent."""
-        message = instruction.of
+        message = instruction.operand
         assert isinstance(message, Message)
         if instruction.kind == "receive":
             self.ready[_value(message)] = [

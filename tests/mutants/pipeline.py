@@ -33,7 +33,7 @@ MUTANTS = [
         Fault("blocks of another order", "place_blocks", becomes("A[B] + C", "A[B] + len(slots[B]) - 1 - C")),
         Fault(
             "blocks are unstacked rank by rank",
-            "Placement.places",
+            "BlockPlacement.slot_of_block",
             becomes("[A[B] for B in range(self.C)]", "A.values()"),
         ),
         Fault("idle slots are blocks", "place_blocks", bare("A[:B[C]]")),
@@ -43,16 +43,18 @@ MUTANTS = [
     ),
     *File("parallel/pipeline/_table.py", LAWS).faults(
         Fault("a table forgets the loss scale", "run_table", becomes("A = B()", "A = None")),
-        Fault("a loss scale stays in the gradients", "_Row.scaled_grads", always("self.A is None", at="2 of 2")),
+        Fault(
+            "a loss scale stays in the gradients", "_RowExecutor.scaled_grads", always("self.A is None", at="2 of 2")
+        ),
         Fault("a graph forgets the loss scale", "RowRecorder._stage", becomes("A(B, self.C)", "A(B, None)"), PROCESSES),
-        Fault("a micro-batch's gradient replaces the others", "_Row._add", bare("self.grads[B].add_(A)")),
-        Fault("gradients are handed out unscaled", "_Row.scaled_grads", bare("A * B.to(A.dtype)")),
-        Fault("residuals are kept", "_Row._backward", becomes("self.pulls.pop((A, B))", "self.pulls[A, B]")),
-        Fault("the second half adds nothing", "_Row._act", skipped("self.A(stage, B)")),
-        Fault("sums keep the last total", "_Row._forward", bare("B + A")),
+        Fault("a micro-batch's gradient replaces the others", "_RowExecutor._add", bare("self.grads[B].add_(A)")),
+        Fault("gradients are handed out unscaled", "_RowExecutor.scaled_grads", bare("A * B.to(A.dtype)")),
+        Fault("residuals are kept", "_RowExecutor._backward", becomes("self.pulls.pop((A, B))", "self.pulls[A, B]")),
+        Fault("the second half adds nothing", "_RowExecutor._act", skipped("self.A(stage, B)")),
+        Fault("sums keep the last total", "_RowExecutor._forward", bare("B + A")),
         Fault(
             "a loss hands its gradients out again",
-            "_Row.scaled_grads",
+            "_RowExecutor.scaled_grads",
             (bare("(A, self.grads)"), becomes("(self.grads, None)", "dict(self.grads)")),
             ERRORS,
         ),
@@ -75,7 +77,7 @@ MUTANTS = [
         Fault("a pipeline has data of its own", "PipelineSplit.apart", dropped("self.axis"), LAWS),
     ),
     *File("sharding/_segments.py", LAWS).faults(
-        Fault("idle places count", "_without_idle", returns("x", at="2 of 2")),
+        Fault("idle slots count", "_without_idle", returns("x", at="2 of 2")),
     ),
     *File("graph/_agree.py", PROCESSES).faults(
         Fault("a permutation is every rank's", "_permuted", always("len({*A, *B}) <= 1 and sum(B)")),

@@ -80,7 +80,7 @@ MUTANTS = [
         Fault("a mean over all ranks' blocks", "_leaf_norms", dropped("not A.B")),
     ),
     *File("parallel/pipeline/_ticks.py", OUTPUTS).faults(
-        Fault("stage 0 has the outputs", "outputs_by_ticks", becomes("home", "0", at="2 of 2")),
+        Fault("stage 0 has the outputs", "outputs_by_ticks", becomes("last_rank", "0", at="2 of 2")),
     ),
     *File("zero/_evaluate.py", OUTPUTS).faults(
         Fault("sums over the stages", "evaluate.totals", becomes("A((B, C(D)), E.F)", "A((B, C(D)), E.axis)")),

@@ -10,7 +10,7 @@ import torch
 
 import fzero
 from fzero import tuning
-from fzero.parallel.schedules._named import NAMES
+from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
 from fzero.tuning._recipe import recipe

@@ -135,17 +135,17 @@ class _RowWalk:
         messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
         peaks: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
         for instruction in programs(rank_schedule.schedule)[rank_schedule.binding.rank]:
-            if isinstance(instruction.of, Action):
-                for phase in [p for p in phases_of(instruction.of) if p in self.profiles]:
-                    peak, output = self._phase(phase, instruction.of.micro_batch)
+            if isinstance(instruction.operand, Action):
+                for phase in [p for p in phases_of(instruction.operand) if p in self.profiles]:
+                    peak, output = self._phase(phase, instruction.operand.micro_batch)
                     peaks[phase] = max(peaks[phase], peak)
                     if output is not None and output in messages:
                         self.in_flight[messages[output]] = self.ready.pop(output)
             elif instruction.kind == "receive":
-                value = Value(instruction.of.kind, instruction.of.stage, instruction.of.micro_batch)
+                value = Value(instruction.operand.kind, instruction.operand.stage, instruction.operand.micro_batch)
                 self.ready[value] = [self._retain(_Block(size)) for size in self.leaf_sizes]
-            elif instruction.kind == "sent":
-                for block in self.in_flight.pop(instruction.of):
+            elif instruction.kind == "wait_send":
+                for block in self.in_flight.pop(instruction.operand):
                     self._release(block)
         return peaks
 

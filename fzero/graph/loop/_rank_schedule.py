@@ -52,7 +52,7 @@ class RankSchedule:
     @property
     def stages(self) -> list[int]:
         """The pipeline stages on this rank."""
-        return [s for s, rank in enumerate(self.schedule.home) if rank == self.binding.rank]
+        return [s for s, rank in enumerate(self.schedule.rank_of_stage) if rank == self.binding.rank]
 
 
 _RANK_SCHEDULES: dict[RankSchedule, int] = {}

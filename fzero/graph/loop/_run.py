@@ -91,13 +91,13 @@ def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -
             loop, inputs, dict(readers), StageMessages(track.schedule, track.binding, forms, device)
         )
         for instruction in row:
-            if not isinstance(instruction.of, Action):
+            if not isinstance(instruction.operand, Action):
                 iterations.messages.execute(instruction)
                 continue
-            for phase in phases_of(instruction.of):
+            for phase in phases_of(instruction.operand):
                 if phase not in phases:  # the first stage has no gradient to send
                     continue
-                value = iterations.run(*phases[phase], instruction.of.micro_batch)
+                value = iterations.run(*phases[phase], instruction.operand.micro_batch)
                 if value is not None and value in messages:
                     iterations.messages.send(messages[value])
         return list(inputs[first : first + loop.sums])

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import Axis, SplitRule, Stacked, axis_names, axis_size, check_inputs_replicated, data_axes
-from fzero.parallel.pipeline._model import Placement
+from fzero.parallel.pipeline._model import BlockPlacement
 from fzero.parallel.schedules import Schedule, check, check_name
 from fzero.sharding import is_box
 
@@ -141,7 +141,7 @@ def check_untied(params: Mapping[str, Any], name: str) -> None:
     """Check that no leaf of a block is tied to a leaf outside it. Stacking would make two parameters of the one.
 
     Raises:
-        ValueError: if such a leaf is tied. The message names both places.
+        ValueError: if such a leaf is tied. The message names both leaves.
     """
     owners: dict[int, tuple[str, int | None]] = {}  # by the id of a leaf: its path, and the block that holds it
     items = [(f"{name}.{i}", i, block) for i, block in enumerate(params[name])]
@@ -190,7 +190,7 @@ class PipelineSplit:
 
     axis: str
     blocks: str
-    placement: Callable[[int, int], Placement]
+    placement: Callable[[int, int], BlockPlacement]
     rule: SplitRule | None = None
 
     @property
@@ -216,20 +216,20 @@ class PipelineSplit:
         return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in other_axes.items()}}
 
     def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
-        """Return which block each rank holds at each place of the stacked list.
+        """Return which block each rank holds in each of its slots.
 
         Args:
             paths: the paths of the leaves of a tree of parameters.
             sizes: the number of ranks along each axis.
 
         Raises:
-            ValueError: if the list has more or fewer places than the blocks take on these ranks.
+            ValueError: if the list has more or fewer slots than the blocks take on these ranks.
         """
         depth = len(self.blocks.split("."))
-        places = {path.split(".")[depth] for path in paths if self._is_block_leaf(path)}
-        if not places or self.axis not in sizes:
+        slots = {path.split(".")[depth] for path in paths if self._is_block_leaf(path)}
+        if not slots or self.axis not in sizes:
             return {}
-        by_rank = self.placement(sizes[self.axis], len(places)).blocks
+        by_rank = self.placement(sizes[self.axis], len(slots)).blocks
         return {self.axis: Stacked(self.blocks, tuple(zip(*by_rank, strict=True)))}
 
     def _is_block_leaf(self, path: str) -> bool:

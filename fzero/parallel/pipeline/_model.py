@@ -14,13 +14,13 @@ from fzero.graph import loop
 from fzero.parallel.schedules import Schedule
 from fzero.transforms import gather, remat
 
-__all__ = ["MicroBatchCall", "Model", "Placement", "even_counts", "micro_batch_of", "place_blocks", "without_axis"]
+__all__ = ["BlockPlacement", "MicroBatchCall", "Model", "even_counts", "micro_batch_of", "place_blocks", "without_axis"]
 
-# Placement: the rank and the slot of each block. The blocks in one slot of all ranks are stacked.
+# BlockPlacement: the rank and the slot of each block. The blocks in one slot of all ranks are stacked.
 
 
 @dataclass(frozen=True)
-class Placement:
+class BlockPlacement:
     """The rank and slot of each block.
 
     A rank's slots are numbered through its stages, from the first to the last. All ranks have the same number of slots.
@@ -44,7 +44,7 @@ class Placement:
         return sum(len(slots) for slots in self.slots)
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
+    def slot_of_block(self) -> tuple[tuple[int, int], ...]:
         """By block, its rank and slot."""
         by_block = {b: (r, s) for r, row in enumerate(self.blocks) for s, b in enumerate(row) if b is not None}
         return tuple([by_block[b] for b in range(self.depth)])
@@ -60,7 +60,7 @@ class Placement:
 
     def unstack(self, slots: Sequence[Any]) -> list[Any]:
         """Return the blocks of stacked slots, as views of their leaves."""
-        return [tree.map(lambda x, r=r: x[r], slots[s]) for r, s in self.places]
+        return [tree.map(lambda x, r=r: x[r], slots[s]) for r, s in self.slot_of_block]
 
 
 def even_counts(depth: int, stages: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def even_counts(depth: int, stages: int) -> tuple[int, ...]:
     return tuple([base + (s in middle) for s in range(stages)])
 
 
-def place_blocks(schedule: Schedule, counts: Sequence[int]) -> Placement:
+def place_blocks(schedule: Schedule, counts: Sequence[int]) -> BlockPlacement:
     """Place blocks on the ranks of a schedule.
 
     Args:
@@ -78,7 +78,7 @@ def place_blocks(schedule: Schedule, counts: Sequence[int]) -> Placement:
         counts: the number of blocks of each stage.
     """
     ranks = range(schedule.ranks)
-    rank_stages = [[s for s, rank in enumerate(schedule.home) if rank == r] for r in ranks]
+    rank_stages = [[s for s, rank in enumerate(schedule.rank_of_stage) if rank == r] for r in ranks]
     chunks, slot = [], 0
     for k in range(max(map(len, rank_stages))):
         size = max([counts[stages[k]] for stages in rank_stages if k < len(stages)])
@@ -90,10 +90,10 @@ def place_blocks(schedule: Schedule, counts: Sequence[int]) -> Placement:
     for r in ranks:
         for k, s in enumerate(rank_stages[r]):
             slots[s] = chunks[k][: counts[s]]
-            for j, place in enumerate(slots[s]):
-                rows[r][place] = first[s] + j
+            for j, block_slot in enumerate(slots[s]):
+                rows[r][block_slot] = first[s] + j
     stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in rank_stages])
-    return Placement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
+    return BlockPlacement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
 
 
 Number = int | torch.Tensor

@@ -24,9 +24,9 @@ from fzero.parallel.pipeline._checks import (
     map_blocks,
 )
 from fzero.parallel.pipeline._model import (
+    BlockPlacement,
     MicroBatchCall,
     Model,
-    Placement,
     even_counts,
     micro_batch_of,
     place_blocks,
@@ -40,7 +40,7 @@ from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh
 from fzero.transforms import gather
 
-__all__ = ["Pipeline", "all_outputs", "pipeline", "run_all", "run_on_ranks"]
+__all__ = ["Pipeline", "full_outputs", "pipeline", "run_full", "run_on_ranks"]
 
 # How a pipeline runs: by its schedule on real ranks, tick by tick under vmap, and on its own without ranks.
 
@@ -48,7 +48,7 @@ __all__ = ["Pipeline", "all_outputs", "pipeline", "run_all", "run_on_ranks"]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Pair:
+def run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Pair:
     """Run the full model on each micro-batch in order, on a mesh without the pipeline's axis."""
 
     def run(call: MicroBatchCall) -> Pair:
@@ -58,7 +58,7 @@ def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Micr
     return torch.stack(totals).sum(), torch.stack(weights).sum()
 
 
-def all_outputs(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
+def full_outputs(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
     """Run the full model on each micro-batch in order, and return the concatenated results of `last`."""
 
     def run(call: MicroBatchCall) -> Any:
@@ -100,7 +100,7 @@ class Pipeline:
         model: the functions of the model.
         axis: the axis of the mesh along which stages lie.
         micro_batches: the number of micro-batches into which a rank's batch is split.
-        asked: the schedule, or the name of one.
+        schedule_or_name: the schedule, or the name of one.
         stages: the number of stages per rank, for a schedule by name.
         depth: the number of blocks, or each stage's number of blocks; None if all stages have the same number.
         blocks: the key of the blocks among the parameters.
@@ -110,7 +110,7 @@ class Pipeline:
     model: Model
     axis: str
     micro_batches: int
-    asked: str | Schedule
+    schedule_or_name: str | Schedule
     stages: int = 1
     depth: int | tuple[int, ...] | None = None
     blocks: str = "blocks"
@@ -134,14 +134,15 @@ class Pipeline:
         return self._cache[ranks]
 
     def _build_schedule(self, ranks: int) -> Schedule:
-        if isinstance(self.asked, str):
-            return schedule_by_name(self.asked, ranks, self.micro_batches, self.stages)
-        if self.asked.ranks != ranks:
+        schedule = self.schedule_or_name
+        if isinstance(schedule, str):
+            return schedule_by_name(schedule, ranks, self.micro_batches, self.stages)
+        if schedule.ranks != ranks:
             raise ValueError(
-                f"fzero.pipeline: the schedule {self.asked.name!r} is for {self.asked.ranks} ranks, but the axis "
+                f"fzero.pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks, but the axis "
                 f"{self.axis!r} has {ranks}: make it for as many ranks"
             )
-        return self.asked
+        return schedule
 
     def _ranks(self, mesh: Mesh) -> int:
         sizes = dict(mesh.shape)
@@ -149,7 +150,7 @@ class Pipeline:
             raise ValueError(f"fzero.pipeline: {mesh!r} has no axis {self.axis!r}, along which stages lie")
         return sizes[self.axis]
 
-    def placement(self, mesh: Mesh | int, depth: int) -> Placement:
+    def placement(self, mesh: Mesh | int, depth: int) -> BlockPlacement:
         """Return the placement of `depth` blocks on a mesh, or on a number of ranks.
 
         Raises:
@@ -224,7 +225,7 @@ class Pipeline:
         """Return whether the mesh has the pipeline's axis."""
         return mesh is not None and self.axis in mesh.axis_names
 
-    def _slot_placement(self, mesh: Mesh | int, slots: int) -> Placement:
+    def _slot_placement(self, mesh: Mesh | int, slots: int) -> BlockPlacement:
         """Return the placement of blocks for a number of slots per rank."""
         ranks = self.schedule(mesh).ranks
         depth = slots * ranks if self.depth is None else self.depth if isinstance(self.depth, int) else sum(self.depth)
@@ -252,7 +253,7 @@ class Pipeline:
             `(total, weight)`, for `fzero.value_and_grad(loss, reduce="weighted")`. They are zero on all ranks along the
             axis except that of the last stage.
         """
-        return self._run(self.model, run_all, run_on_ranks, params, batch, key)
+        return self._run(self.model, run_full, run_on_ranks, params, batch, key)
 
     def outputs(self, last: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return a function that runs the model forward, and returns the results of `last` for each example.
@@ -288,11 +289,11 @@ class Pipeline:
         @api_boundary
         def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
             with torch.no_grad():
-                return self._run(model, all_outputs, outputs_by_ticks, params, batch, key)
+                return self._run(model, full_outputs, outputs_by_ticks, params, batch, key)
 
         return outputs
 
-    def _run(self, model: Model, alone: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, model: Model, on_one_rank: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
         """Run a model on the ranks along the axis; without the axis, run the full model here."""
         params, batch, key = args
         slots = blocks_of(params, self.blocks)
@@ -303,7 +304,7 @@ class Pipeline:
             return MicroBatchCall(micro_batch_of(batch, self.micro_batches, number, in_loop), outer + number, key)
 
         if self.axis not in axis_names():
-            return alone(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
+            return on_one_rank(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
         if self.axis not in [a.name for a in data_axes()]:
             axes = (*[a.name for a in data_axes()], self.axis)
             raise ValueError(

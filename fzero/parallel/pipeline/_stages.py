@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import Axis
-from fzero.parallel.pipeline._model import MicroBatchCall, Model, Placement
+from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.schedules import Schedule
 
 __all__ = ["Params", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
@@ -40,14 +40,14 @@ class Params(NamedTuple):
         tensors = [x for leaves, _ in flat for x in leaves] + rest_tensors
         return Params(tensors, [f for _, f in flat], [len(leaves) for leaves, _ in flat], rest_spec)
 
-    def places(self, slots: Sequence[int], rest: bool) -> list[int]:
-        """Return the positions of the tensors of some slots, and of the rest if `rest` is set."""
+    def indices(self, slots: Sequence[int], rest: bool) -> list[int]:
+        """Return the indices of the tensors of some slots, and of the rest if `rest` is set."""
         begin = [sum(self.sizes[:s]) for s in range(len(self.sizes) + 1)]
-        positions = [i for s in slots for i in range(begin[s], begin[s + 1])]
-        return positions + (list(range(begin[-1], len(self.tensors))) if rest else [])
+        indices = [i for s in slots for i in range(begin[s], begin[s + 1])]
+        return indices + (list(range(begin[-1], len(self.tensors))) if rest else [])
 
     def trees(self, slots: Sequence[int], rest: bool, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Rebuild the trees of slots, and the rest or None, from the tensors at `places(slots, rest)`."""
+        """Rebuild the trees of slots, and the rest or None, from the tensors at `indices(slots, rest)`."""
         remainder = list(tensors)
         trees = []
         for s in slots:
@@ -98,7 +98,7 @@ class Stages:
 
     model: Model
     schedule: Schedule
-    placement: Placement
+    placement: BlockPlacement
     axis: Axis
     call_of: Callable[..., MicroBatchCall]
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -111,7 +111,7 @@ class Stages:
     @cached_property
     def rank_stages(self) -> list[int]:
         """The numbers of this rank's stages."""
-        return [s for s, rank in enumerate(self.schedule.home) if rank == self.axis.rank]
+        return [s for s, rank in enumerate(self.schedule.rank_of_stage) if rank == self.axis.rank]
 
     def uses(self, stage: int) -> tuple[Sequence[int], bool]:
         """Return the slots that a stage uses, and whether it uses the rest of the parameters."""
@@ -122,7 +122,7 @@ class Stages:
 
         Args:
             stage: the number of the stage.
-            params: this rank's parameters; the function takes those at `params.places(*uses(stage))`.
+            params: this rank's parameters; the function takes those at `params.indices(*uses(stage))`.
             structure: the structure of the values that pass between blocks.
             call: the micro-batch.
 
@@ -131,7 +131,7 @@ class Stages:
             `-> (total, weight)`. The first stage takes no tensors of x.
         """
         slots, rest = self.uses(stage)
-        numbers = [self.placement.blocks[self.schedule.home[stage]][s] for s in slots]
+        numbers = [self.placement.blocks[self.schedule.rank_of_stage[stage]][s] for s in slots]
 
         def run(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
             trees, rest_params = params.trees(slots, rest, weights)

@@ -18,7 +18,7 @@ from fzero.axes import current_loss_scale, is_lockstep
 from fzero.collectives import StageMessages
 from fzero.graph import loop
 from fzero.parallel.pipeline._stages import Params, Stages, ValueSpec, probe, value_spec_of
-from fzero.parallel.schedules import Action, Value, makes, programs
+from fzero.parallel.schedules import Action, Value, output_of, programs
 
 __all__ = ["RowRecorder", "loss_cotangent", "run_table"]
 
@@ -35,7 +35,7 @@ class RowRecorder:
         stages: the pipeline's stages.
         params: this rank's parameters.
         scale: the loss scale, by which gradients are multiplied from the backward passes until they are returned.
-        sums: by position of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
+        sums: by the index of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
     """
 
     def __init__(self, stages: Stages, params: Params, scale: torch.Tensor | None) -> None:
@@ -53,44 +53,44 @@ class RowRecorder:
         loop.needs(
             iteration, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
         )
-        shares: dict[int, list[_Sum]] = {position: [] for position in range(len(tensors))}
+        shares: dict[int, list[_Sum]] = {index: [] for index in range(len(tensors))}
         totals: list[_Sum] = []
         for stage in self.stages.rank_stages:
             totals += self._stage(stage, iteration, spec, tensors, shares)
         zero = torch.zeros((), dtype=spec.total, device=spec.device)
         totals = totals or [_without_share(zero, iteration), _without_share(zero, iteration)]
-        for position, like in enumerate(tensors):
-            count = self._sum_count(position) - len(shares[position])
-            shares[position] += [_without_share(like, iteration) for _ in range(count)]
+        for index, like in enumerate(tensors):
+            count = self._sum_count(index) - len(shares[index])
+            shares[index] += [_without_share(like, iteration) for _ in range(count)]
         # all ranks' loops return their sums in the same order, in whatever order stages compute them
         total, weight = [x.after() for x in totals]
-        self.sums = {position: [x.after() for x in sums] for position, sums in shares.items()}
+        self.sums = {index: [x.after() for x in sums] for index, sums in shares.items()}
         return total, weight
 
     def scaled_grads(self, total: torch.Tensor) -> Tensors:
         """Return the gradients, multiplied by the gradient of the total."""
         grads, total = [], total if self.scale is None else total / self.scale
-        for position, like in enumerate(self.params.tensors):
-            first, *more = self.sums.pop(position)
+        for index, like in enumerate(self.params.tensors):
+            first, *more = self.sums.pop(index)
             for grad in more:
                 first = first + grad
             grads.append((first * total.to(first.dtype)).to(like.dtype))
         return grads
 
-    def _sum_count(self, position: int) -> int:
+    def _sum_count(self, index: int) -> int:
         """Return the number of sums for a parameter: that of the rank with the most stages that use it."""
-        if position < sum(self.params.sizes):
+        if index < sum(self.params.sizes):
             return 1
-        homes = [self.stages.schedule.home[s] for s in {0, self.stages.last}]
-        return len(homes) - len(set(homes)) + 1
+        end_ranks = [self.stages.schedule.rank_of_stage[s] for s in {0, self.stages.last}]
+        return len(end_ranks) - len(set(end_ranks)) + 1
 
     def _stage(
         self, stage: int, iteration: torch.Tensor, spec: ValueSpec, tensors: Tensors, shares: dict[int, "list[_Sum]"]
     ) -> "list[_Sum]":
         """Record a stage forward and backward. For the last stage, return the sums of the total and the weight."""
         leaves, structure = tree.flatten(spec.x)
-        places = self.params.places(*self.stages.uses(stage))
-        weights = [tensors[i] for i in places]
+        indices = self.params.indices(*self.stages.uses(stage))
+        weights = [tensors[i] for i in indices]
         last = stage == self.stages.last
         loop.begin_phase("F", stage)
         inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
@@ -103,8 +103,8 @@ class RowRecorder:
         grads, x = pull(cotangent, retain_graph=False)
         if stage:
             loop.send("G", stage, list(x))
-        for position, g in zip(places, grads, strict=True):
-            shares[position].append(_with_share(g, iteration))
+        for index, g in zip(indices, grads, strict=True):
+            shares[index].append(_with_share(g, iteration))
         return [_with_share(x, iteration) for x in (outputs, aux)] if last else []
 
 
@@ -157,7 +157,7 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
     """
     params = Params.of(slots, rest)
     scale = current_loss_scale()
-    row = RowRecorder(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
+    row = RowRecorder(stages, params, scale) if is_tracing() else _RowExecutor(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -171,7 +171,7 @@ def _check_same_schedule(stages: Stages, device: torch.device) -> None:
     key = "agreed", binding.group
     if is_lockstep(binding.group) or key in stages.cache:
         return  # in lockstep, an error names the ranks that wait
-    text = repr((table.rows, table.home, stages.placement.blocks))
+    text = repr((table.rows, table.rank_of_stage, stages.placement.blocks))
     schedule_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
     hashes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
     dist.all_gather(hashes, torch.tensor([schedule_hash], device=device), group=group_of(binding.group))
@@ -190,7 +190,7 @@ class _Table(torch.autograd.Function):
     """The loss of a row. Its forward pass computes the gradients, and its backward pass scales and returns them."""
 
     @staticmethod
-    def forward(row: "_Row | RowRecorder", *tensors: torch.Tensor) -> Any:
+    def forward(row: "_RowExecutor | RowRecorder", *tensors: torch.Tensor) -> Any:
         return row.run(list(tensors))
 
     @staticmethod
@@ -204,7 +204,7 @@ class _Table(torch.autograd.Function):
 
 
 @dataclass
-class _Row:
+class _RowExecutor:
     """One rank's row of a schedule, as it runs.
 
     Attributes:
@@ -212,7 +212,7 @@ class _Row:
         params: this rank's parameters.
         backward: whether backward passes run too.
         scale: the loss scale, by which gradients are multiplied from the backward passes until they are returned.
-        grads: by position of a parameter, the gradient so far; None once the gradients are returned.
+        grads: by the index of a parameter, the gradient so far; None once the gradients are returned.
         pulls: by stage and micro-batch, the function of the backward pass. It holds the residuals.
         deferred_grads: by stage and micro-batch, the gradients that "I" computed, which "W" will add.
         sums: the total and the weight so far.
@@ -235,9 +235,9 @@ class _Row:
         leaves, structure = tree.flatten(spec.x)
         messages = StageMessages(stages.schedule, stages.axis.binding, leaves, spec.device)
         for instruction in programs(stages.schedule)[stages.axis.rank]:
-            if isinstance(instruction.of, Action) and (self.backward or instruction.of.kind == "F"):
-                self._act(instruction.of, tensors, messages, structure)
-            elif self.backward or instruction.of.kind == "F":
+            if isinstance(instruction.operand, Action) and (self.backward or instruction.operand.kind == "F"):
+                self._act(instruction.operand, tensors, messages, structure)
+            elif self.backward or instruction.operand.kind == "F":
                 messages.execute(instruction)
         zero = torch.zeros((), dtype=spec.total, device=spec.device)
         total, weight = self.sums or (zero, zero.clone())
@@ -252,8 +252,8 @@ class _Row:
         grads, self.grads = self.grads, None
         total = total if self.scale is None else total / self.scale
         results: list[torch.Tensor | None] = []
-        for position, like in enumerate(self.params.tensors):
-            grad = grads.pop(position, None)
+        for index, like in enumerate(self.params.tensors):
+            grad = grads.pop(index, None)
             results.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
         return results
 
@@ -266,15 +266,15 @@ class _Row:
         if action.kind == "F":
             inputs = messages.take(Value("F", stage - 1, m)) if stage else []
             f = self.stages.function(stage, self.params, structure, self.stages.call_of(m))
-            outputs = self._forward(stage, m, f, [tensors[i] for i in self._places(stage)], inputs)
+            outputs = self._forward(stage, m, f, [tensors[i] for i in self._indices(stage)], inputs)
         else:
             inputs = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
             outputs = self._backward(stage, m, inputs, is_input_only=action.kind == "I")
-        if outputs and (value := makes(action)):
+        if outputs and (value := output_of(action)):
             messages.put(value, outputs)
 
-    def _places(self, stage: int) -> list[int]:
-        return self.params.places(*self.stages.uses(stage))
+    def _indices(self, stage: int) -> list[int]:
+        return self.params.indices(*self.stages.uses(stage))
 
     def _forward(self, stage: int, m: int, f: Callable[..., Any], weights: Tensors, inputs: Tensors) -> Tensors:
         """Run a stage on a micro-batch, and return the output for the next stage."""
@@ -301,10 +301,10 @@ class _Row:
     def _add(self, stage: int, new_grads: Tensors) -> None:
         """Add gradients of a stage's parameters, at least in float32."""
         assert self.grads is not None
-        for position in self._places(stage):
+        for index in self._indices(stage):
             new = new_grads.pop(0)
-            if position in self.grads:
-                self.grads[position] = self.grads[position].add_(new)
+            if index in self.grads:
+                self.grads[index] = self.grads[index].add_(new)
             else:
                 sum_dtype = torch.promote_types(new.dtype, torch.float32)
-                self.grads[position] = new.clone() if new.dtype == sum_dtype else new.to(sum_dtype)
+                self.grads[index] = new.clone() if new.dtype == sum_dtype else new.to(sum_dtype)

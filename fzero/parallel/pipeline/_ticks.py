@@ -14,7 +14,7 @@ from fzero import tree
 from fzero._torch import allow_in_graph
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
-from fzero.parallel.pipeline._model import MicroBatchCall, Model, Placement
+from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.pipeline._stages import Stages, check_same_form
 from fzero.parallel.schedules import Schedule
 
@@ -32,7 +32,7 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     Returns:
         The sums of the totals and of the weights on the rank of the last stage; zeros on the others.
     """
-    is_last = axis_index(stages.axis.name) == stages.schedule.home[stages.last]
+    is_last = axis_index(stages.axis.name) == stages.schedule.rank_of_stage[stages.last]
     total = weight = torch.zeros(())
     for call, x in _run_stages(stages, blocks, rest):
         params, x = _mask_gradients(is_last, rest), _mask_gradients(is_last, x)
@@ -44,12 +44,12 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
 
 def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
     """Run a model on all micro-batches, and return the concatenated results of `last` on all ranks."""
-    home = stages.schedule.home[stages.last]
+    last_rank = stages.schedule.rank_of_stage[stages.last]
     parts = [
         call.run(stages.model.run_outputs, rest, x, call, stages.placement.depth)
         for call, x in _run_stages(stages, blocks, rest)
     ]
-    return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=home)
+    return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=last_rank)
 
 
 def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
@@ -81,7 +81,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
                 x = _where(index[slot] < 0, x, y)
             outputs.append(x)
         if t >= last:
-            yield call_of(t - last), outputs[placement.stage[schedule.home[last]].index(last)]
+            yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
         if t < count + last - 1:
             inputs = _shift(outputs, schedule, placement, axis)
 
@@ -144,12 +144,14 @@ def _mask_gradients(condition: torch.Tensor, values: Any) -> Any:
     return tree.map(mask, values)
 
 
-def _shift(outputs: list[Any], schedule: Schedule, placement: Placement, axis: str) -> list[Any]:
+def _shift(outputs: list[Any], schedule: Schedule, placement: BlockPlacement, axis: str) -> list[Any]:
     """Send each chunk's output to the rank and chunk of the next stage."""
     chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
     pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in range(schedule.stages - 1):
-        pairs.setdefault((chunk[s], chunk[s + 1]), []).append((schedule.home[s], schedule.home[s + 1]))
+        pairs.setdefault((chunk[s], chunk[s + 1]), []).append(
+            (schedule.rank_of_stage[s], schedule.rank_of_stage[s + 1])
+        )
     inputs: list[Any] = [None] * len(outputs)
     for (source, to), perm in pairs.items():
         x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), outputs[source])

@@ -1,12 +1,10 @@
 """Pipeline schedules as data: make, check, time and draw them."""
 
-from fzero.parallel.schedules._actions import Action, Message, Value, makes
-from fzero.parallel.schedules._check import check
-from fzero.parallel.schedules._greedy import greedy
-from fzero.parallel.schedules._named import NAMES, check_name, schedule
+from fzero.parallel.schedules._actions import Action, Message, Value, output_of
+from fzero.parallel.schedules._builders import NAMES, check_name, greedy, schedule
 from fzero.parallel.schedules._program import Instruction, programs
 from fzero.parallel.schedules._schedule import Schedule
-from fzero.parallel.schedules._timing import Timing
+from fzero.parallel.schedules._simulation import Timing, check
 
 __all__ = [
     "NAMES",
@@ -19,7 +17,7 @@ __all__ = [
     "check",
     "check_name",
     "greedy",
-    "makes",
+    "output_of",
     "programs",
     "schedule",
 ]

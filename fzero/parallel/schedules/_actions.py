@@ -1,12 +1,38 @@
-"""The actions of a pipeline's ranks, the values that they compute, and the values that they need."""
+"""The actions of a pipeline's ranks, the values that they compute and need, and tables of actions as text."""
 
+import csv
+import io
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-__all__ = ["GROWTH", "KINDS", "Action", "Kind", "Message", "Value", "makes", "needs"]
+if TYPE_CHECKING:
+    from fzero.parallel.schedules._schedule import Schedule
+
+__all__ = [
+    "IN_FLIGHT_CHANGE",
+    "KINDS",
+    "Action",
+    "Kind",
+    "Message",
+    "Table",
+    "Value",
+    "csv_of",
+    "inputs_of",
+    "output_of",
+    "rows_of",
+]
 
 Kind = Literal["F", "B", "I", "W"]
-GROWTH = {"F": 1, "B": -1, "I": 0, "W": -1}  # change of what is in flight: residuals live until the weight half ends
+IN_FLIGHT_CHANGE = {
+    "F": 1,
+    "B": -1,
+    "I": 0,
+    "W": -1,
+}  # change of what is in flight: residuals live until the weight half ends
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
@@ -71,14 +97,14 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-def makes(action: Action) -> Value | None:
+def output_of(action: Action) -> Value | None:
     """Return the value that an action computes for other actions; None for the weight half of a backward pass."""
     if action.kind == "W":
         return None
     return Value("F" if action.kind == "F" else "G", action.stage, action.micro_batch)
 
 
-def needs(action: Action, stages: int) -> tuple[Value, ...]:
+def inputs_of(action: Action, stages: int) -> tuple[Value, ...]:
     """Return the values that an action needs before it starts, in a pipeline of this many stages."""
     s, m = action.stage, action.micro_batch
     if action.kind == "F":
@@ -87,3 +113,78 @@ def needs(action: Action, stages: int) -> tuple[Value, ...]:
         return (Value("G", s, m),)
     after = (Value("G", s + 1, m),) if s + 1 < stages else ()
     return (Value("F", s, m), *after)
+
+
+# Tables in the format of torch.distributed.pipelining, and of its visualizer.
+
+Table = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
+
+# messages follow from the order, and the ZeRO stage sets when ZeRO gathers and reduces; torch 2.15 writes waits, too
+SKIPPED_KINDS = (
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+    *("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"),
+)
+CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
+    """Read a table, and return each rank's actions, and the rank of each stage.
+
+    Raises:
+        ValueError: if a cell cannot be read, or a stage has actions on two ranks or on none.
+    """
+    rows = tuple([tuple(_actions(row, rank)) for rank, row in enumerate(_cells(table))])
+    rank_of_stage = dict[int, int]()
+    for rank, row in enumerate(rows):
+        for action in row:
+            if rank_of_stage.setdefault(action.stage, rank) != rank:
+                raise ValueError(
+                    f"stage {action.stage} has actions on ranks {rank_of_stage[action.stage]} and {rank}: {action}"
+                )
+    missing = [stage for stage in range(max(rank_of_stage, default=-1) + 1) if stage not in rank_of_stage]
+    if missing:
+        raise ValueError(f"stage {missing[0]} has no actions, but the table has stages {sorted(rank_of_stage)}")
+    return rows, tuple([rank_of_stage[stage] for stage in range(len(rank_of_stage))])
+
+
+def csv_of(schedule: "Schedule") -> str:
+    """Write a schedule as CSV, one line per rank, as torch's `_load_csv` reads it."""
+    return "".join([",".join(map(str, row)) + "\n" for row in schedule.rows])
+
+
+def _cells(table: Table) -> list[list[Any]]:
+    if isinstance(table, os.PathLike) or (isinstance(table, str) and "\n" not in table and table.endswith(".csv")):
+        table = pathlib.Path(table).read_text()
+    if isinstance(table, str):
+        return list(csv.reader(io.StringIO(table)))
+    rows: Any = table
+    if isinstance(rows, Mapping):  # torch's pipeline_order: rows by rank
+        if set(rows) != {*range(len(rows))}:
+            raise ValueError(f"the table has rows of {[*rows]}: expected ranks 0 to {len(rows) - 1}")
+        return [list(rows[rank]) for rank in range(len(rows))]
+    return [list(row) for row in rows]
+
+
+def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
+    for column, cell in enumerate(cells):
+        text = "" if cell is None else str(cell).strip()
+        pair = PAIR.fullmatch(text)
+        for part in pair[1].split(";") if pair else [text] if text else []:
+            action = _action(part.strip(), f"rank {rank}, cell {column}, {text!r}")
+            if action is not None:
+                yield action
+
+
+def _action(text: str, label: str) -> Action | None:
+    match = CELL.fullmatch(text)
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    for kind in kinds:
+        if match and match[2] == kind and match[3]:
+            return Action(kind, int(match[1]), int(match[3]))
+    if match and match[2] in SKIPPED_KINDS:
+        return None
+    raise ValueError(
+        f"{label}: expected a stage, one of {', '.join(kinds)}, and a micro-batch, as in '0F1'; two of them as "
+        f"'(0F1;3B0)OVERLAP_F_B'; or an action that is skipped ({', '.join(SKIPPED_KINDS)})"
+    )

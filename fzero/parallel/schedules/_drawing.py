@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fzero.parallel.schedules._actions import Action
-from fzero.parallel.schedules._check import check
-from fzero.parallel.schedules._timing import Durations, Timing, time_schedule
+from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
 if TYPE_CHECKING:
     from fzero.parallel.schedules._schedule import Schedule
@@ -30,7 +29,7 @@ def _title(schedule: "Schedule") -> str:
 
 def in_micro_batches(schedule: "Schedule") -> list[str]:
     """Return the most that each rank has in flight, in micro-batches: one is in flight in all stages of the rank."""
-    return [f"{schedule.in_flight(r) / schedule.home.count(r):.3g}" for r in range(schedule.ranks)]
+    return [f"{schedule.in_flight(r) / schedule.rank_of_stage.count(r):.3g}" for r in range(schedule.ranks)]
 
 
 def text(schedule: "Schedule") -> str:
@@ -118,7 +117,7 @@ def _panel(axes: Any, schedule: "Schedule", timing: Timing, span: float, row: fl
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
     boxes = dict[tuple[int, Any], list[tuple[float, float]]]()
     for rank, actions in enumerate(schedule.rows):
-        stages = [s for s, r in enumerate(schedule.home) if r == rank]
+        stages = [s for s, r in enumerate(schedule.rank_of_stage) if r == rank]
         for action in actions:
             start, width = timing.start[action], timing.end[action] - timing.start[action]
             depth = stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else 0.0

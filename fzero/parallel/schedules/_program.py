@@ -9,10 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from fzero.parallel.schedules._actions import Action, Message, Value, makes, needs
-from fzero.parallel.schedules._check import walk
+from fzero.parallel.schedules._actions import Action, Message, Value, inputs_of, output_of
 from fzero.parallel.schedules._schedule import Schedule
-from fzero.parallel.schedules._timing import Durations, time_schedule
+from fzero.parallel.schedules._simulation import Durations, time_schedule, walk
 
 __all__ = ["Instruction", "programs"]
 
@@ -24,13 +23,13 @@ class Instruction:
     """One step of a rank that follows a schedule.
 
     Attributes:
-        kind: "act" runs an action. "send" starts to send its result, and "sent" waits until the send has finished.
-            "receive" starts to receive a message, for which the action that needs it waits.
-        of: the action, or the message.
+        kind: "compute" runs an action. "send" starts to send its result, and "wait_send" waits until the send has
+            finished. "receive" starts to receive a message, for which the action that needs it waits.
+        operand: the action, or the message.
     """
 
-    kind: Literal["act", "send", "sent", "receive"]
-    of: Action | Message
+    kind: Literal["compute", "send", "wait_send", "receive"]
+    operand: Action | Message
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,16 +42,16 @@ def programs(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     Example:
         >>> from fzero.parallel.schedules import schedule
         >>> [
-        ...     f"{instruction.kind} {instruction.of}"
+        ...     f"{instruction.kind} {instruction.operand}"
         ...     for instruction in programs(schedule("gpipe", ranks=2, micro_batches=1))[0]
         ... ][:2]
-        ['act 0F0', "send Message(sender=0, receiver=1, kind='F', stage=0, micro_batch=0)"]
+        ['compute 0F0', "send Message(sender=0, receiver=1, kind='F', stage=0, micro_batch=0)"]
     """
     rows: list[list[Instruction]] = [[] for _ in range(schedule.ranks)]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
     for rank, action in _in_order(schedule):
-        rows[rank].append(Instruction("act", action))
-        value = makes(action)
+        rows[rank].append(Instruction("compute", action))
+        value = output_of(action)
         if value is not None and (message := messages.get(value)) is not None:
             rows[rank].append(Instruction("send", message))
             rows[message.receiver].append(Instruction("receive", message))
@@ -77,34 +76,34 @@ def _with_waits(
     in_flight: dict[int, deque[Message]] = {}  # by receiver, the sends that were not waited for
     instructions: list[Instruction] = []
     for instruction in row:
-        if isinstance(instruction.of, Action):
-            for value in needs(instruction.of, schedule.stages):
+        if isinstance(instruction.operand, Action):
+            for value in inputs_of(instruction.operand, schedule.stages):
                 message = incoming.get(value)
                 if message is None:
                     continue
                 queue = in_flight.get(message.sender, deque())
                 while queue and queue[0] in receipts[message]:
-                    instructions.append(Instruction("sent", queue.popleft()))
+                    instructions.append(Instruction("wait_send", queue.popleft()))
         if instruction.kind == "send":
-            assert isinstance(instruction.of, Message)
-            queue = in_flight.setdefault(instruction.of.receiver, deque())
+            assert isinstance(instruction.operand, Message)
+            queue = in_flight.setdefault(instruction.operand.receiver, deque())
             if len(queue) == MAX_IN_FLIGHT:
-                instructions.append(Instruction("sent", queue.popleft()))
-            queue.append(instruction.of)
+                instructions.append(Instruction("wait_send", queue.popleft()))
+            queue.append(instruction.operand)
         instructions.append(instruction)
-    return instructions + [Instruction("sent", message) for queue in in_flight.values() for message in queue]
+    return instructions + [Instruction("wait_send", message) for queue in in_flight.values() for message in queue]
 
 
 def _received_before(message: Message, row: list[Instruction]) -> set[Message]:
     """Return the messages that the sender of a message received and used before it sent that message."""
     incoming = {}
     for instruction in row:
-        if instruction.kind == "receive" and isinstance(instruction.of, Message):
-            incoming[Value(*instruction.of[2:])] = instruction.of
+        if instruction.kind == "receive" and isinstance(instruction.operand, Message):
+            incoming[Value(*instruction.operand[2:])] = instruction.operand
     messages: set[Message] = set()
     for instruction in row:
-        if instruction.of == message:
+        if instruction.operand == message:
             return messages
-        if isinstance(instruction.of, Action):
-            messages.update(incoming[value] for value in needs(instruction.of, 1 << 30) if value in incoming)
+        if isinstance(instruction.operand, Action):
+            messages.update(incoming[value] for value in inputs_of(instruction.operand, 1 << 30) if value in incoming)
     return messages

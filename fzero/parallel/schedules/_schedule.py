@@ -7,11 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from fzero._notebook import as_html
-from fzero.parallel.schedules._actions import GROWTH, Action, Message, makes
-from fzero.parallel.schedules._check import check
+from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, Table, csv_of, output_of, rows_of
 from fzero.parallel.schedules._drawing import draw, text
-from fzero.parallel.schedules._parse import Table, csv_of, rows_of
-from fzero.parallel.schedules._timing import Durations, Timing, time_schedule
+from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
 __all__ = ["Schedule"]
 
@@ -25,22 +23,22 @@ class Schedule:
 
     Attributes:
         rows: each rank's actions, in order.
-        home: by pipeline stage, the rank that holds it.
+        rank_of_stage: by pipeline stage, the rank that holds it.
         name: its name in titles and errors.
 
     Example:
         >>> F, B = [Action("F", 0, m) for m in range(2)], [Action("B", 0, m) for m in range(2)]
-        >>> Schedule([[*F, *B]], home=[0])
+        >>> Schedule([[*F, *B]], rank_of_stage=[0])
         Schedule('by hand': 1 rank, 1 stage, 2 micro-batches)
     """
 
     rows: tuple[tuple[Action, ...], ...]
-    home: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     name: str = "by hand"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple([tuple(row) for row in self.rows]))
-        object.__setattr__(self, "home", tuple(self.home))
+        object.__setattr__(self, "rank_of_stage", tuple(self.rank_of_stage))
 
     @classmethod
     def parse(cls, table: Table, name: str = "parsed") -> "Schedule":
@@ -81,7 +79,7 @@ class Schedule:
     @property
     def stages(self) -> int:
         """Return the number of pipeline stages, on all ranks together."""
-        return len(self.home)
+        return len(self.rank_of_stage)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -96,7 +94,7 @@ class Schedule:
         """
         alive = most = 0
         for action in self.rows[rank]:
-            alive += GROWTH[action.kind]
+            alive += IN_FLIGHT_CHANGE[action.kind]
             most = max(most, alive)
         return most
 
@@ -108,10 +106,10 @@ class Schedule:
         """
         messages = []
         for rank, row in enumerate(self.rows):
-            for value in filter(None, map(makes, row)):
+            for value in filter(None, map(output_of, row)):
                 to = value.stage + (1 if value.kind == "F" else -1)
-                if 0 <= to < self.stages and self.home[to] != rank:
-                    messages.append(Message(rank, self.home[to], *value))
+                if 0 <= to < self.stages and self.rank_of_stage[to] != rank:
+                    messages.append(Message(rank, self.rank_of_stage[to], *value))
         return tuple(messages)
 
     def timing(

@@ -381,7 +381,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
 
     for name, stages in NAMED.items():
         loss, most = loss_of(8, schedule=name, stages=stages), {}
-        forward = _table._Row._forward
+        forward = _table._RowExecutor._forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
             found = forward(self, *args)
@@ -390,7 +390,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(_table._Row, "_forward", counted)
+            patch.setattr(_table._RowExecutor, "_forward", counted)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
             trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
         schedule = loss.schedule(4)

@@ -130,7 +130,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
 def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     loop = loops_of(name, rank)
     parts = split(loop)
-    stages = [s for s, r in enumerate(loop.track.schedule.home) if r == rank]
+    stages = [s for s, r in enumerate(loop.track.schedule.rank_of_stage) if r == rank]
     wanted = [Phase(kind, s) for s in stages for kind in ("FIW" if s else "FW")]
     assert [part.phase for part in parts] == wanted
     held: set[Any] = set()

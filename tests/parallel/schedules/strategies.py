@@ -27,4 +27,4 @@ def schedules(draw: Any, least: int = 1) -> Schedule:
 def edited(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
     """Put another row into the place of a rank's."""
     rows = [*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]]
-    return Schedule(tuple(rows), schedule.home, "edited")
+    return Schedule(tuple(rows), schedule.rank_of_stage, "edited")

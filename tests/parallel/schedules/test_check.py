@@ -8,10 +8,12 @@ from fzero.parallel.schedules import Action, Schedule, check, schedule
 from tests.parallel.schedules.strategies import edited, schedules
 
 
-def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:
+def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> Schedule:
     """Make a table of texts without a check of it."""
     found = [[Action(x[1], int(x[0]), int(x[2:])) for x in row.split()] for row in rows]  # pyright: ignore[reportArgumentType]
-    return Schedule(tuple(map(tuple, found)), tuple(range(len(rows))) if home is None else home, "wrong")
+    return Schedule(
+        tuple(map(tuple, found)), tuple(range(len(rows))) if rank_of_stage is None else rank_of_stage, "wrong"
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,16 +28,19 @@ def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:
         (table("0F0 0B0", "1F0 1B0 1F1 1B1"), "1B1, 1F1: stage 0 runs micro-batches 0 to 0 only"),
         (table("0F0 0B0 0B0", "1F0 1B0"), "0B0 appears twice"),
         (table("0F0 0B0 1F0", "1B0"), "rank 0, position 2: 1F0 has a stage that rank 1 holds"),
-        (table("0F0 0B0", "1F0 1B0 2F0"), "rank 1, position 2: 2F0 has a stage without a rank; home has 2"),
-        (table("0F0 0B0", "1F0 1B0", home=(0, 2)), r"home\[1\]=2: expected the rank that holds it, 0 to 1"),
-        (table("0F0 0B0", "", home=(0,)), "rank 1 holds no stage"),
+        (table("0F0 0B0", "1F0 1B0 2F0"), "rank 1, position 2: 2F0 has a stage without a rank; rank_of_stage has 2"),
+        (
+            table("0F0 0B0", "1F0 1B0", rank_of_stage=(0, 2)),
+            r"rank_of_stage\[1\]=2: expected the rank that holds it, 0 to 1",
+        ),
+        (table("0F0 0B0", "", rank_of_stage=(0,)), "rank 1 holds no stage"),
         (table("", "1F0 1B0"), "stage 0 runs no micro-batch forward"),
         (Schedule((), ()), "0 ranks and 0 stages"),
         (
-            table("0B0 0F0", home=(0,)),
+            table("0B0 0F0", rank_of_stage=(0,)),
             "rank 0 waits with 0B0 for the output of stage 0 for micro-batch 0, which is rank",
         ),
-        (table("0F0 0W0 0I0", home=(0,)), "rank 0 waits with 0W0 for the gradient that stage 0 sends back"),
+        (table("0F0 0W0 0I0", rank_of_stage=(0,)), "rank 0 waits with 0W0 for the gradient that stage 0 sends back"),
         (
             table("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"),
             "no rank can continue: rank 0 waits with 0B0 for the gradient that stage 1 sends back for micro-batch 0; "
@@ -93,7 +98,7 @@ def test_an_action_before_one_that_it_needs_is_refused(made, data):
 
 
 def test_a_schedule_that_cannot_be_run_has_no_timing_and_prints_its_rows_and_the_reason():
-    wrong = table("0B0 0F0", home=(0,))
+    wrong = table("0B0 0F0", rank_of_stage=(0,))
     with pytest.raises(ValueError, match="no rank can continue"):
         wrong.timing()
     with pytest.raises(ValueError, match="no rank can continue"):

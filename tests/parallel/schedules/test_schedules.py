@@ -151,7 +151,7 @@ def test_a_long_schedule_goes_on_below():
 
 def test_messages_are_those_between_ranks_in_the_order_of_each_sender():
     made = schedule("zbv", 2, 1, 2)  # stages 0 1 2 3 on ranks 0 1 1 0
-    assert made.home == (0, 1, 1, 0)
+    assert made.rank_of_stage == (0, 1, 1, 0)
     assert made.messages == (
         Message(0, 1, "F", 0, 0),
         Message(0, 1, "G", 3, 0),
@@ -168,7 +168,7 @@ def test_each_message_is_sent_once_and_needed_where_it_goes(made):
     for sender, receiver, kind, stage, m in made.messages:
         user = Action("F", stage + 1, m) if kind == "F" else None
         users = {user} if user else {Action("B", stage - 1, m), Action("I", stage - 1, m)}
-        assert made.home[stage] == sender != receiver
+        assert made.rank_of_stage[stage] == sender != receiver
         assert users & {*made.rows[receiver]}
 
 
@@ -182,7 +182,7 @@ def test_a_timing_obeys_the_ranks_and_what_is_needed(made, data):
             assert t.end[before] <= t.start[after]
     for a in t.start:
         if a.kind == "F" and a.stage:
-            hop = known["hop"] * (made.home[a.stage] != made.home[a.stage - 1])
+            hop = known["hop"] * (made.rank_of_stage[a.stage] != made.rank_of_stage[a.stage - 1])
             assert t.end[Action("F", a.stage - 1, a.micro_batch)] + hop <= t.start[a]
         if a.kind in "BI":
             assert t.end[Action("F", a.stage, a.micro_batch)] <= t.start[a]

@@ -1,27 +1,29 @@
-"""Check a schedule: each action runs once, on the rank of its stage, and no ranks wait for each other in a circle."""
+"""Simulate a schedule: check that its actions can run in their order, and compute when each starts and ends."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from fzero.parallel.schedules._actions import KINDS, Action, Value, makes, needs
+from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, output_of
 
 if TYPE_CHECKING:
     from fzero.parallel.schedules._schedule import Schedule
 
-__all__ = ["WalkAction", "check", "walk"]
+__all__ = ["Durations", "RankAction", "Timing", "check", "time_schedule", "walk"]
 
 # A walk through the actions of a schedule in an order in which they can run.
 
 
-class WalkAction(NamedTuple):
+class RankAction(NamedTuple):
     """An action of a walk, and the rank that runs it."""
 
     rank: int
     action: Action
 
 
-def walk(schedule: "Schedule") -> Iterator[WalkAction]:
+def walk(schedule: "Schedule") -> Iterator[RankAction]:
     """Yield each action after all values that it needs, and after all earlier actions of its rank.
 
     Raises:
@@ -35,13 +37,13 @@ def walk(schedule: "Schedule") -> Iterator[WalkAction]:
         row = schedule.rows[rank]
         while at[rank] < len(row):
             action = row[at[rank]]
-            missing = next((v for v in needs(action, schedule.stages) if v not in values), None)
+            missing = next((v for v in inputs_of(action, schedule.stages) if v not in values), None)
             if missing is not None:
                 waiters.setdefault(missing, []).append(rank)
                 break
-            yield WalkAction(rank, action)
+            yield RankAction(rank, action)
             at[rank] += 1
-            if (value := makes(action)) is not None:
+            if (value := output_of(action)) is not None:
                 values.add(value)
                 runnable += waiters.pop(value, [])
     if waiters:
@@ -53,7 +55,9 @@ def _deadlock_message(schedule: "Schedule", at: list[int], waiters: dict[Value, 
     for rank, value in sorted((rank, value) for value, ranks in waiters.items() for rank in ranks):
         kind, stage, m = value
         label = f"the output of stage {stage}" if kind == "F" else f"the gradient that stage {stage} sends back"
-        hint = f", which is rank {rank}'s own and comes later in its row" if schedule.home[stage] == rank else ""
+        hint = (
+            f", which is rank {rank}'s own and comes later in its row" if schedule.rank_of_stage[stage] == rank else ""
+        )
         words.append(f"rank {rank} waits with {schedule.rows[rank][at[rank]]} for {label} for micro-batch {m}{hint}")
     return f"schedule {schedule.name!r}: no rank can continue: {'; '.join(words)}"
 
@@ -70,7 +74,7 @@ def check(schedule: "Schedule") -> None:
         >>> from fzero.parallel.schedules import schedule
         >>> check(schedule("1f1b", ranks=4, micro_batches=8))
     """
-    _check_homes(schedule)
+    _check_ranks(schedule)
     _check_positions(schedule)
     _check_complete(schedule)
     for _ in walk(schedule):
@@ -81,17 +85,20 @@ def _error(schedule: "Schedule", text: str) -> ValueError:
     return ValueError(f"schedule {schedule.name!r}: {text}")
 
 
-def _check_homes(schedule: "Schedule") -> None:
-    if not schedule.home or not schedule.rows:
+def _check_ranks(schedule: "Schedule") -> None:
+    if not schedule.rank_of_stage or not schedule.rows:
         raise _error(schedule, f"it has {schedule.ranks} ranks and {schedule.stages} stages: expected one of each")
-    for stage, rank in enumerate(schedule.home):
+    for stage, rank in enumerate(schedule.rank_of_stage):
         if type(rank) is not int or not 0 <= rank < schedule.ranks:
             raise _error(
-                schedule, f"home[{stage}]={rank!r}: expected the rank that holds it, 0 to {schedule.ranks - 1}"
+                schedule, f"rank_of_stage[{stage}]={rank!r}: expected the rank that holds it, 0 to {schedule.ranks - 1}"
             )
     for rank in range(schedule.ranks):
-        if rank not in schedule.home:
-            raise _error(schedule, f"rank {rank} holds no stage: home={schedule.home} lists the ranks of the stages")
+        if rank not in schedule.rank_of_stage:
+            raise _error(
+                schedule,
+                f"rank {rank} holds no stage: rank_of_stage={schedule.rank_of_stage} lists the ranks of the stages",
+            )
 
 
 def _check_positions(schedule: "Schedule") -> None:
@@ -102,9 +109,13 @@ def _check_positions(schedule: "Schedule") -> None:
             if not isinstance(action, Action):
                 raise _error(schedule, f"{label}: {action!r} is no Action; Schedule.parse reads texts such as '0F1'")
             if action.stage >= schedule.stages:
-                raise _error(schedule, f"{label}: {action} has a stage without a rank; home has {schedule.stages}")
-            if schedule.home[action.stage] != rank:
-                raise _error(schedule, f"{label}: {action} has a stage that rank {schedule.home[action.stage]} holds")
+                raise _error(
+                    schedule, f"{label}: {action} has a stage without a rank; rank_of_stage has {schedule.stages}"
+                )
+            if schedule.rank_of_stage[action.stage] != rank:
+                raise _error(
+                    schedule, f"{label}: {action} has a stage that rank {schedule.rank_of_stage[action.stage]} holds"
+                )
             counts[action] += 1
     duplicates = [action for action, n in counts.items() if n > 1]
     if duplicates:
@@ -127,7 +138,7 @@ def _check_complete(schedule: "Schedule") -> None:
 def _check_micro_batch(schedule: "Schedule", actions: set[Action], stage: int, m: int) -> None:
     forward, backward, inputs, weights = [Action(kind, stage, m) for kind in KINDS]
     if forward not in actions:
-        rank = schedule.home[stage]
+        rank = schedule.rank_of_stage[stage]
         raise _error(
             schedule,
             f"{forward}, the forward pass of stage {stage} for micro-batch {m}, is missing on rank {rank}"
@@ -141,7 +152,7 @@ def _check_micro_batch(schedule: "Schedule", actions: set[Action], stage: int, m
         hint = f", of which {_listed(halves)} is one half" if halves else ""
         raise _error(
             schedule,
-            f"{absent} of rank {schedule.home[stage]} is missing: the backward pass of stage {stage} for "
+            f"{absent} of rank {schedule.rank_of_stage[stage]} is missing: the backward pass of stage {stage} for "
             f"micro-batch {m}{hint}",
         )
 
@@ -161,3 +172,98 @@ def _torch_1f1b(schedule: "Schedule", actions: set[Action], stage: int) -> str:
 def _listed(actions: list[Action]) -> str:
     text = ", ".join(map(str, actions[:4]))
     return text if len(actions) <= 4 else f"{text} and {len(actions) - 4} more"
+
+
+# The start and end of each action of a schedule, for given durations.
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The start and end of each action of a schedule.
+
+    Attributes:
+        makespan: the time from the first start to the last end, in the unit of the durations.
+        busy: by rank, the time in which it computes.
+        start: by action, when it starts.
+        end: by action, when it ends.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    start: Mapping[Action, float] = field(repr=False)
+    end: Mapping[Action, float] = field(repr=False)
+
+    @property
+    def efficiency(self) -> float:
+        """Return the share of the ranks' time in which they compute: 1 without bubbles."""
+        return sum(self.busy) / (len(self.busy) * self.makespan)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """The durations of actions and messages.
+
+    Attributes:
+        kinds: by kind of action, its duration for a stage of mean cost.
+        cost: by stage, its relative cost.
+        hop: the duration of a message between ranks.
+    """
+
+    kinds: Mapping[str, float]
+    cost: tuple[float, ...]
+    hop: float
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        stages: int,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        weight: float = 1.0,
+        hop: float = 0.0,
+        cost: Sequence[float] | None = None,
+    ) -> "Durations":
+        """Check a user's durations, and divide a rank's share of the model by its stages.
+
+        Raises:
+            ValueError: if a duration is negative or not finite, if the weight half takes longer than the full backward
+                pass, or if there is not one cost per stage.
+        """
+        durations = {"forward": forward, "backward": backward, "weight": weight, "hop": hop}
+        for name, value in durations.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r}: expected a duration, a finite number that is not negative")
+        if forward + backward == 0:
+            raise ValueError("forward=0 and backward=0: a schedule in which nothing takes time has no efficiency")
+        if weight > backward:
+            raise ValueError(f"weight={weight!r} is more than backward={backward!r}, of which it is a part")
+        costs = (1.0,) * stages if cost is None else tuple(cost)
+        if len(costs) != stages:
+            raise ValueError(f"cost has {len(costs)} numbers: expected one for each of the {stages} stages")
+        if not all(isinstance(c, int | float) and math.isfinite(c) and c > 0 for c in costs):
+            raise ValueError(f"cost={cost!r}: expected finite numbers above 0")
+        share = ranks / stages
+        kinds = {"F": forward * share, "B": backward * share, "I": (backward - weight) * share, "W": weight * share}
+        return cls(kinds, costs, hop)
+
+    def __getitem__(self, action: Action) -> float:
+        """Return the duration of an action."""
+        return self.kinds[action.kind] * self.cost[action.stage]
+
+
+def time_schedule(schedule: "Schedule", durations: Durations) -> Timing:
+    """Simulate a schedule that can run, with one clock per rank."""
+    value_times = dict[Value, float]()  # by value, the time at which it is computed
+    clock, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks
+    start, end = dict[Action, float](), dict[Action, float]()
+    for rank, action in walk(schedule):
+        at = clock[rank]
+        for value in inputs_of(action, schedule.stages):
+            at = max(at, value_times[value] + (durations.hop if schedule.rank_of_stage[value.stage] != rank else 0.0))
+        start[action] = at
+        end[action] = clock[rank] = at + durations[action]
+        busy[rank] += durations[action]
+        if (value := output_of(action)) is not None:
+            value_times[value] = end[action]
+    return Timing(max(clock), tuple(busy), start, end)
