@@ -1,7 +1,7 @@
 """torch.nn modules as pure functions of their parameters and buffers."""
 
 from fzero.nn._functional import Apply, Functional, functional
-from fzero.nn._pipeline import Pipelined, pipeline
+from fzero.nn._pipeline import ModulePipeline, pipeline
 from fzero.zero import initializer
 
-__all__ = ["Apply", "Functional", "Pipelined", "functional", "initializer", "pipeline"]
+__all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer", "pipeline"]

@@ -90,7 +90,7 @@ def boxes_to_blocks(
     """Give each box to the block that owns all of its parameters, and gather the other boxes.
 
     Yields:
-        `state` with full tensors, and with meta tensors in the places of parameters that the blocks gather themselves.
+        `state` with full tensors, and with meta tensors in place of parameters that the blocks gather themselves.
     """
     if not any(is_box(x) for x in state.values()):
         yield state
@@ -121,8 +121,8 @@ def boxes_to_blocks(
 
 
 def _shared(module: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters that lie at several places of a module."""
-    places: dict[int, list[str]] = {}
+    """Return the names of the parameters that a module holds under several names."""
+    names_by_id: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(p), []).append(name)
-    return {name for names in places.values() if len(names) > 1 for name in names}
+        names_by_id.setdefault(id(p), []).append(name)
+    return {name for names in names_by_id.values() if len(names) > 1 for name in names}

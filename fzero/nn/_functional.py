@@ -12,11 +12,12 @@ from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, 
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound, data_axes, in_lockstep
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
-from fzero.nn._closures import check_functions, copy_module
-from fzero.nn._written import (
+from fzero.nn._copy import (
+    check_functions,
     check_leftovers,
     check_writes,
     contents_of,
+    copy_module,
     module_states,
     restore_modules,
     tensors_in,

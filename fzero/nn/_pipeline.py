@@ -9,16 +9,16 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRules
-from fzero.nn._cut import split_module
+from fzero.nn._split_module import split_module
 from fzero.parallel.pipeline import Pipeline
 from fzero.parallel.pipeline import pipeline as pipeline_of
 from fzero.parallel.schedules import Schedule
 from fzero.parallel.tensor import Layers
 
-__all__ = ["Pipelined", "pipeline"]
+__all__ = ["ModulePipeline", "pipeline"]
 
 
-class Pipelined(NamedTuple):
+class ModulePipeline(NamedTuple):
     """A module as a pipeline: `loss, params, join = pipeline(module, ...)`.
 
     Attributes:
@@ -61,7 +61,7 @@ def pipeline(
     inputs: Callable[[Any], Any] | None = None,
     split: SplitRules | None = None,
     tp: Layers | None = None,
-) -> Pipelined:
+) -> ModulePipeline:
     """Make a loss function that runs a module's repeated blocks as a pipeline. The module is not edited.
 
     The blocks are the children of a ModuleList or Sequential: at least two modules of one class, whose parameters have
@@ -147,7 +147,7 @@ def pipeline(
         remat=remat,
         split=split if tp is None else (TensorSplit(tp, split_model.names[0]), *_as_tuple(split)),
     )
-    return Pipelined(pipelined_loss, params, split_model.join)
+    return ModulePipeline(pipelined_loss, params, split_model.join)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Run a module with shells in the places of its blocks, to record the blocks' arguments and to find equal blocks."""
+"""Run a module with shells in place of its blocks, to record the blocks' arguments and to find equal blocks."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -14,25 +14,25 @@ from fzero.random import draw_from, key
 __all__ = [
     "ArgumentRecorder",
     "BlockArguments",
+    "BlockHandler",
     "BlockOrderError",
     "Calls",
     "DependencyTracker",
-    "Form",
+    "DynamicIndex",
     "HandoffError",
-    "OneOf",
+    "OutputForm",
     "OutputReplacer",
-    "Relay",
     "Shell",
     "StopForward",
     "calls_of",
-    "choose",
+    "run_dynamic_block",
     "same_calls",
 ]
 
-# Shells in the places of blocks: each returns its input, and its arguments are recorded.
+# Shells in place of blocks: each returns its input, and its arguments are recorded.
 
 
-_RELAY: ContextVar["Relay"] = ContextVar("relay")
+_HANDLER: ContextVar["BlockHandler"] = ContextVar("handler")
 CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -63,16 +63,16 @@ class _First(tuple[Any, ...]):
         raise HandoffError("where it reads all values of a block,")
 
 
-class Form(enum.Enum):
+class OutputForm(enum.Enum):
     """The form in which a module expects a block's output: a tensor, a tuple's first value, or a tuple of one."""
 
     TENSOR = "tensor"
     FIRST = "first"
     ONE = "one"
 
-    def of(self, x: Any) -> Any:
-        """Return a value in this form."""
-        return {Form.TENSOR: x, Form.FIRST: _First((x,)), Form.ONE: (x,)}[self]
+    def wrap(self, x: Any) -> Any:
+        """Wrap a value in this form."""
+        return {OutputForm.TENSOR: x, OutputForm.FIRST: _First((x,)), OutputForm.ONE: (x,)}[self]
 
 
 class BlockArguments(NamedTuple):
@@ -96,7 +96,7 @@ class BlockArguments(NamedTuple):
 class Shell(torch.nn.Module):
     """A stand-in for a block, without parameters. Its other attributes are the block's, since modules read those.
 
-    A call does what the current `Relay` does.
+    A call does what the current `BlockHandler` does.
     """
 
     def __init__(self, index: int, block: torch.nn.Module) -> None:
@@ -115,11 +115,11 @@ class Shell(torch.nn.Module):
         return Shell(self.index, self.__dict__["block"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass the call to the current `Relay`."""
-        return _RELAY.get().call(self.index, args, kwargs)
+        """Pass the call to the current `BlockHandler`."""
+        return _HANDLER.get().call(self.index, args, kwargs)
 
 
-class Relay:
+class BlockHandler:
     """The behaviour of all shells within a `with` block: each returns its input.
 
     Attributes:
@@ -129,26 +129,26 @@ class Relay:
         count: the number of blocks that were called.
     """
 
-    def __init__(self, names: tuple[str, ...], form: Form) -> None:
+    def __init__(self, names: tuple[str, ...], form: OutputForm) -> None:
         self.names, self.form = names, form
         self.x: Any = None
         self.count = 0
-        self._tokens: list[Token[Relay]] = []
+        self._tokens: list[Token[BlockHandler]] = []
 
-    def __enter__(self) -> "Relay":
-        self._tokens.append(_RELAY.set(self))
+    def __enter__(self) -> "BlockHandler":
+        self._tokens.append(_HANDLER.set(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _RELAY.reset(self._tokens.pop())
+        _HANDLER.reset(self._tokens.pop())
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of the shell with this index."""
         expected = self.names[self.count] if self.count < len(self.names) else "none"
         if index != self.count:
             raise BlockOrderError(
-                f"the module calls block {self.names[index]!r} where {expected!r} was expected: a pipeline calls each "
-                "block once, in order"
+                f"the module calls block {self.names[index]!r} where {expected!r} was expected: have forward call each "
+                "block once, in order, as a pipeline does"
             )
         self.count += 1
         x, arguments = _split_arguments(args, kwargs, self.names[index])
@@ -156,21 +156,21 @@ class Relay:
             raise HandoffError(f"between {self.names[index - 1]!r} and {self.names[index]!r}")
         self.x = x
         self.on_block(index, arguments)
-        return self.form.of(self.x)
+        return self.form.wrap(self.x)
 
     def on_block(self, index: int, arguments: BlockArguments) -> None:
         """Record a block's arguments, or replace `self.x`."""
         raise NotImplementedError
 
 
-class ArgumentRecorder(Relay):
+class ArgumentRecorder(BlockHandler):
     """Records each block's arguments, and stops the forward pass at the last block.
 
     Attributes:
         arguments: the arguments of each block.
     """
 
-    def __init__(self, names: tuple[str, ...], form: Form) -> None:
+    def __init__(self, names: tuple[str, ...], form: OutputForm) -> None:
         super().__init__(names, form)
         self.arguments: list[BlockArguments] = []
 
@@ -184,10 +184,10 @@ class ArgumentRecorder(Relay):
             raise StopForward
 
 
-class OutputReplacer(Relay):
+class OutputReplacer(BlockHandler):
     """Replaces the output of the last block by a given value."""
 
-    def __init__(self, names: tuple[str, ...], form: Form, value: torch.Tensor) -> None:
+    def __init__(self, names: tuple[str, ...], form: OutputForm, value: torch.Tensor) -> None:
         super().__init__(names, form)
         self.value = value
 
@@ -204,7 +204,10 @@ def _split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) 
     names = ["hidden_states", *[name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]]
     name = next((name for name in names if name in kwargs), None)
     if name is None:
-        raise ValueError(f"block {block!r} is called without a tensor, so no value passes from block to block")
+        raise ValueError(
+            f"block {block!r} is called without a tensor, so no value passes from block to block: pass the "
+            "previous block's output as its first argument, or by keyword"
+        )
     return kwargs[name], BlockArguments(name, (), {key: value for key, value in kwargs.items() if key != name})
 
 
@@ -228,7 +231,7 @@ Calls = list[Any]
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Records the calls of torch functions, with numbers in the places of tensors."""
+    """Records the calls of torch functions, with numbers in place of tensors."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -316,7 +319,7 @@ class DependencyTracker(TorchFunctionMode):
 # them run, and each rank selects the output of its own.
 
 
-class OneOf(NamedTuple):
+class DynamicIndex(NamedTuple):
     """The index of a block that is known only while ranks run.
 
     Attributes:
@@ -339,14 +342,14 @@ Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Ten
 CallCache = dict[Any, Calls | None]
 
 
-def choose(
+def run_dynamic_block(
     run: Run,
     cache: CallCache,
     params: Any,
     constants: Sequence[Any],
     x: torch.Tensor,
     arguments: Sequence[Any],
-    index: OneOf,
+    index: DynamicIndex,
 ) -> torch.Tensor:
     """Run the block with number `index`.
 
@@ -384,7 +387,7 @@ def _kinds(
     constants: Sequence[Any],
     x: torch.Tensor,
     arguments: Sequence[Any],
-    index: OneOf,
+    index: DynamicIndex,
 ) -> list[list[int]]:
     """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
     kinds: list[tuple[Calls | None, list[int]]] = []

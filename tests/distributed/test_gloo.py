@@ -1,6 +1,6 @@
 """Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
 whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
-and what goes with it, `moe_cases.py` experts, `pipeline_cases.py` stages, `tp_cases.py` tensor parallelism."""
+and what goes with it, `expert_cases.py` experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor parallelism."""
 
 import time
 
@@ -13,11 +13,11 @@ from tests.distributed import (
     axes_cases,
     cases,
     checkpoint_cases,
+    expert_cases,
     jit_cases,
-    moe_cases,
     pipeline_cases,
     resumed,
-    tp_cases,
+    tensor_cases,
     training_cases,
 )
 from tests.distributed.launch import python, torchrun, world
@@ -29,19 +29,20 @@ MODULES = {
     "axes": axes_cases,
     "training": training_cases,
     "checkpoint": checkpoint_cases,
-    "moe": moe_cases,
+    "experts": expert_cases,
     "pipeline": pipeline_cases,
-    "tp": tp_cases,
+    "tensor": tensor_cases,
 }
 SLOW = [
     pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
-    for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline", "tp")
+    for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor")
 ]
 
 
 @pytest.mark.parametrize(
     "name,ranks",
-    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline", "tp")] + [("axes", 4), *SLOW],
+    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor")]
+    + [("axes", 4), *SLOW],
 )
 def test_gloo_processes(name, ranks):
     module = MODULES[name]

@@ -4,7 +4,7 @@ from tests.mutants.changes import always, bare, becomes, constant, dropped, else
 from tests.mutants.mutant import Fault, File
 
 ROUTE = ("tests/parallel/experts/test_route.py",)
-SEATS = ("tests/parallel/experts/test_seats.py",)
+POSITIONS = ("tests/parallel/experts/test_positions.py",)
 GROUPED = ("tests/parallel/experts/test_grouped.py",)
 LAYER = ("tests/parallel/experts/test_layer.py",)
 TRAINING = ("tests/parallel/experts/test_training.py",)
@@ -32,7 +32,7 @@ MUTANTS = [
         Fault("gates are divided by zero", "route", bare("A.clamp(min=B)")),
         Fault("micro-batches jitter alike", "jitter", becomes("A.B(C, D())", "A.B(C, 0)"), BY_HAND),
     ),
-    *File("parallel/experts/_dispatch.py", SEATS).faults(
+    *File("parallel/experts/_dispatch.py", POSITIONS).faults(
         Fault(
             "capacity is counted per rank",
             "assign_positions",

@@ -70,7 +70,7 @@ MUTANTS = [
         Fault("dcp's keys are the rank's", "_of_item", becomes("A.B", "keys[at]", at="3 of 3")),
     ),
     *File("nn/_pipeline.py", NN).faults(
-        Fault("a parameter keeps its path", "Pipelined.name.name", returns("path")),
+        Fault("a parameter keeps its path", "ModulePipeline.name.name", returns("path")),
     ),
     *File("sharding/_segments.py", OPTIMIZERS).faults(
         Fault("masks see ranks", "abstract.full_leaves", becomes("A.B if C else A.D", "A.B if C else A.full_shapes")),

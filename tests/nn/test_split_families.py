@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from fzero.nn._cut import split_module
-from tests.nn.test_cut import run
+from fzero.nn._split_module import split_module
+from tests.nn.test_split_module import run
 
 transformers = pytest.importorskip("transformers")
 

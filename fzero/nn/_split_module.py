@@ -9,27 +9,27 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.nn._closures import copy_module
+from fzero.nn._copy import copy_module
 from fzero.nn._functional import Apply, check_module, functional
 from fzero.nn._shells import (
     ArgumentRecorder,
     BlockArguments,
+    BlockHandler,
     BlockOrderError,
     DependencyTracker,
-    Form,
+    DynamicIndex,
     HandoffError,
-    OneOf,
+    OutputForm,
     OutputReplacer,
-    Relay,
     Shell,
     StopForward,
-    choose,
+    run_dynamic_block,
 )
 from fzero.parallel.tensor import Layers, of_block, outside
-from fzero.parallel.tensor import gather as join_tokens
-from fzero.parallel.tensor import scatter as cut_tokens
+from fzero.parallel.tensor import gather as gather_tokens
+from fzero.parallel.tensor import scatter as scatter_tokens
 
-__all__ = ["ModuleSplit", "OneOf", "SplitModule", "blocks_of", "check_ownership", "split_module"]
+__all__ = ["DynamicIndex", "ModuleSplit", "SplitModule", "blocks_of", "check_ownership", "split_module"]
 
 
 # Find the children of a module that are its repeated blocks.
@@ -105,12 +105,12 @@ def check_ownership(module: torch.nn.Module, names: tuple[str, ...]) -> None:
     Raises:
         ValueError: if a parameter of a block is frozen or shared. Also if `module.config` requests further outputs.
     """
-    places: dict[int, list[str]] = {}
+    keys_by_id: dict[int, list[str]] = {}
     for key, p in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(p), []).append(key)
+        keys_by_id.setdefault(id(p), []).append(key)
     for name in names:
         for key, p in module.get_submodule(name).named_parameters():
-            aliases = [x for x in places[id(p)] if not x.startswith(f"{name}.")]
+            aliases = [x for x in keys_by_id[id(p)] if not x.startswith(f"{name}.")]
             if aliases:
                 raise ValueError(
                     f"'{name}.{key}' is {aliases[0]!r} too. A block of a pipeline cannot share a parameter, because "
@@ -157,12 +157,12 @@ class _SplitCache:
 
     Attributes:
         form: the form in which the module expects a block's output.
-        calls: the torch functions that blocks call; see `fzero.nn._shells.choose`.
+        calls: the torch functions that blocks call; see `fzero.nn._shells.run_dynamic_block`.
         checked_structures: the structures of batches whose block arguments were found to depend on no parameter.
     """
 
     def __init__(self) -> None:
-        self.form: Form | None = None
+        self.form: OutputForm | None = None
         self.calls: dict[Any, Any] = {}
         self.checked_structures: set[Any] = set()
 
@@ -174,7 +174,7 @@ class SplitModule:
     A batch holds the arguments of the module's forward pass: a dict by name, a tuple, or one tensor.
 
     Attributes:
-        shell: the module with shells in the places of its blocks.
+        shell: the module with shells in place of its blocks.
         constants: the buffers and frozen parameters of `shell`.
         param_meta: the full shapes and the dtypes of the parameters outside the blocks.
         blocks: the blocks.
@@ -197,13 +197,13 @@ class SplitModule:
     def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
         """Return the input of the first block: the embedded batch."""
         x = self._record(self.shell, rest, batch).x
-        return x if self.tp is None or not self.tp.sequence else cut_tokens(x, self.tp.axis)
+        return x if self.tp is None or not self.tp.sequence else scatter_tokens(x, self.tp.axis)
 
     def block_arguments(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[BlockArguments, ...]:
         """Return each block's arguments besides `x`, such as masks and rotary tables.
 
         Each rank that holds blocks computes them from the batch, so none of them is sent. Blocks that receive the same
-        tensor share it. No parameter is needed: the module's forward pass runs on zeros in the places of the
+        tensor share it. No parameter is needed: the module's forward pass runs on zeros in place of the
         parameters outside the blocks. The embedding that these zeros give is not used.
 
         Args:
@@ -225,13 +225,18 @@ class SplitModule:
                 if tracker.holds(x):
                     raise ValueError(
                         f"block {name!r} is given {path.partition('.')[2]!r}, which depends on parameters outside the "
-                        "blocks: a pipeline computes the arguments of blocks on ranks that do not hold these parameters"
+                        "blocks: a pipeline computes the arguments of blocks on ranks that do not hold these "
+                        "parameters. Compute it in the block, or from the batch and buffers"
                     )
         self._cache.checked_structures.add(structure)
         return arguments
 
     def block(
-        self, params: Tensors, x: torch.Tensor, arguments: tuple[BlockArguments, ...], index: int | torch.Tensor | OneOf
+        self,
+        params: Tensors,
+        x: torch.Tensor,
+        arguments: tuple[BlockArguments, ...],
+        index: int | torch.Tensor | DynamicIndex,
     ) -> torch.Tensor:
         """Run a block.
 
@@ -239,18 +244,18 @@ class SplitModule:
             params: the block's parameters.
             x: the output of the previous block.
             arguments: the result of `block_arguments(batch)`.
-            index: the number of the block in the module. If many ranks run one program, it is a tensor, or a `OneOf`
-                that lists the numbers it may be.
+            index: the number of the block in the module. If many ranks run one program, it is a tensor, or a
+                `DynamicIndex` that lists the numbers it may be.
         """
         if isinstance(index, int):
             return self._run_block(index, params, self.block_constants[index], x, arguments[index])
-        index = OneOf(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
-        return choose(self._run_block, self._cache.calls, params, self.block_constants, x, arguments, index)
+        index = DynamicIndex(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
+        return run_dynamic_block(self._run_block, self._cache.calls, params, self.block_constants, x, arguments, index)
 
     def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""
         form = self._cache.form or self._record(self.shell, rest, batch).form
-        x = x if self.tp is None or not self.tp.sequence else join_tokens(x, self.tp.axis)
+        x = x if self.tp is None or not self.tp.sequence else gather_tokens(x, self.tp.axis)
         return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, form, x))
 
     def join(self, params: Mapping[str, Any]) -> Tensors:
@@ -270,7 +275,7 @@ class SplitModule:
     def _record(self, shell: Apply, rest: Tensors, batch: Any) -> ArgumentRecorder:
         """Run the module until its last block, and record the arguments of its blocks."""
         first_error: Exception | None = None
-        for form in [self._cache.form] if self._cache.form else [*Form]:
+        for form in [self._cache.form] if self._cache.form else [*OutputForm]:
             records = ArgumentRecorder(self.names, form)
             try:
                 self._run_shell(shell, rest, batch, records)
@@ -282,17 +287,18 @@ class SplitModule:
                     raise
                 first_error = first_error or error
             else:
-                raise ValueError(f"the module ran {records.count} of its {len(self.names)} blocks: {self.names}")
+                raise ValueError(_missing_block_message(self.names, records.count))
         if not isinstance(first_error, HandoffError):
             raise first_error or AssertionError
         raise ValueError(
             f"{first_error} the module changes the value between blocks, or takes more than one tensor "
-            "from a block. A pipeline passes on one tensor, unchanged"
+            "from a block. A pipeline passes on one tensor, unchanged: have forward give each block's output to the "
+            "next block as it is, and move other computation into the blocks or after the last one"
         )
 
-    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, relay: Relay) -> Any:
+    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, handler: BlockHandler) -> Any:
         args, kwargs = _arguments(batch)
-        with relay:
+        with handler:
             out, written = shell(rest, self.constants, *args, **kwargs)
         _check_constants(self.constants, written, "")
         return out
@@ -358,14 +364,14 @@ def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers 
     if tp is not None:
         rest = functional(copy_module(module, {**shells, **shared}), tp=outside(tp, names))
     split = SplitModule(
-        _read_only(rest.apply),
-        rest.buffers,
-        {name: (p.shape, p.dtype) for name, p in plain.params.items()},
-        tuple([_read_only(part.apply) for part in parts]),
-        tuple([_share_constants(part.buffers, parts[0].buffers) for part in parts]),
-        names,
-        _read_only(plain.apply),
-        tp,
+        shell=_read_only(rest.apply),
+        constants=rest.buffers,
+        param_meta={name: (p.shape, p.dtype) for name, p in plain.params.items()},
+        blocks=tuple([_read_only(part.apply) for part in parts]),
+        block_constants=tuple([_share_constants(part.buffers, parts[0].buffers) for part in parts]),
+        names=names,
+        plain=_read_only(plain.apply),
+        tp=tp,
     )
     return ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
 
@@ -399,6 +405,13 @@ def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
             )
 
 
+def _missing_block_message(names: tuple[str, ...], count: int) -> str:
+    return (
+        f"the module ran {count} of its {len(names)} blocks, and did not call {names[count]!r}: a pipeline runs each "
+        "block once, in order. Have forward call all of them, or name another list of blocks, as in blocks='layers'"
+    )
+
+
 def _zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
     """Return zeros of a shape that take no memory, on the batch's device."""
     device = next((x.device for x in tree.tensors(batch)), None)
@@ -411,13 +424,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def _one_tensor(out: Any, name: str, form: Form | None) -> torch.Tensor:
+def _one_tensor(out: Any, name: str, form: OutputForm | None) -> torch.Tensor:
     """Return a block's output tensor: its result, or the first item of a tuple whose other items the module ignores."""
     values = out if isinstance(out, tuple | list) else (out,)
-    has_more = form is not Form.FIRST and any(x is not None for x in values[1:])
+    has_more = form is not OutputForm.FIRST and any(x is not None for x in values[1:])
     if not values or not isinstance(values[0], torch.Tensor) or has_more:
         raise ValueError(
             f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor. A pipeline passes on "
-            "one tensor from block to block, and would lose the others"
+            "one tensor from block to block, and would lose the others: have the block return this tensor alone"
         )
     return values[0]

@@ -7,8 +7,8 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.nn._cut import OneOf, split_module
 from fzero.nn._shells import _kinds
+from fzero.nn._split_module import DynamicIndex, split_module
 from tests.nn.models import MODELS, batch_for, built
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
     want = torch.stack([made.block(params["blocks"][i], xs[r], given, i) for r, i in enumerate(indices)])
 
     def one(p: Any, x: Any, r: Any) -> Any:
-        return made.block(p, x, given, OneOf(indices, r))
+        return made.block(p, x, given, DynamicIndex(indices, r))
 
     got = torch.vmap(one)(stacked, xs, torch.arange(len(indices)))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
@@ -60,7 +60,7 @@ def kinds(name: str) -> list[list[int]]:
     made, params = split_module(built(name))
     batch = batch_for(name)
     x, given = made.first(params["rest"], batch), made.block_arguments(batch)
-    index = OneOf((0, 1, 2, 3), torch.tensor(0))
+    index = DynamicIndex((0, 1, 2, 3), torch.tensor(0))
     return _kinds(made._run_block, {}, params["blocks"][0], made.block_constants, x, given, index)
 
 
@@ -85,11 +85,11 @@ def test_draws_of_a_step_go_on_as_if_no_block_had_been_looked_at():
     x, p = torch.ones(2, 3), params["blocks"][0]
     block = fzero.random.seeded(lambda index: made.block(p, x, made.block_arguments(x), index))
     key = fzero.random.key(0)
-    assert block(key, OneOf((0, 1), torch.tensor(0))).equal(block(key, 0))
+    assert block(key, DynamicIndex((0, 1), torch.tensor(0))).equal(block(key, 0))
     torch.manual_seed(0)
     want = made.block(p, x, made.block_arguments(x), 0)
     torch.manual_seed(0)
-    assert made.block(p, x, made.block_arguments(x), OneOf((1, 0), torch.tensor(1))).equal(want)
+    assert made.block(p, x, made.block_arguments(x), DynamicIndex((1, 0), torch.tensor(1))).equal(want)
 
 
 def test_a_cut_module_is_not_changed_and_shares_its_memory():
@@ -225,7 +225,8 @@ def test_buffers_and_attributes_of_blocks_may_differ():
     assert run(made, params, x).equal(model(x))
     assert made.block_constants[0]["shift"] is made.block_constants[2]["shift"]
     got = [
-        made.block(params["blocks"][0], x, made.block_arguments(x), OneOf((0, 1, 2), torch.tensor(i))) for i in range(3)
+        made.block(params["blocks"][0], x, made.block_arguments(x), DynamicIndex((0, 1, 2), torch.tensor(i)))
+        for i in range(3)
     ]
     want = [made.block(params["blocks"][0], x, made.block_arguments(x), i) for i in range(3)]
     torch.testing.assert_close(got, want)
@@ -247,10 +248,10 @@ def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
     made, params = split_module(Stack(in_turn, [Scaled(i) for i in range(3)]))
     x, p = torch.randn(3, 3), params["blocks"][0]
     given = made.block_arguments(x)
-    index = OneOf((2, 0, 1), torch.tensor(0))
+    index = DynamicIndex((2, 0, 1), torch.tensor(0))
     assert _kinds(made._run_block, {}, p, made.block_constants, x, given, index) == [[0, 1, 2]]
     for r, i in enumerate(index.indices):
-        assert made.block(p, x, given, OneOf(index.indices, torch.tensor(r))).equal(made.block(p, x, given, i))
+        assert made.block(p, x, given, DynamicIndex(index.indices, torch.tensor(r))).equal(made.block(p, x, given, i))
 
 
 def backwards(model: Stack, x: Any) -> Any:

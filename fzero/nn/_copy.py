@@ -1,30 +1,169 @@
-"""Find what a forward pass wrote besides its result: tensors that it received, and attributes of its module.
+"""The copy of a module that `apply` runs: how it is made, and what a forward pass may not write in it.
 
-`apply` runs a copy of the module. So a value in an attribute never reaches the user's module, and a replaced parameter
-has no gradient. The tensors and attributes are compared before and after a call. A written parameter is an error;
-written attributes are named in a notice.
+`copy.deepcopy` does not copy functions. So a forward hook that refers to a submodule, or
+`self.scaled = lambda x: x * self.scale`, would still read the original module, and would train nothing.
+
+A value in an attribute of the copy never reaches the user's module, and a replaced parameter has no gradient. So the
+tensors and attributes are compared before and after a call. A written parameter is an error; written attributes are
+named in a notice.
 """
 
+import copy
+import dis
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero._notice import notice
-from fzero._torch.modules import attributes, version_of
+from fzero._torch.modules import attributes, forward_hooks, version_of
 
 __all__ = [
     "ModuleContents",
     "Versions",
+    "check_functions",
     "check_leftovers",
     "check_writes",
     "contents_of",
+    "copy_module",
     "module_states",
     "restore_modules",
     "tensors_in",
     "versions_of",
 ]
+
+
+def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
+    """Copy a module as `copy.deepcopy` does, and make its functions refer to the copy instead of the module.
+
+    Args:
+        module: the module.
+        memo: replacements for some objects, by their ids, as `copy.deepcopy` takes them.
+    """
+    memo = {} if memo is None else memo
+    copied = copy.deepcopy(module, memo)
+    for m in copied.modules():
+        for name, x in attributes(m).items():
+            if (y := _follow(x, memo)) is not x:
+                m.__dict__[name] = y
+        for hooks in forward_hooks(m):
+            hooks.update({key: _follow(hook, memo) for key, hook in hooks.items()})
+    return copied
+
+
+def _follow(x: Any, memo: dict[int, Any]) -> Any:
+    """Return a value with each copied object replaced by its copy; the value itself if nothing in it was copied."""
+    if id(x) in memo:
+        return memo[id(x)]
+    if isinstance(x, MethodType):
+        owner = _follow(x.__self__, memo)
+        return x if owner is x.__self__ else MethodType(x.__func__, owner)
+    if isinstance(x, functools.partial):
+        parts = [x.func, x.args, x.keywords]
+        new = [_follow(part, memo) for part in parts]
+        return x if _same(new, parts) else functools.partial(new[0], *new[1], **new[2])
+    if type(x) in (list, tuple):
+        new = [_follow(y, memo) for y in x]
+        return x if _same(new, x) else type(x)(new)
+    if type(x) is dict:
+        new = {key: _follow(y, memo) for key, y in x.items()}
+        return x if _same(new.values(), x.values()) else new
+    return _follow_function(x, memo) if isinstance(x, FunctionType) else x
+
+
+def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    memo[id(f)] = f  # a function may refer to itself
+    cells = [_contents(cell) for cell in f.__closure__ or ()]
+    parts = [cells, f.__defaults__, f.__kwdefaults__]
+    new = [_follow(part, memo) for part in parts]
+    if _same(new, parts):
+        return f
+    closure = tuple([CellType(*y) for y in new[0]])
+    g = FunctionType(f.__code__, f.__globals__, f.__name__, new[1], closure)
+    g.__dict__.update(f.__dict__)
+    g.__kwdefaults__ = new[2]
+    memo[id(f)] = g
+    return g
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """Return the contents of a cell in a list, which is empty if the cell is."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _same(xs: Any, ys: Any) -> bool:
+    return all(x is y for x, y in zip(xs, ys, strict=True))
+
+
+def check_functions(module: torch.nn.Module) -> None:
+    """Check that no function in an attribute or forward hook holds a tensor of the module or reads it as a global.
+
+    Raises:
+        ValueError: if one does. The message names the function, and the tensor or global.
+    """
+    tensors = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    part_ids = {id(m) for m in module.modules()} | tensors.keys()
+    for prefix, m in module.named_modules():
+        values = [*attributes(m).values(), *[hook for hooks in forward_hooks(m) for hook in hooks.values()]]
+        for f in _functions(values, set()):
+            _check_function(f, f"module {prefix!r}" if prefix else "the module", tensors, part_ids)
+
+
+def _functions(values: Any, seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions in values, in their containers, and in the closures and defaults of these functions."""
+    for x in values:
+        if isinstance(x, torch.Tensor | torch.nn.Module) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):
+            yield x
+            yield from _functions(_references(x), seen)
+        elif isinstance(x, functools.partial):
+            yield from _functions([x.func, *x.args, *x.keywords.values()], seen)
+        elif type(x) in (list, tuple, dict):
+            yield from _functions(x.values() if isinstance(x, dict) else x, seen)
+
+
+def _references(f: FunctionType) -> list[Any]:
+    cells = [x for cell in f.__closure__ or () for x in _contents(cell)]
+    return [*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+
+
+def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_ids: set[int]) -> None:
+    label = f"{holder} holds the function {f.__qualname__} ({f.__code__.co_filename}:{f.__code__.co_firstlineno})"
+    for x in _flat(_references(f)):
+        if id(x) in tensors:
+            raise ValueError(
+                f"{label}, which holds {tensors[id(x)]!r} itself, so the tensor would not be trained there: make the "
+                "function read it from a module, such as the hook's first argument"
+            )
+    for name in sorted(_globals_of(f.__code__)):
+        if id(f.__globals__.get(name)) in part_ids:
+            raise ValueError(
+                f"{label}, which reads the global {name!r}, a part of the module. apply runs a copy of the module, "
+                "so read the hook's first argument instead, or make the function in one that receives the module"
+            )
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for x in values:
+        if type(x) in (list, tuple, dict):
+            yield from _flat(x.values() if isinstance(x, dict) else x)
+        else:
+            yield x
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """Return the names of the globals that a function and its inner functions read."""
+    inner = [_globals_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}.union(*inner)
+
 
 CONTAINERS = (list, tuple, dict, set, deque)
 Tensors = Mapping[str, torch.Tensor]
