@@ -270,7 +270,7 @@ def optimizers() -> st.SearchStrategy[optim.Optimizer]:
             optim.adafactor(0.1, eps=1e-2),
             optim.masked(optim.adam(1e-2, eps=1e-3), matrices),
             optim.on_full_leaves(optim.adamw(1e-2, eps=1e-3)),
-            optim.muon(0.1, others=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
+            optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
             optim.chain(optim.clip_by_block_rms(0.5), optim.sgd(0.1), optim.params_ema(0.9)),
             optim.inject_hyperparams(optim.adamw)(optim.linear(1e-2, 1e-3, 4), eps=1e-3, weight_decay=0.1),
         ]

@@ -372,7 +372,7 @@ def _decisions(
     now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
     if mesh is not None:
         places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
-        step = step._on(planned_mesh(mesh.shape, tuple(places)))
+        step = step.on_mesh(planned_mesh(mesh.shape, tuple(places)))
 
     def run(*tensors: torch.Tensor) -> None:
         args, kwargs = now.rebuild(tensors)

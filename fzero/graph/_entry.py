@@ -30,7 +30,7 @@ from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
 from fzero.graph.trace._donation import check_separate, match_results
 from fzero.graph.trace._trace import Traced, trace
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, Slot, give_up, is_box
+from fzero.sharding import PerRank, Shard, Slot, is_box, mark_donated
 
 __all__ = ["Entry", "JitOptions", "entry_of"]
 
@@ -142,7 +142,7 @@ class Entry:
         for i in self.boxed:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
                 if isinstance(x, Shard | Slot | PerRank):
-                    give_up(x, f"argument {i} was donated to {self.options}")
+                    mark_donated(x, f"argument {i} was donated to {self.options}")
 
 
 @paused_collector()

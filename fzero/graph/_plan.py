@@ -77,7 +77,7 @@ def plan(
     if jitted.device is not None:
         jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return jitted.untraced(step=train_step._on(planned_mesh(shape, _places(rank, shape)))).plan(*args, **kwargs)
+    return jitted.untraced(step=train_step.on_mesh(planned_mesh(shape, _places(rank, shape)))).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:

@@ -40,7 +40,7 @@ class TrainStep(Protocol):
         """List the positions of the arguments that the results `out` replace."""
         ...
 
-    def _on(self, mesh: Mesh) -> "TrainStep":
+    def on_mesh(self, mesh: Mesh) -> "TrainStep":
         """Return the same step on another mesh."""
         ...
 
@@ -73,7 +73,7 @@ class PlainStep:
     def _state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         return ()
 
-    def _on(self, mesh: Mesh) -> "PlainStep":
+    def on_mesh(self, mesh: Mesh) -> "PlainStep":
         assert isinstance(self.function, Spmd)
         return PlainStep(replace(self.function, mesh=mesh))
 

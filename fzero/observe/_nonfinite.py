@@ -244,7 +244,7 @@ def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
     """Run a step under a watch, and return its trail."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":
-        step = step._on(replace(mesh, simulation="lockstep"))
+        step = step.on_mesh(replace(mesh, simulation="lockstep"))
     with record() as log:
         watch = Watch(
             rank=mesh.rank if mesh is not None and mesh.distributed else None,

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero.collectives import psum, to_host
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, find_state, positive, wrap_pairs
-from fzero.sharding import Shard, is_box, map_spaces, without_padding
+from fzero.sharding import Shard, is_box, map_spaces, zero_padding
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
 
@@ -150,7 +150,7 @@ def all_finite(grads: Updates) -> torch.Tensor:
     nonfinite: dict[tuple[str, ...], list[torch.Tensor]] = {(): []}
     for x in tree.flatten(grads, is_box)[0]:
         if isinstance(x, Shard):
-            nonfinite.setdefault(x.axes, []).append(_has_nonfinite(without_padding(x)))
+            nonfinite.setdefault(x.axes, []).append(_has_nonfinite(zero_padding(x)))
         elif isinstance(x, torch.Tensor):
             nonfinite[()].append(_has_nonfinite(x))
     counts = [psum(torch.stack(flags).sum(), axes) for axes, flags in nonfinite.items() if flags]

@@ -72,12 +72,12 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
     def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(without_copies(masters, precision.kept(params)), pair.init(masters))
+        return MasterState(without_copies(masters, precision.dtype_tree(params)), pair.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
-        like = precision.kept(params)
+        like = precision.dtype_tree(params)
         _check_dtypes(params, grads, like, precision)
         masters = master_params(params, state)
         updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)

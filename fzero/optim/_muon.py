@@ -119,13 +119,13 @@ def _map_shards(
     assignment, options = assignment_of(number), AssignmentOptions(number)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        return _along(first, "all_to_all", x, -2) if assignment.part and ranks > 1 else x
+        return _along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
 
-    (parts,) = apply(first.token, "lay_out", first.binding, options, *xs)
-    stacks = apply(first.token, "take_up", first.binding, options, exchange(parts))
-    results = [_map_owned(f, stack, kind) for stack, kind in zip(stacks, _kinds(assignment), strict=True)]
-    (parts,) = apply(first.token, "hand_back", first.binding, options, *results)
-    xs = apply(first.token, "lay_back", first.binding, options, exchange(parts))
+    (parts,) = apply(first.token, "shards_to_parts", first.binding, options, *xs)
+    stacks = apply(first.token, "parts_to_matrices", first.binding, options, exchange(parts))
+    results = [_map_stack_of_owner(f, stack, kind) for stack, kind in zip(stacks, _kinds(assignment), strict=True)]
+    (parts,) = apply(first.token, "matrices_to_parts", first.binding, options, *results)
+    xs = apply(first.token, "parts_to_shards", first.binding, options, exchange(parts))
     for a in rest:
         xs = [_along(a, "own_part", x) for x in xs]
     return [x.to(box.data.dtype) for x, box in zip(xs, boxes, strict=True)]
@@ -140,8 +140,8 @@ def _kinds(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ...]]:
     return [kind for _, _, kind in assignment.stacks]
 
 
-def _map_owned(f: MatrixFunction, stack: torch.Tensor, kind: Sequence[tuple[str, int]]) -> torch.Tensor:
-    """Apply `f` to a stack `[q, r, c]` of owned matrices; each rank of the axes in `kind` has a part of each."""
+def _map_stack_of_owner(f: MatrixFunction, stack: torch.Tensor, kind: Sequence[tuple[str, int]]) -> torch.Tensor:
+    """Apply `f` to a stack `[q, r, c]` of the owner's matrices; each rank of the axes in `kind` has a part of each."""
     for axis, dim in reversed(kind):
         stack = all_gather(stack, axis, dim=dim)
     stack = _map_stack(f, stack)
@@ -191,7 +191,7 @@ def muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     *,
-    others: Pair | None = None,
+    fallback: Pair | None = None,
     mask: Mask | None = None,
     ns_dtype: torch.dtype | None = torch.bfloat16,
 ) -> Optimizer:
@@ -202,7 +202,7 @@ def muon(
     about 1/N of an all_gather's data; `fzero.sharding._owners` says when it sends more. A rank computes at most 1/N of
     the matrices of each shape, rounded up. At stage 0 each rank computes all matrices, without communication.
 
-    Muon is for the matrices within a network. Embeddings, heads, norms and biases go to `others`.
+    Muon is for the matrices within a network. Embeddings, heads, norms and biases go to `fallback`.
 
     Args:
         learning_rate: a number, or a schedule.
@@ -214,23 +214,23 @@ def muon(
         ns_steps: the number of iterations.
         adjust_lr_fn: how the rate grows with a matrix `[r, c]`: "original" (or None) times sqrt(max(1, r / c)), or
             "match_rms_adamw" (arXiv:2502.16982) times 0.2 sqrt(max(r, c)), for AdamW's rate and decay.
-        others: the pair for all other leaves, such as `optim.adamw(3e-4)`. It is required if there are such leaves.
-            Muon and `others` both keep state for all leaves, as `masked` does.
+        fallback: the pair for all other leaves, such as `optim.adamw(3e-4)`. It is required if there are such leaves.
+            Muon and `fallback` both keep state for all leaves, as `masked` does.
         mask: which leaves are Muon's: a tree of bools, or a function that returns one from the tree of full leaves (as
             meta tensors). By default the leaves with two dimensions. A leaf `[.., r, c]` in the mask is a stack of
-            separate matrices, such as experts. Give convolutions to `others`.
+            separate matrices, such as experts. Give convolutions to `fallback`.
         ns_dtype: the dtype of the iteration, and of the matrices on the wire; None for the gradients' dtype.
 
     Returns:
-        A pair. Its state is a `MuonState`; with `others` it is a tuple of a `MuonState` and the state of `others`.
+        A pair. Its state is a `MuonState`; with `fallback` it is a tuple of a `MuonState` and the state of `fallback`.
 
     Raises:
-        ValueError: if a hyperparameter is out of its range, or `mask` is given without `others`. On init and update, if
-            a leaf is no matrix and there are no `others`, or `mask` selects a leaf with fewer than two dimensions.
+        ValueError: if a hyperparameter is out of its range, or `mask` is given without `fallback`. On init and update,
+            if a leaf is no matrix and there are no `fallback`, or `mask` selects a leaf with fewer than two dimensions.
 
     Example:
         >>> from fzero import optim
-        >>> opt = muon(0.02, others=optim.adamw(3e-4))
+        >>> opt = muon(0.02, fallback=optim.adamw(3e-4))
         >>> params = {"w": torch.eye(2), "b": torch.zeros(2)}
         >>> updates, state = opt.update(params, opt.init(params), params)
         >>> updates["b"]
@@ -244,18 +244,18 @@ def muon(
     nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
     if adjust_lr_fn not in _SCALES:
         raise ValueError(f'adjust_lr_fn={adjust_lr_fn!r}: expected None, "original" or "match_rms_adamw"')
-    if mask is not None and others is None:
-        raise ValueError("muon: mask= selects Muon's leaves, and no pair updates the rest: give others= too")
+    if mask is not None and fallback is None:
+        raise ValueError("muon: mask= selects Muon's leaves, and no pair updates the rest: give fallback= too")
 
     def direction(matrix: torch.Tensor) -> torch.Tensor:
-        return _orthogonalised(matrix, ns_coefficients, ns_steps, eps)
+        return _orthogonalize(matrix, ns_coefficients, ns_steps, eps)
 
     def init(params: Params) -> MuonState:
-        _check_mask(params, mask, others is not None)
+        _check_mask(params, mask, fallback is not None)
         return MuonState(torch.zeros((), dtype=torch.int64), tree.map(torch.zeros_like, params))
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
-        is_matrix = _check_mask(grads, mask, others is not None)
+        is_matrix = _check_mask(grads, mask, fallback is not None)
         rate = rate_at(learning_rate, state.count)
         average = tree.map(lambda g, m: _lerp(m, g, 1 - momentum), grads, state.momentum)
         ahead = tree.map(lambda g, m: _lerp(g, m, momentum), grads, average) if nesterov else average
@@ -271,12 +271,12 @@ def muon(
         return updates, MuonState(state.count + 1, average)
 
     matrices = Optimizer(init, update, elementwise=True, pointwise=False)
-    if others is None:
+    if fallback is None:
         return matrices
-    return chain(masked(matrices, lambda p: _mask(p, mask)), masked(others, lambda p: _not(_mask(p, mask))))
+    return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _not(_mask(p, mask))))
 
 
-def _orthogonalised(
+def _orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
     """Drive the singular values of a matrix `[r, c]` towards one, by the Newton-Schulz iteration."""
@@ -314,7 +314,7 @@ def _not(mask: Tree) -> Tree:
     return tree.map(lambda m: not m, mask)
 
 
-def _check_mask(params: Params, mask: Mask | None, has_others: bool) -> Tree:
+def _check_mask(params: Params, mask: Mask | None, has_fallback: bool) -> Tree:
     """Return the mask as a tree of bools, after a check that Muon's leaves are matrices and the rest have a pair."""
     leaves = abstract(params)
     is_matrix = _mask(leaves, mask)
@@ -322,10 +322,10 @@ def _check_mask(params: Params, mask: Mask | None, has_others: bool) -> Tree:
     for path, x, m in zip(paths, entries, tree.leaves_up_to(leaves, is_matrix), strict=True):
         if x is None:
             continue
-        if not m and not has_others:
+        if not m and not has_fallback:
             raise ValueError(
                 f"muon is for matrices, and leaf {path!r} is {tree.show(x)}: give the other leaves another pair, "
-                "optim.muon(0.02, others=optim.adamw(3e-4)), and by mask= the embeddings and the head too"
+                "optim.muon(0.02, fallback=optim.adamw(3e-4)), and by mask= the embeddings and the head too"
             )
         if m and x.ndim < 2:
             raise ValueError(f"muon: mask= selects leaf {path!r}, which is {tree.show(x)}: expected a matrix")

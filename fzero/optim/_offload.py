@@ -26,11 +26,11 @@ class DelayedState(NamedTuple):
     """The state of a pair whose host updates by the gradients of the previous step.
 
     Attributes:
-        waiting: the previous step's gradients for the units with a host piece; None for the rest.
+        previous_grads: the previous step's gradients for the units with a host piece; None for the rest.
         inner: the pair's state.
     """
 
-    waiting: Updates
+    previous_grads: Updates
     inner: OptState
 
 
@@ -127,17 +127,17 @@ def _update_delayed(
 ) -> tuple[Updates, OptState]:
     """Update units with a host piece by the previous step's gradients, and store this step's gradients for the next."""
     new = plan.to_pieces(grads, to_host)
-    waiting = plan.host_units(new)
-    _check_waiting(waiting, state.waiting)
-    updates, inner = _update_in_pieces(pair, plan, plan.with_host_units(new, state.waiting), state.inner, params)
-    return updates, DelayedState(waiting, inner)
+    previous_grads = plan.host_units(new)
+    _check_previous_grads(previous_grads, state.previous_grads)
+    updates, inner = _update_in_pieces(pair, plan, plan.with_host_units(new, state.previous_grads), state.inner, params)
+    return updates, DelayedState(previous_grads, inner)
 
 
-def _check_waiting(new: Updates, waiting: Updates) -> None:
+def _check_previous_grads(new: Updates, previous_grads: Updates) -> None:
     paths, leaves, _ = tree.flatten_with_paths(new, is_box)
-    for path, x, before in zip(paths, leaves, tree.flatten(waiting, is_box)[0], strict=True):
+    for path, x, before in zip(paths, leaves, tree.flatten(previous_grads, is_box)[0], strict=True):
         if (x is None) != (before is None):
-            state_has = "has no gradient" if before is None else "waits with a gradient"
+            state_has = "has no gradient" if before is None else "holds a gradient"
             raise ValueError(
                 f"offload: the state {state_has} for leaf {path!r}: "
                 "with delay=1 a state keeps the ratio that it was made with"
@@ -151,7 +151,7 @@ def _check_waiting(new: Updates, waiting: Updates) -> None:
 
 
 def _zero_gradients(plan: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
-    """Return the gradients that wait before the first step: zeros in the gradients' dtype."""
+    """Return the previous gradients at the first step: zeros in the gradients' dtype."""
 
     def zeros(path: str, x: torch.Tensor | None) -> torch.Tensor | None:
         policy = pair.precision
@@ -177,7 +177,7 @@ def _update_in_pieces(
     masters = plan.entries(find_state(state, MasterState).master)
     narrow = plan.entries(plan.to_pieces(params, lambda x: x))
 
-    def on_device(i: int, u: Shard) -> list[torch.Tensor]:
+    def to_device_pieces(i: int, u: Shard) -> list[torch.Tensor]:
         """Move new parameters, which are rounded masters, instead of updates, which are wider."""
         if masters[i] is None:
             return [plan.piece_to_device(*x) for x in zip(spaces(u), u.parts, strict=True)]
@@ -186,7 +186,7 @@ def _update_in_pieces(
             for space, x, p, m in zip(spaces(u), u.parts, narrow[i].parts, masters[i].parts, strict=True)
         ]
 
-    return plan.from_pieces(updates, on_device, leaves_only), state
+    return plan.from_pieces(updates, to_device_pieces, leaves_only), state
 
 
 def _update_on_device(

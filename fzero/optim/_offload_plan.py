@@ -15,15 +15,15 @@ from fzero.optim._precision import Precision
 from fzero.sharding import (
     Shard,
     Slot,
-    concatenated,
-    host_elements,
-    in_pieces,
+    host_numel,
     intern_parts,
     is_box,
-    on_device,
+    join_pieces,
     on_host,
+    shard_to_device,
     spec_info,
     spec_of,
+    split_shard,
 )
 from fzero.tree import Tree
 
@@ -50,17 +50,17 @@ def check_ratio(ratio: object, name: str = "ratio") -> None:
         raise ValueError(f"{name}={ratio!r}: expected a number from 0 to 1")
 
 
-class UnitEntry(NamedTuple):
-    """The unit of an entry of a tree, and the number of its leaf in that unit.
+class UnitLeaf(NamedTuple):
+    """A leaf in a unit: the unit of an entry of a tree, and the leaf's index there.
 
     Attributes:
-        base: the spec_id of the unit's spec with all elements on the device.
-        index: the leaf's number in the unit.
+        unit_id: the spec_id of the unit with all elements on the device.
+        index: the leaf's index in the unit.
         has_shard: whether the entry holds the unit's shard (or the tensor itself); other entries refer to it.
         shape: the shape of a plain leaf, which is a unit by itself; None for a box.
     """
 
-    base: int
+    unit_id: int
     index: int
     has_shard: bool
     shape: tuple[int, ...] | None
@@ -72,24 +72,24 @@ class OffloadPlan:
 
     Attributes:
         structure: the tree's structure, with boxes as leaves.
-        places: the unit of each entry; None for an entry in no unit, such as an integer or a number (0-d).
+        unit_leaves: the unit of each entry; None for an entry in no unit, such as an integer or a number (0-d).
         host_shares: the share of each rank's shard that lies on the host, by the spec_id of the unit.
         device: the tree's device.
     """
 
     structure: Any
-    places: tuple[UnitEntry | None, ...]
+    unit_leaves: tuple[UnitLeaf | None, ...]
     host_shares: dict[int, Fraction]
     device: torch.device
 
     @cached_property
     def spec_ids(self) -> dict[int, int]:
         """The spec_id of each unit in pieces, by the spec_id of the same unit on the device."""
-        return {base: _with_share(base, share) for base, share in self.host_shares.items()}
+        return {unit_id: _with_share(unit_id, share) for unit_id, share in self.host_shares.items()}
 
     def entries(self, values: Tree) -> list[Any]:
         """List the entries of a tree that has this structure."""
-        return tree.leaves_up_to(tree.unflatten(self.structure, [None] * len(self.places)), values, is_box)
+        return tree.leaves_up_to(tree.unflatten(self.structure, [None] * len(self.unit_leaves)), values, is_box)
 
     def to_pieces(self, values: Tree, move: Move, boxes_only: bool = False) -> Tree:
         """Split each unit into a device piece and a host piece, and apply `move` to the host piece.
@@ -97,17 +97,17 @@ class OffloadPlan:
         Plain leaves are split too, unless `boxes_only`.
         """
         out = self.entries(values)
-        for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
-            if place is None or x is None or (boxes_only and place.shape is not None):
+        for i, (x, leaf) in enumerate(zip(out, self.unit_leaves, strict=True)):
+            if leaf is None or x is None or (boxes_only and leaf.shape is not None):
                 continue
-            spec_id = self.spec_ids[place.base]
-            box = x if place.shape is None else Shard(x.reshape(-1), place.base)
+            spec_id = self.spec_ids[leaf.unit_id]
+            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.unit_id)
             if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
                 raise ValueError(
-                    f"offload: unit {spec_info(spec_id).unit!r} has {_host_part(box.spec_id)} on the host, and "
-                    f"ratio says {_host_part(spec_id)}: give step.init the pair that the step updates with"
+                    f"offload: unit {spec_info(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
+                    f"ratio says {_host_text(spec_id)}: give step.init the pair that the step updates with"
                 )
-            out[i] = in_pieces(box, spec_id, move) if place.has_shard else Slot(spec_id, place.index)
+            out[i] = split_shard(box, spec_id, move) if leaf.has_shard else Slot(spec_id, leaf.index)
         return tree.unflatten(self.structure, out)
 
     def from_pieces(
@@ -121,17 +121,17 @@ class OffloadPlan:
             leaves_only: whether boxes stay in pieces, and only plain leaves are put together.
         """
         out = self.entries(values)
-        full: dict[int, torch.Tensor] = {}  # plain leaves by unit: tied places get one tensor
-        for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
-            if place is None or x is None or (leaves_only and place.shape is None):
+        full: dict[int, torch.Tensor] = {}  # plain leaves by unit: tied leaves get one tensor
+        for i, (x, leaf) in enumerate(zip(out, self.unit_leaves, strict=True)):
+            if leaf is None or x is None or (leaves_only and leaf.shape is None):
                 continue
-            if place.has_shard:
-                data = concatenated(on_device(i, x))
-                out[i] = Shard(data, place.base)
-                if place.shape is not None:
-                    out[i] = full[place.base] = data.view((*data.shape[:-1], *place.shape))
+            if leaf.has_shard:
+                data = join_pieces(on_device(i, x))
+                out[i] = Shard(data, leaf.unit_id)
+                if leaf.shape is not None:
+                    out[i] = full[leaf.unit_id] = data.view((*data.shape[:-1], *leaf.shape))
             else:
-                out[i] = Slot(place.base, place.index) if place.shape is None else full[place.base]
+                out[i] = Slot(leaf.unit_id, leaf.index) if leaf.shape is None else full[leaf.unit_id]
         return tree.unflatten(self.structure, out)
 
     def host_units(self, values: Tree) -> Tree:
@@ -147,12 +147,12 @@ class OffloadPlan:
     def state_to_host(self, state: Tree) -> Tree:
         """Move the host's share of a state to the host; plain leaves become boxes over no axis."""
         paths, out, structure = tree.flatten_with_paths(state, is_box)
-        for i, (place, x) in enumerate(zip(_places(paths, out, None), out, strict=True)):
-            if place is None:
+        for i, (leaf, x) in enumerate(zip(_unit_leaves(paths, out, None), out, strict=True)):
+            if leaf is None:
                 continue
-            spec_id = self._spec_id_in_pieces(self._base_of(place))
-            box = x if place.shape is None else Shard(x.reshape(-1), place.base)
-            out[i] = in_pieces(box, spec_id, to_host) if place.has_shard else Slot(spec_id, place.index)
+            spec_id = self._spec_id_in_pieces(self._parameter_of(leaf))
+            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.unit_id)
+            out[i] = split_shard(box, spec_id, to_host) if leaf.has_shard else Slot(spec_id, leaf.index)
         return tree.unflatten(structure, out)
 
     def state_to_device(self, state: Tree) -> Tree:
@@ -162,44 +162,44 @@ class OffloadPlan:
         for i, x in enumerate(out):
             if not isinstance(x, Shard | Slot):
                 continue
-            base, spec = on_host(x.spec_id, 0), spec_of(x.spec_id)
+            unit_id, spec = on_host(x.spec_id, 0), spec_of(x.spec_id)
             if isinstance(x, Shard):
-                data = on_device(x, self.device).data
+                data = shard_to_device(x, self.device).data
                 if not spec.varies:
-                    full[base] = data.view((*data.shape[:-1], *spec.shapes[0]))
-                out[i] = Shard(data, base) if spec.varies else full[base]
+                    full[unit_id] = data.view((*data.shape[:-1], *spec.shapes[0]))
+                out[i] = Shard(data, unit_id) if spec.varies else full[unit_id]
             else:
-                out[i] = full[base] if base in full else Slot(base, x.index)
+                out[i] = full[unit_id] if unit_id in full else Slot(unit_id, x.index)
         return tree.unflatten(structure, out)
 
     def piece_to_device(self, space: str, x: torch.Tensor) -> torch.Tensor:
         """Move a piece to the device if its space is the host."""
         return to_device(x, self.device) if space == "host" else x
 
-    def _base_of(self, place: UnitEntry) -> int:
+    def _parameter_of(self, leaf: UnitLeaf) -> int:
         """Return the parameter's unit for a plain leaf of the state, or the leaf's own unit.
 
         The leaf "mu.a.w" belongs to the parameter "a.w" of the same shape.
         """
-        if place.shape is None:
-            return place.base
-        keys = spec_info(place.base).unit.split(".")  # the leaf's path; tied leaves all have the path of the first
+        if leaf.shape is None:
+            return leaf.unit_id
+        keys = spec_info(leaf.unit_id).unit.split(".")  # the leaf's path; tied leaves have the path of the first
         suffixes = [".".join(keys[i:]) for i in range(len(keys))]
-        candidates = [self._by_path[suffix] for suffix in suffixes if suffix in self._by_path]
-        same = [base for base in candidates if spec_info(base).shapes == (place.shape,)]
-        return same[0] if same else place.base
+        candidates = [self._parameters_by_path[suffix] for suffix in suffixes if suffix in self._parameters_by_path]
+        same_shape = [unit_id for unit_id in candidates if spec_info(unit_id).shapes == (leaf.shape,)]
+        return same_shape[0] if same_shape else leaf.unit_id
 
     @cached_property
-    def _by_path(self) -> dict[str, int]:
-        return {spec_info(base).unit: base for base in self.host_shares if not spec_info(base).varies}
+    def _parameters_by_path(self) -> dict[str, int]:
+        return {spec_info(unit_id).unit: unit_id for unit_id in self.host_shares if not spec_info(unit_id).varies}
 
-    def _spec_id_in_pieces(self, base: int) -> int:
-        if base in self.spec_ids:
-            return self.spec_ids[base]
+    def _spec_id_in_pieces(self, unit_id: int) -> int:
+        if unit_id in self.spec_ids:
+            return self.spec_ids[unit_id]
         # a unit that only the state has gets the average share of the parameters
         total = sum([_weight(spec_id) for spec_id in self.host_shares])
         host = sum([share * _weight(spec_id) for spec_id, share in self.host_shares.items()])
-        return _with_share(base, Fraction(host, total) if total else Fraction(0))
+        return _with_share(unit_id, Fraction(host, total) if total else Fraction(0))
 
     def has_host_params(self, params: Tree | None) -> bool:
         """Return whether parameters have a host piece."""
@@ -214,26 +214,26 @@ class OffloadPlan:
         """
         paths, entries, _ = tree.flatten_with_paths(state, is_box)
         for path, x in zip(paths, entries, strict=True):
-            if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host != spec_of(self._expected(x)).host:
-                actual, expected = _host_part(x.spec_id), _host_part(self._expected(x))
+            if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host != spec_of(self._expected_spec_id(x)).host:
+                actual, expected = _host_text(x.spec_id), _host_text(self._expected_spec_id(x))
                 raise ValueError(
                     f"offload: leaf {path!r} of the state has {actual} on the host, and ratio says {expected}: use the "
                     "ratio that the state was made with, or optim.with_offload_ratio(opt_state, params, ratio)"
                 )
 
-    def _expected(self, x: Shard | Slot) -> int:
+    def _expected_spec_id(self, x: Shard | Slot) -> int:
         return self._spec_id_in_pieces(on_host(x.spec_id, 0))
 
 
 # ---------------------------------------------------------------- the share of each unit
 
 
-def _with_share(base: int, share: Fraction) -> int:
-    return on_host(base, share.numerator, share.denominator) if share else base
+def _with_share(unit_id: int, share: Fraction) -> int:
+    return on_host(unit_id, share.numerator, share.denominator) if share else unit_id
 
 
-def _host_part(spec_id: int) -> str:
-    return f"{host_elements(spec_id)} elements ({float(spec_of(spec_id).host):.4g} of them)"
+def _host_text(spec_id: int) -> str:
+    return f"{host_numel(spec_id)} elements ({float(spec_of(spec_id).host):.4g} of them)"
 
 
 def _weight(spec_id: int) -> int:
@@ -241,7 +241,7 @@ def _weight(spec_id: int) -> int:
     return spec_info(spec_id).numel * spec_info(spec_id).split_ranks
 
 
-def _exact(share: float) -> Fraction:
+def _to_fraction(share: float) -> Fraction:
     """Return a share as the fraction that its decimal digits say: exactly 1/10 for 0.1."""
     return Fraction(repr(float(share)))
 
@@ -258,9 +258,11 @@ def offload_plan_of(params: Tree, ratio: Ratio, precision: Precision | None = No
         precision: the policy that sets the dtypes of the parameters, if `params` may be wider masters.
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
-    places = _places(paths, entries, precision)
-    units = [place.base for place in places if place is not None and place.has_shard]
-    return OffloadPlan(structure, tuple(places), _host_shares(list(dict.fromkeys(units)), ratio), _device_of(entries))
+    unit_leaves = _unit_leaves(paths, entries, precision)
+    units = [leaf.unit_id for leaf in unit_leaves if leaf is not None and leaf.has_shard]
+    return OffloadPlan(
+        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(units)), ratio), _device_of(entries)
+    )
 
 
 def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
@@ -287,25 +289,25 @@ def _device_of(entries: Sequence[Any]) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[UnitEntry | None]:
-    places: list[UnitEntry | None] = []
-    seen: dict[Any, UnitEntry] = {}
+def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[UnitLeaf | None]:
+    unit_leaves: list[UnitLeaf | None] = []
+    seen: dict[Any, UnitLeaf] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            places.append(UnitEntry(on_host(x.spec_id, 0), 0, True, None))
+            unit_leaves.append(UnitLeaf(on_host(x.spec_id, 0), 0, True, None))
         elif isinstance(x, Slot):
-            places.append(UnitEntry(on_host(x.spec_id, 0), x.index, False, None))
+            unit_leaves.append(UnitLeaf(on_host(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
-            places.append(None)  # a 0-d tensor may be a parameter or a number of the pair, such as its rate
+            unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the pair, such as its rate
         elif tree.identity(x) in seen:
-            places.append(seen[tree.identity(x)]._replace(has_shard=False))
+            unit_leaves.append(seen[tree.identity(x)]._replace(has_shard=False))
         else:
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
             spec_id = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
-            places.append(UnitEntry(spec_id, 0, True, shape))
-            seen[tree.identity(x)] = UnitEntry(spec_id, 0, True, shape)
-    return places
+            unit_leaves.append(UnitLeaf(spec_id, 0, True, shape))
+            seen[tree.identity(x)] = UnitLeaf(spec_id, 0, True, shape)
+    return unit_leaves
 
 
 def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:
@@ -325,7 +327,7 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
 def _host_shares(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
     if callable(ratio):
         return {spec_id: _share_by_rule(spec_id, ratio) for spec_id in units}
-    remaining = _exact(ratio) * sum([_weight(spec_id) for spec_id in units])
+    remaining = _to_fraction(ratio) * sum([_weight(spec_id) for spec_id in units])
     shares: dict[int, Fraction] = {}
     for spec_id in units[::-1]:
         elements = min(remaining, Fraction(_weight(spec_id)))
@@ -345,5 +347,5 @@ def _share_by_rule(spec_id: int, rule: Callable[[str], float]) -> Fraction:
         if callable(share):
             raise TypeError(f"ratio: the rule returned {share!r} for leaf {path!r}: expected a number from 0 to 1")
         check_ratio(share, f"ratio: the rule's share for leaf {path!r}")
-    elements = sum([_exact(share) * size for share, size in zip(shares, spec.sizes, strict=True)], Fraction(0))
+    elements = sum([_to_fraction(share) * size for share, size in zip(shares, spec.sizes, strict=True)], Fraction(0))
     return elements / max(spec.numel, 1)

@@ -80,9 +80,9 @@ class Precision:
         `step.init(params, optim.master_weights(opt, precision))` casts the parameters after it made the master weights.
         If the cast came first, the masters would start from rounded values.
         """
-        return tree.map(lambda x, like: x.to(like.dtype), params, self.kept(params))
+        return tree.map(lambda x, like: x.to(like.dtype), params, self.dtype_tree(params))
 
-    def kept(self, params: Tree) -> Tree:
+    def dtype_tree(self, params: Tree) -> Tree:
         """Return a tree like `params`, on any layout, of empty meta tensors with the policy's dtypes."""
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
         empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path

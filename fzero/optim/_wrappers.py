@@ -13,12 +13,12 @@ from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, 
 from fzero.sharding import (
     Shard,
     ShardedUnit,
-    assign,
+    assign_units,
     gather_unit,
     is_box,
     map_units,
     per_leaf,
-    put,
+    replace_unit,
     sharded_units,
     spec_info,
 )
@@ -153,7 +153,7 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
     divides the work among the ranks instead.
 
     Between steps each rank holds 1/N of the state, of any shapes; numbers (0-d) and integers are replicated. Chain
-    elementwise links outside of `on_full_leaves`: `chain(whole(pair), scale_by_learning_rate(1e-3))`.
+    elementwise links outside of `on_full_leaves`: `chain(on_full_leaves(pair), scale_by_learning_rate(1e-3))`.
 
     Args:
         pair: a pair that needs full leaves. It gets one leaf at a time, as a tree of one tensor, so its numbers cannot
@@ -180,7 +180,7 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
     """
     optimizer = as_optimizer(pair)
     if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError("whole: put master_weights, and a loss scale, around whole")
+        raise ValueError("on_full_leaves: put master_weights, and a loss scale, around on_full_leaves")
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
@@ -245,7 +245,7 @@ def _update_unit(
         update_leaf(g, by_position[first_position[i]], p)
         for i, (g, p) in enumerate(zip(grads, full_params, strict=True))
     ]
-    put(updates, unit.members, _shard(unit.spec_id, [u for u, _ in results]))
+    replace_unit(updates, unit.members, _shard(unit.spec_id, [u for u, _ in results]))
     _put_state(new_states, paths, unit, [s for _, s in results])
 
 
@@ -284,7 +284,7 @@ def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: 
     constants = spec_info(unit.spec_id)
     rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
-    assignment = assign(by_path, [lookup(name) for name in constants.order], rules)
+    assignment = assign_units(by_path, [lookup(name) for name in constants.order], rules)
     shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
     for position, _ in unit.members:

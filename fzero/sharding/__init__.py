@@ -1,20 +1,21 @@
 """Sharding: units, the leaves of a tree that are sharded together, and the boxes that hold their shards."""
 
-from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, give_up, is_box, unwrap_per_rank
+from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, is_box, mark_donated, unwrap_per_rank
 from fzero.sharding._flat import elements, packed, packed_by_copies, put_elements, unpack
+from fzero.sharding._intern import Registry
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._pieces import (
     boxes_to_device,
-    concatenated,
-    host_elements,
-    in_pieces,
+    host_numel,
+    join_pieces,
     map_spaces,
-    on_device,
+    shard_to_device,
     spaces,
+    split_shard,
 )
 from fzero.sharding._rows import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
-from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, without_padding
+from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, zero_padding
 from fzero.sharding._spec import (
     Spec,
     Split,
@@ -31,13 +32,22 @@ from fzero.sharding._spec import (
 )
 from fzero.sharding._stacked import item_of, path_on_rank, prefix_of, stacked_of
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
-from fzero.sharding._units import ShardedUnit, assign, default_units, map_units, put, shard_axes, sharded_units
+from fzero.sharding._units import (
+    ShardedUnit,
+    assign_units,
+    default_units,
+    map_units,
+    replace_unit,
+    shard_axes,
+    sharded_units,
+)
 
 __all__ = [
     "Layouts",
     "Matrix",
     "OwnerAssignment",
     "PerRank",
+    "Registry",
     "Shard",
     "ShardedUnit",
     "Slot",
@@ -48,7 +58,7 @@ __all__ = [
     "abstract",
     "apply_over_unit_axes",
     "apply_to_unit",
-    "assign",
+    "assign_units",
     "assignment_of",
     "axes_of",
     "box_of",
@@ -57,24 +67,22 @@ __all__ = [
     "by_size",
     "check_on_device",
     "check_sharded_for",
-    "concatenated",
     "default_units",
     "elements",
     "gather_flat",
     "gather_unit",
-    "give_up",
     "global_norm",
-    "host_elements",
-    "in_pieces",
+    "host_numel",
     "intern",
     "intern_assignment",
     "intern_parts",
     "is_box",
     "item_of",
+    "join_pieces",
     "layouts",
     "map_spaces",
     "map_units",
-    "on_device",
+    "mark_donated",
     "on_host",
     "on_mesh",
     "packed",
@@ -82,19 +90,21 @@ __all__ = [
     "path_on_rank",
     "per_leaf",
     "prefix_of",
-    "put",
     "put_elements",
+    "replace_unit",
     "segment_ids",
     "shard_axes",
+    "shard_to_device",
     "sharded_units",
     "spaces",
     "spec_info",
     "spec_of",
+    "split_shard",
     "stacked_of",
     "unit_axes",
     "unit_index",
     "unpack",
     "unwrap_per_rank",
     "with_cast",
-    "without_padding",
+    "zero_padding",
 ]

@@ -17,7 +17,7 @@ from fzero._torch.levels import VersionKey, version_key
 from fzero.sharding._spec import Spec, intern, spec_info, spec_of
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box", "unwrap_per_rank"]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "is_box", "mark_donated", "unwrap_per_rank"]
 
 
 class _Box:
@@ -145,12 +145,12 @@ class Shard(_ShardedLeaf):
     def __init__(self, data: Any, spec_id: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
         self.spec_id = spec_id
-        self._origin = None if origin is None else _Origin(origin, _written(data))
+        self._origin = None if origin is None else _Origin(origin, _version_of(data))
 
     @property
     def origin(self) -> tuple[torch.Tensor, ...] | None:
         """The full leaves that `partition` sharded, as long as `data` is their part; else None."""
-        if self._origin is None or self._origin.version_key != _written(self.data):
+        if self._origin is None or self._origin.version_key != _version_of(self.data):
             return None
         return self._origin.leaves
 
@@ -197,12 +197,12 @@ class Shard(_ShardedLeaf):
         return _restore_shard, (self.data, self.spec)
 
 
-def _written(data: torch.Tensor) -> VersionKey | None:
+def _version_of(data: torch.Tensor) -> VersionKey | None:
     return None if torch.compiler.is_dynamo_compiling() else version_key(data)
 
 
-def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
-    """Delete the value of a donated box, so that reading it raises `DonatedError` with the message `note`."""
+def mark_donated(box: "Shard | Slot | PerRank", note: str) -> None:
+    """Delete the value of a box that was donated, so that reading it raises `DonatedError` with the message `note`."""
     if hasattr(box, "donated"):  # the same box stands at two places
         return
     if isinstance(box, Shard):

@@ -21,13 +21,13 @@ class LeafLayout(NamedTuple):
         path: the leaf's path in the tree.
         shape: the shape of the full leaf; for a PerRank value, the shape of its tensor.
         dtype: the dtype of its elements.
-        where: the layout in words, such as "replicated", or "unit 'blocks.0' over dp=4: 18 of 72 elements".
+        layout: the layout in words, such as "replicated", or "unit 'blocks.0' over dp=4: 18 of 72 elements".
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    where: str
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Layouts:
     leaves: tuple[LeafLayout, ...]
 
     def __str__(self) -> str:
-        rows = [(x.path or "(the tree)", _shape_text(x), x.where) for x in self.leaves]
+        rows = [(x.path or "(the tree)", _shape_text(x), x.layout) for x in self.leaves]
         widths = [max([len(row[i]) for row in rows], default=0) for i in range(2)]
-        return "\n".join([f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {where}" for path, leaf, where in rows])
+        return "\n".join([f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {layout}" for path, leaf, layout in rows])
 
     __repr__ = __str__
 
@@ -70,14 +70,14 @@ def layouts(values: Any) -> Layouts:
             axes = ", ".join([f"{name}={size}" for name, size in spec.mesh]) or "no axis"
             parts = "".join([f", {_split(s, spec.paths[0])}" for s in spec.split])
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
-            where = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
-            where += f", {host} of them on the host" if host else ""
-            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, where))
+            layout = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
+            layout += f", {host} of them on the host" if host else ""
+            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, layout))
         elif isinstance(x, Slot):
             leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
         elif isinstance(x, PerRank):
-            where = "differs by rank" + (f" along {', '.join(x.axes)}" if x.axes else "")
-            leaves += [LeafLayout(path, tuple(y.shape), y.dtype, where) for y in tree.tensors(x)]
+            layout = "differs by rank" + (f" along {', '.join(x.axes)}" if x.axes else "")
+            leaves += [LeafLayout(path, tuple(y.shape), y.dtype, layout) for y in tree.tensors(x)]
         elif isinstance(x, torch.Tensor):
             leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
     return Layouts(tuple(leaves))

@@ -8,8 +8,8 @@ shard and no more. In the worst case, few matrices on many ranks, the parts are 
 
 | row | forward | transpose |
 | --- | --- | --- |
-| lay_out | from a rank's shards to one part for each owner, `[N, c]` | lay_back |
-| take_up | from the received parts to the owner's matrices, `[q, r, c]` for each shape | hand_back |
+| shards_to_parts | from a rank's shards to one part for each owner, `[N, c]` | parts_to_shards |
+| parts_to_matrices | from the received parts to the owner's matrices, `[q, r, c]` for each shape | matrices_to_parts |
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ import torch
 from fzero._torch import assume_constant_result
 from fzero.axes import Binding
 from fzero.collectives import AssignmentOptions, LinearMap, Tensors, add_row
+from fzero.sharding._intern import Registry
 
 __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 
@@ -85,30 +86,30 @@ class OwnerAssignment:
         return tuple(dict.fromkeys(m.stack for m in self.matrices))
 
     @cached_property
-    def heights(self) -> tuple[int, ...]:
+    def stack_sizes(self) -> tuple[int, ...]:
         """The number of matrices of each stack that a rank owns, matrices of zeros included."""
         return tuple(-(-sum(m.stack == stack for m in self.matrices) // self.ranks) for stack in self.stacks)
 
     @cached_property
-    def owned(self) -> tuple[tuple[tuple[int | None, ...], ...], ...]:
+    def owner_stacks(self) -> tuple[tuple[tuple[int | None, ...], ...], ...]:
         """The matrices that each rank owns in each stack, None for a matrix of zeros.
 
         The first owner of a stack follows the last owner of the stack before, so that rank 0 does not own all matrices
         of rare shapes.
         """
-        table = [[[None] * height for height in self.heights] for _ in range(self.ranks)]
+        table = [[[None] * stack_size for stack_size in self.stack_sizes] for _ in range(self.ranks)]
         first = 0
-        for s, (stack, height) in enumerate(zip(self.stacks, self.heights, strict=True)):
+        for s, (stack, stack_size) in enumerate(zip(self.stacks, self.stack_sizes, strict=True)):
             members = [i for i, m in enumerate(self.matrices) if m.stack == stack]
             for j, i in enumerate(members):
-                table[(first + j // height) % self.ranks][s][j % height] = i  # pyright: ignore
-            first += -(-len(members) // height)
+                table[(first + j // stack_size) % self.ranks][s][j % stack_size] = i  # pyright: ignore
+            first += -(-len(members) // stack_size)
         return tuple(tuple(tuple(x) for x in rows) for rows in table)
 
     @cached_property
     def owner(self) -> dict[int, int]:
         """The rank that owns each matrix."""
-        return {i: r for r, stacks in enumerate(self.owned) for stack in stacks for i in stack if i is not None}
+        return {i: r for r, stacks in enumerate(self.owner_stacks) for stack in stacks for i in stack if i is not None}
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[_Piece, ...], ...], ...]:
@@ -124,35 +125,30 @@ class OwnerAssignment:
         return tuple(tuple(tuple(part) for part in parts) for parts in table)
 
     @cached_property
-    def filled(self) -> int:
+    def used_numel(self) -> int:
         """The largest number of elements that pieces fill in a part."""
         return max([p.offset + p.size for parts in self.pieces for part in parts for p in part], default=0)
 
     @cached_property
-    def part(self) -> int:
+    def part_numel(self) -> int:
         """The length of every part: room for the fullest one, and one element for each matrix of zeros of an owner."""
-        return self.filled + max(
-            [sum(i is None for owned in stacks for i in owned) for stacks in self.owned], default=0
+        return self.used_numel + max(
+            [sum(i is None for stack in stacks for i in stack) for stacks in self.owner_stacks], default=0
         )
 
 
-_ASSIGNMENTS: list[OwnerAssignment] = []
-_NUMBERS: dict[OwnerAssignment, int] = {}
+_ASSIGNMENTS = Registry[OwnerAssignment]()
 
 
 @assume_constant_result
 def intern_assignment(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
     """Intern an assignment, and return its number: equal assignments have one number."""
-    assignment = OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices]))
-    if assignment not in _NUMBERS:
-        _NUMBERS[assignment] = len(_ASSIGNMENTS)
-        _ASSIGNMENTS.append(assignment)
-    return _NUMBERS[assignment]
+    return _ASSIGNMENTS.number(OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices])))
 
 
 def assignment_of(number: int) -> OwnerAssignment:
     """Return the assignment with this number."""
-    return _ASSIGNMENTS[number]
+    return _ASSIGNMENTS.value(number)
 
 
 # ---------------------------------------------------------------- what one rank does
@@ -165,16 +161,16 @@ def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -
     return torch.cat([*parts, *zeros], dim=-1)
 
 
-def _pack_for_owners(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _shards_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Pack the pieces of a rank's shards `[.., k]` into one part for each owner: `[.., N, c]`."""
     rows = []
     for part in assignment.pieces[rank]:
         pieces = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.start, p.size) for p in part]
-        rows.append(_concatenate(pieces, assignment.part, xs[0]))
+        rows.append(_concatenate(pieces, assignment.part_numel, xs[0]))
     return [torch.stack(rows, dim=-2)]
 
 
-def _unpack_from_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _parts_to_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Put the pieces of parts `[.., N, c]` back into shards `[.., k]`; all other elements are zeros."""
     (buffer,) = xs
     # for each unit its pieces: start, size, owner, offset
@@ -194,7 +190,7 @@ def _unpack_from_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> 
     return shards
 
 
-def _matrices_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _parts_to_matrices(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Assemble a rank's matrices, `[.., q, r, c]` for each shape, from the parts that it received, `[.., N, c]`."""
     (buffer,) = xs
     received: dict[int, list[torch.Tensor]] = {}
@@ -202,15 +198,16 @@ def _matrices_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
         for p in parts[rank]:
             received.setdefault(p.matrix, []).append(buffer.select(-2, sender).narrow(-1, p.offset, p.size))
     stacks = []
-    for (rows, columns, _), owned in zip(assignment.stacks, assignment.owned[rank], strict=True):
+    for (rows, columns, _), owner_stacks in zip(assignment.stacks, assignment.owner_stacks[rank], strict=True):
         flat = [
-            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0)) for i in owned
+            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0))
+            for i in owner_stacks
         ]
         stacks.append(torch.stack(flat, dim=-2).unflatten(-1, (rows, columns)))
     return stacks
 
 
-def _parts_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _matrices_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Pack a rank's matrices into the parts `[.., N, c]` that go back to the ranks that sent their pieces.
 
     Each part also carries an element of each matrix of zeros. Otherwise the update of that matrix would be dead code on
@@ -218,8 +215,8 @@ def _parts_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list
     """
     flat = {
         i: stack.select(-3, slot).flatten(-2)
-        for stack, owned in zip(xs, assignment.owned[rank], strict=True)
-        for slot, i in enumerate(owned)
+        for stack, owner_stacks in zip(xs, assignment.owner_stacks[rank], strict=True)
+        for slot, i in enumerate(owner_stacks)
         if i is not None
     }
     rows, like, offsets = [], xs[0].select(-3, 0).flatten(-2), dict.fromkeys(flat, 0)
@@ -228,18 +225,18 @@ def _parts_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list
         for p in parts[rank]:
             pieces.append(flat[p.matrix].narrow(-1, offsets[p.matrix], p.size))
             offsets[p.matrix] += p.size
-        rows.append(_concatenate(pieces, assignment.filled, like))
+        rows.append(_concatenate(pieces, assignment.used_numel, like))
     unused = [
         stack.select(-3, slot).flatten(-2).narrow(-1, 0, 1)
-        for stack, owned in zip(xs, assignment.owned[rank], strict=True)
-        for slot, i in enumerate(owned)
+        for stack, owner_stacks in zip(xs, assignment.owner_stacks[rank], strict=True)
+        for slot, i in enumerate(owner_stacks)
         if i is None
     ]
-    end = _concatenate(unused, assignment.part - assignment.filled, like)
+    end = _concatenate(unused, assignment.part_numel - assignment.used_numel, like)
     return [torch.stack([torch.cat([row, end], dim=-1) for row in rows], dim=-2)]
 
 
-def _add(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors], list[torch.Tensor]]) -> None:
+def _add_row(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors], list[torch.Tensor]]) -> None:
     """Add a row to the table of collectives: a linear map that each rank computes by itself."""
 
     def stacked(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
@@ -252,7 +249,7 @@ def _add(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors],
     add_row(LinearMap(name, wire="", stacked=stacked, local=local, transpose=transpose, replicated=False))
 
 
-_add("lay_out", "lay_back", _pack_for_owners)
-_add("lay_back", "lay_out", _unpack_from_shards)
-_add("take_up", "hand_back", _matrices_of_owner)
-_add("hand_back", "take_up", _parts_of_owner)
+_add_row("shards_to_parts", "parts_to_shards", _shards_to_parts)
+_add_row("parts_to_shards", "shards_to_parts", _parts_to_shards)
+_add_row("parts_to_matrices", "matrices_to_parts", _parts_to_matrices)
+_add_row("matrices_to_parts", "parts_to_matrices", _matrices_to_parts)

@@ -15,7 +15,7 @@ from fzero.sharding._boxes import Shard, Slot, box_of, is_box
 from fzero.sharding._spec import on_host, spec_info
 from fzero.tree import Tree
 
-__all__ = ["boxes_to_device", "concatenated", "host_elements", "in_pieces", "map_spaces", "on_device", "spaces"]
+__all__ = ["boxes_to_device", "host_numel", "join_pieces", "map_spaces", "shard_to_device", "spaces", "split_shard"]
 
 
 def spaces(box: Shard) -> list[str]:
@@ -23,12 +23,12 @@ def spaces(box: Shard) -> list[str]:
     return [piece.space for piece in spec_info(box.spec_id).pieces]
 
 
-def host_elements(spec_id: int) -> int:
+def host_numel(spec_id: int) -> int:
     """Count the elements of each rank's shard of a unit that lie on the host."""
     return sum([piece.stop - piece.start for piece in spec_info(spec_id).pieces if piece.space == "host"])
 
 
-def in_pieces(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
+def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
     """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
     if box.spec_id == spec_id:
         return box
@@ -44,12 +44,12 @@ def in_pieces(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Ten
     return box_of(spec_id, parts)
 
 
-def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_pieces(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the pieces of a shard. A single piece is returned as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
 
-def on_device(box: Shard, device: torch.device | None = None) -> Shard:
+def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     """Return a box with its shard in one piece on the device. A box without a piece on the host is returned as it is.
 
     Args:
@@ -70,7 +70,7 @@ def on_device(box: Shard, device: torch.device | None = None) -> Shard:
     devices = [x.device for space, x in pieces if space == "device"]
     target = device or (devices[0] if devices else _device_of_the_mesh())
     parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(concatenated(parts), on_host(box.spec_id, 0))
+    return Shard(join_pieces(parts), on_host(box.spec_id, 0))
 
 
 def boxes_to_device(values: Tree) -> Tree:
@@ -78,7 +78,7 @@ def boxes_to_device(values: Tree) -> Tree:
     entries, structure = tree.flatten(values, is_box)
     for i, x in enumerate(entries):
         if isinstance(x, Shard):
-            entries[i] = on_device(x)
+            entries[i] = shard_to_device(x)
         elif isinstance(x, Slot):
             entries[i] = Slot(on_host(x.spec_id, 0), x.index)
     return tree.unflatten(structure, entries)

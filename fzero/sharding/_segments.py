@@ -33,7 +33,7 @@ def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) 
     return torch.bucketize(position, torch.tensor(spec_info(spec_id).offsets[1:], device=device), right=True)
 
 
-def without_padding(box: Shard) -> torch.Tensor:
+def zero_padding(box: Shard) -> torch.Tensor:
     """Return a shard's data `[k]` with zeros in the padding, and in the places of a stacked list that hold no item.
 
     Raises:
@@ -41,7 +41,7 @@ def without_padding(box: Shard) -> torch.Tensor:
     """
     check_on_device(box, "a norm or a test of all elements")
     k, numel = spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).numel
-    x = _without_idle(box)
+    x = _zero_unused_items(box)
     if k * spec_info(box.spec_id).ranks == numel:
         return x
     position = unit_index(box.spec_id).to(x.device) * k + torch.arange(k, device=x.device)
@@ -49,7 +49,7 @@ def without_padding(box: Shard) -> torch.Tensor:
 
 
 @assume_constant_result
-def _idle(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
+def _unused_items(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
     """Return an axis, and for each rank along it whether each leaf of a unit is unused; `("", ())` if all are used."""
     spec = spec_of(spec_id)
     along, stacked = stacked_of(spec) or (None, None)
@@ -60,16 +60,16 @@ def _idle(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
     return (along.axis, tuple(rows)) if any(map(any, rows)) else ("", ())
 
 
-def _without_idle(box: Shard) -> torch.Tensor:
-    axis, rows = _idle(box.spec_id + 0)
+def _zero_unused_items(box: Shard) -> torch.Tensor:
+    axis, rows = _unused_items(box.spec_id + 0)
     if not rows:
         return box.data
-    x, place = box.data, axis_index(axis).reshape(1).to(box.data.device)
+    x, rank_index = box.data, axis_index(axis).reshape(1).to(box.data.device)
     if all(len(set(row)) == 1 for row in rows):  # one value for all leaves, as in a unit that is one block
-        unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, place)
+        unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, rank_index)
     else:
         table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
-        unused = table.index_select(0, place).squeeze(0)[segment_ids(box.spec_id, x.device)]
+        unused = table.index_select(0, rank_index).squeeze(0)[segment_ids(box.spec_id, x.device)]
     return torch.where(unused, torch.zeros_like(x), x)
 
 
@@ -109,7 +109,7 @@ def global_norm(params: Tree) -> torch.Tensor:
     for x in entries:
         if isinstance(x, Shard):
             axes = spec_info(x.spec_id).varies
-            square = _square(without_padding(x))
+            square = _square(zero_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
             plain[id(x)] = _square(x)
@@ -182,12 +182,12 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
                 raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
         pieces = spec_info(spec_id).pieces
-        parts = [_spread(row, spec_id, *x) for x in zip(pieces, box.parts, strict=True)]
+        parts = [_spread_over_piece(row, spec_id, *x) for x in zip(pieces, box.parts, strict=True)]
         out[members[0][0]] = box_of(spec_id, parts)
     return tree.unflatten(structure, out)
 
 
-def _spread(row: Sequence[float], spec_id: int, piece: Piece, x: torch.Tensor) -> Any:
+def _spread_over_piece(row: Sequence[float], spec_id: int, piece: Piece, x: torch.Tensor) -> Any:
     """Return the number for each element of a piece: one number if all are equal, else a tensor."""
     if len(set(row)) == 1:
         return row[0]

@@ -16,6 +16,7 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes import Axis, Stacked, axis_index, bound, lookup
+from fzero.sharding._intern import Registry
 
 __all__ = [
     "ALIGN",
@@ -210,21 +211,17 @@ class Spec:
         return (Piece(0, at, "device"), Piece(at, k, "host"))
 
 
-_SPECS: list[Spec] = []
-_UIDS: dict[Spec, int] = {}
+_SPECS = Registry[Spec]()
 
 
 def intern(spec: Spec) -> int:
     """Return the spec_id of a spec. Equal specs have equal spec_ids."""
-    if spec not in _UIDS:
-        _UIDS[spec] = len(_SPECS)
-        _SPECS.append(spec)
-    return _UIDS[spec]
+    return _SPECS.number(spec)
 
 
 def spec_of(spec_id: int) -> Spec:
     """Return the spec with this spec_id."""
-    return _SPECS[spec_id]
+    return _SPECS.value(spec_id)
 
 
 @assume_constant_result

@@ -15,16 +15,16 @@ class Item(NamedTuple):
     Attributes:
         list: the path of the list in the tree.
         numbers: for each rank along the axis, the number of its item in the full list; None if it holds no item.
-        below: the path of the leaf within an item; empty if the item is the leaf.
+        subpath: the path of the leaf within an item; empty if the item is the leaf.
     """
 
     list: str
     numbers: tuple[int | None, ...]
-    below: str
+    subpath: str
 
     def path(self, number: int) -> str:
         """Return the path of the leaf in an item of the full list."""
-        return ".".join([self.list, str(number), *([self.below] if self.below else [])])
+        return ".".join([self.list, str(number), *([self.subpath] if self.subpath else [])])
 
 
 def stacked_of(spec: Spec) -> tuple[Split, Stacked] | None:
@@ -57,20 +57,20 @@ def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
     start = f"{prefix}{stacked.key}."
     if not path.startswith(start):
         return None
-    place, _, below = path.removeprefix(start).partition(".")
-    return Item(start[:-1], stacked.items[int(place)], below)
+    index_text, _, subpath = path.removeprefix(start).partition(".")
+    return Item(start[:-1], stacked.items[int(index_text)], subpath)
 
 
-def path_on_rank(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
+def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str, int]) -> str:
     """Return the path, in the full tree, of the leaf that a rank holds at an index of a unit.
 
     Args:
         spec: the unit's spec.
         index: the leaf's index in the unit.
         prefix: the path of the tree that holds the unit.
-        places: the rank's index along each axis.
+        rank_indices: the rank's index along each axis.
     """
     path, stacks = prefix + spec.paths[index], stacked_of(spec)
     item = None if stacks is None else item_of(path, prefix, stacks[1])
-    number = None if item is None or stacks is None else item.numbers[places[stacks[0].axis]]
+    number = None if item is None or stacks is None else item.numbers[rank_indices[stacks[0].axis]]
     return path if item is None or number is None else item.path(number)

@@ -8,10 +8,10 @@ import torch
 
 from fzero import tree
 from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
-from fzero.sharding._units import MOST, default_units, pieces
+from fzero.sharding._units import MAX_UNIT_NUMEL, default_units, divide_tree
 from fzero.tree import Tree, is_box
 
-__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "leaves_of", "number"]
+__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "check_numel", "leaves_of"]
 
 # A rule of units made for one tree: it can print the units of this tree.
 
@@ -49,11 +49,11 @@ class UnitPolicy:
 
     def __str__(self) -> str:
         """Show the table, with the totals in the last line."""
-        wide = max([len(row.name) for row in self.table] + [4])
-        lines = [f"{'unit':<{wide}}  {'elements':>15}  {'leaves':>7}"]
-        lines += [f"{row.name:<{wide}}  {row.elements:>15,}  {row.leaves:>7,}" for row in self.table]
+        width = max([len(row.name) for row in self.table] + [4])
+        lines = [f"{'unit':<{width}}  {'elements':>15}  {'leaves':>7}"]
+        lines += [f"{row.name:<{width}}  {row.elements:>15,}  {row.leaves:>7,}" for row in self.table]
         elements, leaves = sum(row.elements for row in self.table), sum(row.leaves for row in self.table)
-        lines += [f"{f'{len(self.table):,} units':<{wide}}  {elements:>15,}  {leaves:>7,}"]
+        lines += [f"{f'{len(self.table):,} units':<{width}}  {elements:>15,}  {leaves:>7,}"]
         return "\n".join(lines)
 
 
@@ -101,21 +101,21 @@ def leaves_of(params: Tree) -> UnitLeaves:
     return unit_leaves
 
 
-def number(name: str, value: Any, least: int) -> int:
+def check_numel(name: str, value: Any, min_numel: int) -> int:
     """Check a number of elements that the user set, and return it.
 
     Raises:
-        ValueError: if `value` is not an int of at least `least`.
+        ValueError: if `value` is not an int of at least `min_numel`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: expected an int from {least:,} on, in elements")
+    if isinstance(value, bool) or not isinstance(value, int) or value < min_numel:
+        raise ValueError(f"{name}={value!r}: expected an int from {min_numel:,} on, in elements")
     return value
 
 
 # Units by module granularity, as DeepSpeed counts it.
 
 
-def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPolicy:
+def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> UnitPolicy:
     """Make a rule whose units are the topmost subtrees with a granularity of at most `threshold`.
 
     The granularity of a subtree is its parameters / (1 + its descendants), rounded down, as in DeepSpeed's
@@ -124,19 +124,19 @@ def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPol
 
     **Prefer `by_size`.** The ratio hardly distinguishes the levels of a model. DeepSpeed made it for a model of 48
     layers with 64 experts: there an expert has 96, a layer 101, and the root 101. So no threshold selects the layers.
-    A threshold from 101 on makes the whole model one unit, unless it has more than `most` elements.
+    A threshold from 101 on makes the whole model one unit, unless it has more than `max_numel` elements.
 
     Args:
         params: the tree that will be sharded, on the meta device or not. Only paths, sizes and dtypes are read.
         threshold: parameters per descendant. With 0 each node that holds leaves is a unit.
-        most: the largest number of elements of a unit with several leaves.
+        max_numel: the largest number of elements of a unit with several leaves.
 
     Returns:
         A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
 
     Raises:
         TypeError: if the tree holds no tensor of floating point.
-        ValueError: if `threshold` is not a number of at least 0, or `most` not an int of at least 1.
+        ValueError: if `threshold` is not a number of at least 0, or `max_numel` not an int of at least 1.
 
     Example:
         >>> import fzero, torch
@@ -152,10 +152,12 @@ def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPol
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    most, unit_leaves = number("most", most, 1), leaves_of(params)
+    max_numel, unit_leaves = check_numel("max_numel", max_numel, 1), leaves_of(params)
     nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
-    fine = {keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= most}
-    return unit_leaves.rule({path: _unit(path, fine, nodes, most) for path in unit_leaves.leaves})
+    fine_keys = {
+        keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
+    }
+    return unit_leaves.rule({path: _unit(path, fine_keys, nodes, max_numel) for path in unit_leaves.leaves})
 
 
 _Keys = tuple[str, ...]
@@ -203,14 +205,14 @@ def _nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
     return nodes
 
 
-def _unit(path: str, fine: Container[_Keys], nodes: Mapping[_Keys, _Node], most: int) -> str:
+def _unit(path: str, fine_keys: Container[_Keys], nodes: Mapping[_Keys, _Node], max_numel: int) -> str:
     """Name the unit of a leaf: the topmost fine subtree around it, or else its node, or else the leaf itself."""
     keys = tuple(path.split("."))
     for depth in range(len(keys)):
-        if keys[:depth] in fine:
+        if keys[:depth] in fine_keys:
             return ".".join(keys[:depth]) or "params"
     parent = keys[:-1]
-    return (".".join(parent) if parent and nodes[parent].direct <= most else path) or "params"
+    return (".".join(parent) if parent and nodes[parent].direct <= max_numel else path) or "params"
 
 
 # Units by their sizes: the smallest subtrees that are large enough.
@@ -218,21 +220,22 @@ def _unit(path: str, fine: Container[_Keys], nodes: Mapping[_Keys, _Node], most:
 
 def by_size(
     params: Tree,
-    least: int | None = None,
-    most: int = MOST,
+    min_numel: int | None = None,
+    max_numel: int = MAX_UNIT_NUMEL,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
 ) -> UnitPolicy:
-    """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
+    """Make a rule whose units are the smallest subtrees of at least `min_numel` elements, with at most `max_numel`.
 
-    Smaller neighbours are joined, up to `most`. A rest that is still smaller than `least` joins the unit before it, or
-    the unit after it, if there is room. So many small leaves need few collectives, and a large subtree needs no large
-    buffer. A unit never mixes dtypes, sets of axes or splits, and never separates tied leaves.
+    Smaller neighbours are joined, up to `max_numel`. A rest that is still smaller than `min_numel` joins the unit
+    before it, or the unit after it, if there is room. So many small leaves need few collectives, and a large subtree
+    needs no large buffer. A unit never mixes dtypes, sets of axes or splits, and never separates tied leaves.
 
     Args:
         params: the tree that will be sharded, on the meta device or not. Only paths, sizes and dtypes are read.
-        least: the smallest number of elements of a unit; by default half of `most`. With 1 each leaf is a unit.
-        most: the largest number of elements of a unit with several leaves. A larger leaf is a unit of its own.
+        min_numel: the smallest number of elements of a unit; by default half of `max_numel`. With 1 each leaf is a
+            unit.
+        max_numel: the largest number of elements of a unit with several leaves. A larger leaf is a unit of its own.
         over: the argument `over` of `fzero.shard`: leaves that it shards over other axes cannot share a unit.
         split: the argument `split` of `fzero.shard`, likewise. Sizes count full leaves, before the split.
 
@@ -241,7 +244,7 @@ def by_size(
 
     Raises:
         TypeError: if the tree holds no tensor of floating point, or `over` or `split` is no rule.
-        ValueError: if `least` or `most` is not an int of at least 1, or `most` is less than `least`.
+        ValueError: if `min_numel` or `max_numel` is not an int of at least 1, or `max_numel` is less than `min_numel`.
 
     Example:
         >>> import fzero, torch
@@ -253,18 +256,20 @@ def by_size(
         layers.0.experts to norm               42        3
         3 units                               112        5
     """
-    most = number("most", most, 1)
-    least = max(most // 2, 1) if least is None else number("least", least, 1)
-    if least > most:
-        raise ValueError(f"least={least:,} is more than most={most:,}: expected at most as many elements")
+    max_numel = check_numel("max_numel", max_numel, 1)
+    min_numel = max(max_numel // 2, 1) if min_numel is None else check_numel("min_numel", min_numel, 1)
+    if min_numel > max_numel:
+        raise ValueError(
+            f"min_numel={min_numel:,} is more than max_numel={max_numel:,}: expected at most as many elements"
+        )
     unit_leaves, rules = leaves_of(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()
     names: dict[str, str] = {}
     for numels in kinds.values():
-        for piece in pieces(numels, least, most, unit_leaves.leaves):
-            names.update(dict.fromkeys(piece.paths, piece.name))
+        for subtree in divide_tree(numels, min_numel, max_numel, unit_leaves.leaves):
+            names.update(dict.fromkeys(subtree.paths, subtree.name))
     return unit_leaves.rule({path: names[path] for path in unit_leaves.leaves})  # the table follows the tree
 
 

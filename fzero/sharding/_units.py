@@ -15,29 +15,29 @@ from fzero.sharding._spec import Split, intern_parts
 from fzero.tree import Tree, is_box
 
 __all__ = [
-    "MOST",
-    "Assignment",
+    "MAX_UNIT_NUMEL",
     "FullUnit",
     "ShardedUnit",
     "Subtree",
-    "assign",
+    "UnitAssignment",
+    "assign_units",
     "default_units",
+    "divide_tree",
     "map_units",
-    "pieces",
-    "put",
+    "replace_unit",
     "shard_axes",
     "sharded_units",
 ]
 
 
-# Subtrees: a tree is divided into pieces of similar size. Only the dotted paths and the sizes of its leaves are read.
+# Subtrees: a tree is divided into subtrees of similar size. Only the dotted paths and the sizes of its leaves are read.
 
 
 class Subtree(NamedTuple):
-    """A piece of a tree: a subtree, or neighbouring subtrees joined.
+    """A subtree, or neighbouring subtrees that are one unit.
 
     Attributes:
-        name: the path of the subtree; of joined subtrees the paths of the first and the last.
+        name: the path of the subtree; for neighbours, the paths of the first and the last.
         paths: the paths of its leaves, in the order of the tree.
         numel: the number of elements of its leaves.
     """
@@ -47,25 +47,30 @@ class Subtree(NamedTuple):
     numel: int
 
 
-def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around: Iterable[str] = ()) -> list[Subtree]:
-    """Divide a tree into its smallest subtrees of at least `least` elements.
+def divide_tree(
+    numels: Mapping[str, int], min_numel: int, max_numel: float = math.inf, all_paths: Iterable[str] = ()
+) -> list[Subtree]:
+    """Divide a tree into its smallest subtrees of at least `min_numel` elements.
 
-    Smaller neighbours are joined while they have at most `most` elements together. A piece that is still smaller than
-    `least` then joins the piece before it, or else the piece after it, if both have at most `most` elements together.
+    Smaller neighbours are joined while they have at most `max_numel` elements together. A subtree that is still smaller
+    than `min_numel` then joins the one before it, or else the one after it, if both have at most `max_numel` elements
+    together.
 
     Args:
         numels: the number of elements of each leaf, by path, in the order of the tree.
-        least: the smallest number of elements of a piece; at most `most`.
-        most: the largest number of elements of a piece. A larger piece is a single leaf.
-        around: the paths of all leaves of the tree, if `numels` has only some of them. A piece is named by subtrees
+        min_numel: the smallest number of elements of a subtree; at most `max_numel`.
+        max_numel: the largest number of elements of a subtree. A larger one is a single leaf.
+        all_paths: the paths of all leaves of the tree, if `numels` has only some of them. A result is named by subtrees
             that it contains completely.
 
     Returns:
-        The pieces. Each leaf lies in exactly one, and their names differ.
+        The subtrees. Each leaf lies in exactly one, and their names differ.
     """
-    groups = _cut([_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
-    below = _counts([tuple(path.split(".")) for path in around or numels])
-    return [_piece(leaves, below) for leaves in groups]
+    groups = _divide(
+        [_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, min_numel, max_numel
+    )
+    below = _counts([tuple(path.split(".")) for path in all_paths or numels])
+    return [_subtree(leaves, below) for leaves in groups]
 
 
 _Keys = tuple[str, ...]
@@ -80,39 +85,39 @@ class _SubtreeLeaf(NamedTuple):
 _Leaves = list[_SubtreeLeaf]
 
 
-def _cut(leaves: _Leaves, depth: int, least: int, most: float) -> list[_Leaves]:
+def _divide(leaves: _Leaves, depth: int, min_numel: int, max_numel: float) -> list[_Leaves]:
     """Divide a subtree, whose leaves share their first `depth` keys."""
     children: dict[str | None, _Leaves] = {}
     for leaf in leaves:
         children.setdefault(leaf.keys[depth] if depth < len(leaf.keys) else None, []).append(leaf)
-    sizes = [_numel(child) for child in children.values()]
-    if sum(sizes) <= most and max(sizes, default=0) < least:
+    sizes = [_numel_of(child) for child in children.values()]
+    if sum(sizes) <= max_numel and max(sizes, default=0) < min_numel:
         return [leaves]
-    pieces: list[_Leaves] = []
-    is_open = False  # whether the last piece consists of small neighbours, which the next child may join
+    subtrees: list[_Leaves] = []
+    is_open = False  # whether the last subtree consists of small neighbours, which the next child may join
     for child, numel in zip(children.values(), sizes, strict=True):
-        is_small = numel < least
-        if is_small and is_open and _numel(pieces[-1]) + numel <= most:
-            pieces[-1] = pieces[-1] + child
+        is_small = numel < min_numel
+        if is_small and is_open and _numel_of(subtrees[-1]) + numel <= max_numel:
+            subtrees[-1] = subtrees[-1] + child
         else:
-            pieces += [child] if is_small or len(child) == 1 else _cut(child, depth + 1, least, most)
+            subtrees += [child] if is_small or len(child) == 1 else _divide(child, depth + 1, min_numel, max_numel)
         is_open = is_small
-    return _without_rests(pieces, least, most)
+    return _join_small(subtrees, min_numel, max_numel)
 
 
-def _without_rests(pieces: Sequence[_Leaves], least: int, most: float) -> list[_Leaves]:
-    """Join each piece that is smaller than `least` to a neighbour, if both have at most `most` elements together."""
+def _join_small(subtrees: Sequence[_Leaves], min_numel: int, max_numel: float) -> list[_Leaves]:
+    """Join each subtree smaller than `min_numel` to a neighbour, if both together have at most `max_numel`."""
     joined: list[_Leaves] = []
-    for piece in pieces:
-        last = _numel(joined[-1]) if joined else 0
-        if joined and min(last, _numel(piece)) < least and last + _numel(piece) <= most:
-            joined[-1] = joined[-1] + piece
+    for subtree in subtrees:
+        last = _numel_of(joined[-1]) if joined else 0
+        if joined and min(last, _numel_of(subtree)) < min_numel and last + _numel_of(subtree) <= max_numel:
+            joined[-1] = joined[-1] + subtree
         else:
-            joined.append(piece)
+            joined.append(subtree)
     return joined
 
 
-def _numel(leaves: _Leaves) -> int:
+def _numel_of(leaves: _Leaves) -> int:
     return sum(leaf.numel for leaf in leaves)
 
 
@@ -121,17 +126,17 @@ def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
-def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
-    """Name a piece by the first and the last subtree that it contains completely."""
+def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
+    """Name a subtree by the first and the last subtree that it contains completely."""
     inside = _counts([leaf.keys for leaf in leaves])
 
-    def subtree(leaf: _SubtreeLeaf) -> str:
+    def name_of(leaf: _SubtreeLeaf) -> str:
         prefixes = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
         return ".".join(next((keys for keys in prefixes if inside[keys] == below[keys]), leaf.keys)) or "params"
 
-    first, last = subtree(leaves[0]), subtree(leaves[-1])
+    first, last = name_of(leaves[0]), name_of(leaves[-1])
     name = first if first == last else f"{first} to {last}"
-    return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel(leaves))
+    return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel_of(leaves))
 
 
 # Units: which unit each leaf belongs to, and how units are found in a sharded tree.
@@ -139,7 +144,7 @@ def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
 # A *unit* is stored flat: its leaves are concatenated, padded to a multiple of N, and divided into N equal 1-D shards.
 
 
-MOST = 2**31 - 1  # the most elements of a unit of the default rule: an int32 can count them
+MAX_UNIT_NUMEL = 2**31 - 1  # the most elements of a unit of the default rule: an int32 can count them
 
 
 def default_units(path: str, leaf: torch.Tensor) -> str:
@@ -169,7 +174,7 @@ class FullUnit(NamedTuple):
     position: int
 
 
-class Assignment(NamedTuple):
+class UnitAssignment(NamedTuple):
     """The units of a tree. Each entry of the flattened tree is a `Slot`, or the leaf itself if it is in no unit."""
 
     entries: list[Any]
@@ -184,13 +189,13 @@ class Assignment(NamedTuple):
         return tree.unflatten(self.structure, entries)
 
 
-def assign(
+def assign_units(
     params: Tree,
     axes: Sequence[Axis],
     rules: LayoutRules | None = None,
     reduced: str = "each",
     rest: str | None = None,
-) -> Assignment:
+) -> UnitAssignment:
     """Assign the leaves of a tree to units that will be sharded over `axes`.
 
     Without `rules`, the running step's rules apply, or else the default rules. Leaves of one name that
@@ -215,14 +220,14 @@ def assign(
         if key is not None:
             members.setdefault(key, []).append(position)
     if rules.units is None:
-        members = {k: part for key, at in members.items() for k, part in _cap(key, at, paths, leaves, split)}
+        members = {k: part for key, at in members.items() for k, part in _divide_large(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, places, strict=True)]
-    return Assignment(entries, list(units.values()), structure)
+    return UnitAssignment(entries, list(units.values()), structure)
 
 
 class _Key(NamedTuple):
@@ -232,20 +237,21 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     over: tuple[str, ...]
     split: tuple[str, ...]
-    later: tuple[str, ...]
+    later_axes: tuple[str, ...]
 
 
-def _cap(
+def _divide_large(
     key: _Key, positions: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
 ) -> list[tuple[_Key, list[int]]]:
-    """Divide a unit of the default rule into subtrees if this rank's part of it has more than `MOST` elements."""
+    """Divide a unit of the default rule into subtrees if this rank's part has more than `MAX_UNIT_NUMEL` elements."""
     parts = {i: leaves[i].numel() // math.prod([lookup(name).size for name in split[i]]) for i in positions}
-    if sum(parts.values()) <= MOST or len(positions) == 1:
+    if sum(parts.values()) <= MAX_UNIT_NUMEL or len(positions) == 1:
         return [(key, positions)]
-    subtrees = pieces({paths[i]: parts[i] for i in positions}, MOST // 2, MOST)
-    unit_of = {path: piece.name for piece in subtrees for path in piece.paths}
+    subtrees = divide_tree({paths[i]: parts[i] for i in positions}, MAX_UNIT_NUMEL // 2, MAX_UNIT_NUMEL)
+    unit_of = {path: subtree.name for subtree in subtrees for path in subtree.paths}
     return [
-        (key._replace(name=piece.name), [i for i in positions if unit_of[paths[i]] == piece.name]) for piece in subtrees
+        (key._replace(name=subtree.name), [i for i in positions if unit_of[paths[i]] == subtree.name])
+        for subtree in subtrees
     ]
 
 
@@ -282,9 +288,9 @@ def _key_of(
         name = default_units(path, leaf) if split else rest
     over = shard_axes(path, leaf, axes, rules, tuple(split))
     # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
-    later = shard_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
+    later_axes = shard_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
-    return _Key(name, dtype, over, tuple(split), later) if name is not None and (over or split) else None
+    return _Key(name, dtype, over, tuple(split), later_axes) if name is not None and (over or split) else None
 
 
 def shard_axes(
@@ -353,7 +359,7 @@ class ShardedUnit(NamedTuple):
     members: list[tuple[int, int]]
 
 
-def put(entries: list[Any], members: Sequence[tuple[int, int]], result: Shard | Sequence[Any]) -> None:
+def replace_unit(entries: list[Any], members: Sequence[tuple[int, int]], result: Shard | Sequence[Any]) -> None:
     """Replace a unit in a flattened tree by another shard, or by its leaves, each at its position."""
     for position, index in members:
         entries[position] = Slot(result.spec_id, index) if isinstance(result, Shard) else result[index]
@@ -368,7 +374,7 @@ def map_units(f: Callable[[ShardedUnit], Shard | Sequence[Any]], values: Tree) -
     """
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
     for unit in sharded_units(paths, entries):
-        put(entries, unit.members, f(unit))
+        replace_unit(entries, unit.members, f(unit))
     return tree.unflatten(structure, entries)
 
 

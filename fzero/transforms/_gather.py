@@ -15,8 +15,8 @@ from fzero.sharding import (
     gather_flat,
     gather_unit,
     map_units,
-    on_device,
     on_mesh,
+    shard_to_device,
     spec_info,
     unit_axes,
 )
@@ -53,7 +53,7 @@ def gather(params: Any) -> Any:
 
 
 def _leaves(unit: ShardedUnit) -> tuple[torch.Tensor, ...]:
-    box = on_device(unit.shard)
+    box = shard_to_device(unit.shard)
     return gather_unit(box.spec_id, box.data, box.origin)
 
 

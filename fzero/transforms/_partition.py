@@ -24,7 +24,7 @@ from fzero.sharding import (
     ShardedUnit,
     Slot,
     apply_to_unit,
-    assign,
+    assign_units,
     is_box,
     map_units,
     on_mesh,
@@ -89,7 +89,7 @@ def partition(
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
     rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
-    assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
+    assignment = assign_units(_further(params, axes, rules, reduce), axes, rules, reduce)
     return assignment.with_shards([_own_shard(unit.spec_id, unit.leaves) for unit in assignment.units])
 
 

@@ -152,7 +152,7 @@ class ShardedStep:
         """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
         return Spmd(self.mesh, f, self.axis, self.rules)
 
-    def _on(self, mesh: Mesh) -> "ShardedStep":
+    def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""
         return replace(self, mesh=mesh, _calls=[])
 
@@ -216,7 +216,7 @@ class ShardedStep:
         check_optimizer(opt, optimizer, self.stage, self.layout.shards_state)
         with torch.inference_mode(False), torch.no_grad():
             step = self._with_dtypes_of(optimizer)
-            params = step._place("params", params, "step.init(..., donate=True)" if donate else "")
+            params = step._shard_values("params", params, "step.init(..., donate=True)" if donate else "")
             check_host_memory(step._make_state, params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
@@ -224,14 +224,14 @@ class ShardedStep:
             opt_state = tree.map(copy_aliases_of(params), opt_state)
             leaves, structure = tree.flatten(params, is_box)
             del params
-            return self._lay_out_units(leaves, structure), opt_state
+            return self._lay_side_by_side(leaves, structure), opt_state
 
     def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
         """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""
         precision = optimizer.precision
         return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
 
-    def _lay_out_units(self, leaves: list[Any], structure: Any) -> Any:
+    def _lay_side_by_side(self, leaves: list[Any], structure: Any) -> Any:
         """Unflatten full leaves; at stages 1 and 2 first lay the leaves of each unit side by side, in one buffer.
 
         `leaves` is changed in place, so that each leaf is freed after its copy.
@@ -242,7 +242,7 @@ class ShardedStep:
             lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, full)))
         return tree.unflatten(structure, leaves)
 
-    def _place(self, label: str, values: Any, call: str) -> Any:
+    def _shard_values(self, label: str, values: Any, call: str) -> Any:
         """Put a tree into the layout that parameters have between steps, leaf by leaf."""
         source = source_of(label, values, lazy=self.layout.shards_params, call=call)
         del values
@@ -302,14 +302,14 @@ class ShardedStep:
         call = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():
             if like is None:
-                result = self._place("values", values, call)
+                result = self._shard_values("values", values, call)
             else:
                 check_tree(like, self.mesh)
                 result = build("values", supply_like("values", values, like, call), like, self.mesh)
             del values
             leaves, structure = tree.flatten(result, is_box)
             del result
-            return self._lay_out_units(leaves, structure)
+            return self._lay_side_by_side(leaves, structure)
 
     @api_boundary
     def gather(self, params: Any) -> Any:

@@ -134,7 +134,7 @@ def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.ranks.Mesh) -> None:
 @case
 def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
     """Muon on processes equals lockstep and unsharded training, eager and jitted, as does a pair on whole leaves."""
-    muon = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
+    muon = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
     for opt in (muon, optim.on_full_leaves(optim.lamb(1e-2, eps=1e-3))):
         train_step = train_step_for(mlp_loss, opt)
         for stage in range(4):

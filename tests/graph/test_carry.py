@@ -31,7 +31,7 @@ def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over:
     tokens = torch.randint(37, (4 * step.mesh.size, 9))
     args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
     args = _one_rank.one_rank_tree(args, sizes, stacked=True)
-    jitted = fzero.jit(step._on(_one_rank.planned_mesh(tuple(sizes.items()))), **knobs)
+    jitted = fzero.jit(step.on_mesh(_one_rank.planned_mesh(tuple(sizes.items()))), **knobs)
     jitted.plan(*args)
     (found,) = jitted._entries.values()
     return found

@@ -640,7 +640,7 @@ def rank_of(factor: float, **knobs: Any) -> Any:
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
     jitted = fzero.jit(
-        step._on(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
+        step.on_mesh(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
     )
     jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, stacked=True))
     (entry,) = jitted._entries.values()

@@ -37,12 +37,12 @@ MUTANTS = [
         ),
     ),
     *File("sharding/_pieces.py", OFFLOAD).faults(
-        Fault("pieces overlap", "in_pieces", becomes("piece.A", "0", at="3 of 6")),
-        Fault("pieces are joined in the wrong order", "concatenated", becomes("list(A)", "list(A)[::-1]")),
-        Fault("a piece keeps the whole shard", "in_pieces", skipped("A = A.clone()"), ARENA),
+        Fault("pieces overlap", "split_shard", becomes("piece.A", "0", at="3 of 6")),
+        Fault("pieces are joined in the wrong order", "join_pieces", becomes("list(A)", "list(A)[::-1]")),
+        Fault("a piece keeps the whole shard", "split_shard", skipped("A = A.clone()"), ARENA),
     ),
     *File("optim/_offload_plan.py", OFFLOAD).faults(
-        Fault("0.1 is a little more than 1/10", "_exact", bare("repr(float(A))")),
+        Fault("0.1 is a little more than 1/10", "_to_fraction", bare("repr(float(A))")),
         Fault("the first units lie on the host", "_host_shares", bare("A[::-1]")),
         Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
         Fault("a rule's first leaf answers for its unit", "_share_by_rule", becomes("A(path)", "A(spec.paths[0])")),
@@ -51,7 +51,7 @@ MUTANTS = [
         ),
         Fault(
             "tied leaves of a state part when they go down",
-            "OffloadPlan._base_of",
+            "OffloadPlan._parameter_of",
             becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.has_shard else []"),
         ),
         Fault("tied leaves part when they come up", "OffloadPlan.state_to_device", never("A in B")),
@@ -100,7 +100,7 @@ MUTANTS = [
         Fault("a loss scale goes inside", "offload", never("A.skips_overflow")),
         Fault("gradients do not wait", "_update_delayed", bare("B.C(A, D.E)")),
         Fault("gradients wait for ever", "_update_delayed", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
-        Fault("a delayed state fits any ratio", "_check_waiting", never("(A is None) != (B is None)")),
+        Fault("a delayed state fits any ratio", "_check_previous_grads", never("(A is None) != (B is None)")),
         Fault("what waits at first are parameters", "_zero_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
     ),
     *File("optim/_lamb.py", OFFLOAD).faults(

@@ -13,14 +13,14 @@ MUTANTS = [
         Fault("leaf norms of the own part", "_leaf_norms", bare("B(A, axes)")),
     ),
     *File("sharding/_owners.py", WHOLE).faults(
-        Fault("an owner gets another's matrix", "_matrices_of_owner", becomes("parts[A]", "parts[0]")),
-        Fault("pieces go back to the wrong place", "_parts_of_owner", becomes("A[B.matrix]", "0", at="2 of 3")),
+        Fault("an owner gets another's matrix", "_parts_to_matrices", becomes("parts[A]", "parts[0]")),
+        Fault("pieces go back to the wrong place", "_matrices_to_parts", becomes("A[B.matrix]", "0", at="2 of 3")),
         Fault(
             "all matrices meet on rank 0",
-            "OwnerAssignment.owned",
+            "OwnerAssignment.owner_stacks",
             (swapped("(A + B // C) % self.D", "*"), becomes("(A + B // C) * self.D", "(A + B // C) * 0")),
         ),
-        Fault("padding of a shard is sent", "_unpack_from_shards", never("A > B")),
+        Fault("padding of a shard is sent", "_parts_to_shards", never("A > B")),
     ),
     *File("optim/_wrappers.py", WHOLE).faults(
         Fault("the state of a whole pair is kept whole", "_put_state", never("A.ndim")),
@@ -28,7 +28,7 @@ MUTANTS = [
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", WHOLE).faults(
-        Fault("a split matrix is taken for whole", "_map_owned", becomes("reversed(A)", "()")),
+        Fault("a split matrix is taken for whole", "_map_stack_of_owner", becomes("reversed(A)", "()")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/_segments.py", OPTIM_LAWS).faults(

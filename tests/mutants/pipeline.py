@@ -77,7 +77,7 @@ MUTANTS = [
         Fault("a pipeline has data of its own", "PipelineSplit.apart", dropped("self.axis"), LAWS),
     ),
     *File("sharding/_segments.py", LAWS).faults(
-        Fault("idle slots count", "_without_idle", returns("x", at="2 of 2")),
+        Fault("idle slots count", "_zero_unused_items", returns("x", at="2 of 2")),
     ),
     *File("graph/_agree.py", PROCESSES).faults(
         Fault("a permutation is every rank's", "_permuted", always("len({*A, *B}) <= 1 and sum(B)")),

@@ -62,11 +62,11 @@ MUTANTS = [
     ),
     *File("sharding/_segments.py").faults(
         Fault("skip the psum in the norm", "global_norm", bare("B(A, axes)")),
-        Fault("count the padding in the norm", "without_padding", becomes("A < B", "A < B + 9")),
+        Fault("count the padding in the norm", "zero_padding", becomes("A < B", "A < B + 9")),
         Fault("count a tied leaf twice", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
     ),
     *File("sharding/_units.py").faults(
-        Fault("untie a leaf", "assign", never("A.B(C) in D")),
+        Fault("untie a leaf", "assign_units", never("A.B(C) in D")),
         Fault("every part is cut along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES),
     ),
     *File("sharding/_rows.py").faults(

@@ -49,7 +49,12 @@ MUTANTS = [
         Fault("ties are lost", "_Filler.take", always("A not in self.B"), PARTITION),
     ),
     *File("zero/_sharded_step.py", GIVEN).faults(
-        Fault("stage 0 lays leaves side by side", "ShardedStep._lay_out_units", always("self.layout.A"), SIDE_BY_SIDE),
+        Fault(
+            "stage 0 lays leaves side by side",
+            "ShardedStep._lay_side_by_side",
+            always("self.layout.A"),
+            SIDE_BY_SIDE,
+        ),
         Fault(
             "results have a graph",
             "ShardedStep.init",

@@ -86,7 +86,7 @@ ON_DEVICE_ONLY: dict[str, Row] = {
     "clip by block": Row(lambda o, p: o(optim.chain(optim.clip_by_block_rms(0.5), ADAMW))),
     "lamb": Row(lambda o, p: o(optim.lamb(1e-2, weight_decay=0.1, mask=matrices))),
     "adafactor": Row(lambda o, p: o(optim.adafactor(0.1, eps=1e-2))),
-    "muon": Row(lambda o, p: o(optim.muon(0.1, others=optim.adam(1e-2, eps=1e-3), ns_dtype=None))),
+    "muon": Row(lambda o, p: o(optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None))),
     "whole": Row(lambda o, p: o(optim.on_full_leaves(optim.adamw(1e-2)))),
     "masked lamb": Row(lambda o, p: o(optim.masked(optim.lamb(1e-2), matrices))),
     "masters of lamb": Row(lambda o, p: o(masters(optim.chain(CLIP, optim.lamb(1e-2)))), BF16),

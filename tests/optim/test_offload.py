@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import Shard, is_box
-from fzero.sharding._pieces import host_elements, spaces
+from fzero.sharding._pieces import host_numel, spaces
 from fzero.sharding._spec import ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
@@ -197,7 +197,7 @@ def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     step = Way(stage, n, units=rule and RULES[rule]).step(pair, POINTWISE["sgd"])
     momentum = step.init(params, pair)[1].momentum
     boxes = [x for x in tree.flatten(momentum, is_box)[0] if isinstance(x, Shard) and x.spec.numel]
-    host = sum([host_elements(x.spec_id) * x.spec.ranks for x in boxes])
+    host = sum([host_numel(x.spec_id) * x.spec.ranks for x in boxes])
     wanted = ratio * sum([x.spec.numel for x in boxes])
     assert wanted - 1 <= host < wanted + n * (ALIGN + len(boxes)), (host, wanted)  # each unit is padded
     order = [space for x in boxes for space in spaces(x)]
@@ -471,8 +471,8 @@ def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
         return tree.map(torch.zeros_like, params), pair.init(params)
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        waiting, inner = state
-        updates, inner = pair.update(late(grads, waiting), inner, params)
+        previous, inner = state
+        updates, inner = pair.update(late(grads, previous), inner, params)
         return updates, (grads, inner)
 
     return optim.Optimizer(init, update)
@@ -538,7 +538,7 @@ def test_a_delay_says_what_it_cannot():
     half, whole = (optim.offload(optim.sgd(0.1), ratio, delay=1) for ratio in (0.5, 1.0))
     with pytest.raises(ValueError, match="the state has no gradient for leaf 'a': with delay=1"):
         whole.update(params, optim.with_offload_ratio(half.init(params), params, 1.0), params)
-    with pytest.raises(ValueError, match="the state waits with a gradient for leaf 'a'"):
+    with pytest.raises(ValueError, match="the state holds a gradient for leaf 'a'"):
         half.update(params, optim.with_offload_ratio(whole.init(params), params, 0.5), params)
     row = POINTWISE["a loss scale around"]
     with pytest.raises(ValueError, match=r"gradient of leaf 'h.1.w' is torch.float32, .* there is no delay"):

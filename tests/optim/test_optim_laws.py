@@ -137,9 +137,9 @@ TABLE = {
     "averaged parameters, debiased": Row(
         optim.chain(optim.sgd(0.1), optim.params_ema(0.9, debias=True)), lambda xs: torch.optim.SGD(xs, 0.1)
     ),
-    "muon": Row(optim.muon(1e-2, others=optim.adamw(1e-2), ns_dtype=None)),
+    "muon": Row(optim.muon(1e-2, fallback=optim.adamw(1e-2), ns_dtype=None)),
     "muon, scaled": Row(
-        optim.muon(FALLING, 0.0, 0.8, False, adjust_lr_fn="match_rms_adamw", others=optim.sgd(0.1), ns_dtype=None)
+        optim.muon(FALLING, 0.0, 0.8, False, adjust_lr_fn="match_rms_adamw", fallback=optim.sgd(0.1), ns_dtype=None)
     ),
     "whole": Row(optim.on_full_leaves(whitened_momentum())),
     "links": Row(

@@ -25,7 +25,7 @@ def whiten(g: torch.Tensor, s: Any, params: torch.Tensor | None = None) -> Any:
 
 
 WHITE = optim.Optimizer(lambda p: (), whiten)
-EXACT = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
+EXACT = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
 
 
 # ---------------------------------------------------------------- whole
@@ -103,7 +103,7 @@ def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
 
 
 def test_pairs_with_masters_or_a_scale_go_around_whole():
-    with pytest.raises(ValueError, match="around whole"):
+    with pytest.raises(ValueError, match="around on_full_leaves"):
         optim.on_full_leaves(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
 
 
@@ -144,7 +144,7 @@ def test_muon_equals_its_unsharded_self(n):
 
 def test_muon_in_half_precision_stays_near():
     """The default: what is sent and iterated is bfloat16, as torch's is."""
-    opt = optim.muon(0.05, others=optim.adamw(1e-2))
+    opt = optim.muon(0.05, fallback=optim.adamw(1e-2))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(torch.float32), opt, batches_of(3, torch.float32), world_sizes=(3,), rtol=0.02)
 
@@ -178,9 +178,9 @@ def test_the_plan_counts_what_muon_moves():
 def test_each_rank_iterates_its_share_only():
     """Twelve matrices of each shape on four ranks: three of each."""
     assignment = OwnerAssignment(4, (64,) * 12, tuple(Matrix(i, 0, 16, 16) for i in range(12)))
-    assert assignment.heights == (3,)
-    assert sorted(i for rank in assignment.owned for i in rank[0]) == list(range(12))
-    assert assignment.part == assignment.filled == 192  # 12 shards of 64 elements, a quarter to each owner
+    assert assignment.stack_sizes == (3,)
+    assert sorted(i for rank in assignment.owner_stacks for i in rank[0]) == list(range(12))
+    assert assignment.part_numel == assignment.used_numel == 192  # 12 shards of 64 elements, a quarter to each owner
 
 
 @given(
@@ -197,17 +197,17 @@ def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
     )
     assignment = OwnerAssignment(n, tuple(-(-size // n) for size in sizes), matrices)
     for owner in range(n):
-        own = [i for stack in assignment.owned[owner] for i in stack if i is not None]
+        own = [i for stack in assignment.owner_stacks[owner] for i in stack if i is not None]
         got = [(p.matrix, p.size) for parts in assignment.pieces for p in parts[owner]]
         for i in own:
             assert sum(size for m, size in got if m == i) == matrices[i].rows * matrices[i].columns
         assert {m for m, _ in got} == set(own)
-    assert assignment.filled <= sum(assignment.shards)  # never more than an all_gather
+    assert assignment.used_numel <= sum(assignment.shards)  # never more than an all_gather
 
 
 def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():
     experts = normal((3, 4, 5), 0)
-    every = optim.muon(0.1, others=optim.sgd(0.1), mask=lambda p: tree.map(lambda x: x.ndim >= 2, p), ns_dtype=None)
+    every = optim.muon(0.1, fallback=optim.sgd(0.1), mask=lambda p: tree.map(lambda x: x.ndim >= 2, p), ns_dtype=None)
     updates, _ = every.update({"e": experts}, every.init({"e": experts}), {"e": experts})
     alone = optim.muon(0.1, ns_dtype=None)
     for i, matrix in enumerate(experts):
@@ -221,12 +221,12 @@ def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():
 def test_muon_names_what_is_no_matrix():
     params = {"w": torch.ones(2, 2), "norm": torch.ones(2)}
     for bad in (params, {"w": torch.ones(2, 2, 2)}):
-        with pytest.raises(ValueError, match=r"leaf '(norm|w)'.*others=optim.adamw\(3e-4\)"):
+        with pytest.raises(ValueError, match=r"leaf '(norm|w)'.*fallback=optim.adamw\(3e-4\)"):
             optim.muon(0.1).init(bad)
-    with pytest.raises(ValueError, match="others= too"):
+    with pytest.raises(ValueError, match="fallback= too"):
         optim.muon(0.1, mask={"w": True, "norm": False})
     with pytest.raises(ValueError, match="mask= selects leaf 'norm'"):
-        optim.muon(0.1, others=optim.sgd(0.1), mask={"w": True, "norm": True}).init(params)
+        optim.muon(0.1, fallback=optim.sgd(0.1), mask={"w": True, "norm": True}).init(params)
 
 
 # ---------------------------------------------------------------- torch's words

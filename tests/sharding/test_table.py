@@ -12,14 +12,14 @@ def test_every_leaf_has_a_row():
     params, opt_state = step.init({"a": {"w": torch.ones(4, 3), "b": torch.ones(5)}, "c": torch.ones(7)}, opt)
     found = {x.path: x for x in fzero.sharding.layouts(params).leaves}
     assert {path: x.shape for path, x in found.items()} == {"a.w": (4, 3), "a.b": (5,), "c": (7,)}
-    assert "over dp=2, part of tp=2" in found["a.w"].where and "over dp=2: 4 of 7" in found["c"].where
-    counted = {x.path: x.where for x in fzero.sharding.layouts(opt_state).leaves}
+    assert "over dp=2, part of tp=2" in found["a.w"].layout and "over dp=2: 4 of 7" in found["c"].layout
+    counted = {x.path: x.layout for x in fzero.sharding.layouts(opt_state).leaves}
     assert counted["count"] == "replicated" and "unit 'c'" in counted["mu.c"]
 
 
 def test_boxes_of_ranks_and_what_is_no_tensor():
     mesh = fzero.mesh(dp=2)
     table = fzero.sharding.layouts({"x": mesh.split(torch.ones(4, 2)), "name": "run", "y": torch.ones(3)})
-    assert [(x.path, x.where) for x in table.leaves] == [("x", "differs by rank"), ("y", "replicated")]
+    assert [(x.path, x.layout) for x in table.leaves] == [("x", "differs by rank"), ("y", "replicated")]
     assert fzero.sharding.layouts({}).leaves == () and str(fzero.sharding.layouts({})) == ""
     assert "differs by rank" in table._repr_html_() and repr(table) == str(table)

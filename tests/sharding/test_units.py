@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.sharding import _units as layout_units
-from fzero.sharding._units import pieces
+from fzero.sharding._units import divide_tree
 from fzero.testing import assert_equivalent, trees
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -55,7 +55,7 @@ def sizes(draw: st.DrawFn) -> dict[str, int]:
 @given(sizes(), st.integers(1, 30), st.integers(0, 30))
 def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room):
     most = least + room
-    found = pieces(numels, least, most)
+    found = divide_tree(numels, least, most)
     assert Counter(itertools.chain(*[x.paths for x in found])) == Counter([*numels])
     assert len({x.name for x in found}) == len(found)
     for piece in found:
@@ -66,7 +66,7 @@ def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room
 @examples(120, 300)
 @given(sizes(), st.integers(1, 30))
 def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
-    found = pieces(numels, least)
+    found = divide_tree(numels, least)
     assert all(x.numel >= least for x in found) or len(found) == 1
 
 
@@ -74,7 +74,7 @@ def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
 @given(sizes(), st.integers(1, 30))
 def test_a_subtree_that_is_small_is_never_cut(numels, least):
     """Nor one that is just large enough, whose children are all too small."""
-    home = {path: piece.name for piece in pieces(numels, least) for path in piece.paths}
+    home = {path: piece.name for piece in divide_tree(numels, least) for path in piece.paths}
     nodes = {path.rsplit(".", depth)[0] for path in numels for depth in range(1, path.count(".") + 1)}
     for node in nodes:
         below = [path for path in numels if path.startswith(f"{node}.")]
@@ -84,9 +84,9 @@ def test_a_subtree_that_is_small_is_never_cut(numels, least):
 
 def test_a_piece_is_named_by_its_subtrees():
     numels = {"a.x": 1, "a.y": 1, "b.0.w": 4, "b.1.w": 4, "b.2.w": 4, "c": 1}
-    assert [x.name for x in pieces(numels, 2, 8)] == ["a", "b.0", "b.1", "b.2 to c"]
-    assert [x.name for x in pieces(numels, 5, 8)] == ["a", "b.0 to b.1", "b.2 to c"]
-    assert [x.name for x in pieces(numels, 99, 99)] == ["params"]
+    assert [x.name for x in divide_tree(numels, 2, 8)] == ["a", "b.0", "b.1", "b.2 to c"]
+    assert [x.name for x in divide_tree(numels, 5, 8)] == ["a", "b.0 to b.1", "b.2 to c"]
+    assert [x.name for x in divide_tree(numels, 99, 99)] == ["params"]
 
 
 # ---------------------------------------------------------------- rules
@@ -170,7 +170,7 @@ def test_granularity_tells_no_layer_from_the_root():
     params = mixture(48)
     counts = {at: len(fzero.sharding.by_granularity(params, at).table) for at in (0, 95, 96, 100, 101)}
     assert counts == {0: 9457, 95: 9457, 96: 48 * (64 + 5) + 1, 100: 48 * (64 + 5) + 1, 101: 1}
-    assert len(fzero.sharding.by_granularity(params, 101, most=10**6).table) == 49  # by its second limit alone
+    assert len(fzero.sharding.by_granularity(params, 101, max_numel=10**6).table) == 49  # by its second limit alone
     assert len(fzero.sharding.by_size(params, 2000, 30_000).table) == 48 * 2
 
 
@@ -211,7 +211,7 @@ def test_the_default_rule_has_a_cap(layers, experts, most):
     params = mixture(layers, 4, 2, experts)
     leaves, before = floats(params), units_of(params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_units, "MOST", most)
+        patch.setattr(layout_units, "MAX_UNIT_NUMEL", most)
         found = units_of(params)
     assert Counter(itertools.chain(*found.values())) == Counter([*leaves])
     for name, paths in before.items():
@@ -237,10 +237,14 @@ def test_the_cap_is_what_an_int32_counts():
 GIVEN: Any = (1e3,)
 RULE: Any = "ep"
 BAD: dict[str, Any] = {
-    "least": (lambda p: fzero.sharding.by_size(p, 0), ValueError, r"least=0: expected an int from 1 on"),
-    "least as a float": (lambda p: fzero.sharding.by_size(p, *GIVEN), ValueError, r"least=1000.0: expected an int"),
-    "most": (lambda p: fzero.sharding.by_size(p, 1, True), ValueError, r"most=True: expected an int"),
-    "most below least": (lambda p: fzero.sharding.by_size(p, 9, 8), ValueError, r"least=9 is more than most=8"),
+    "least": (lambda p: fzero.sharding.by_size(p, 0), ValueError, r"min_numel=0: expected an int from 1 on"),
+    "least as a float": (lambda p: fzero.sharding.by_size(p, *GIVEN), ValueError, r"min_numel=1000.0: expected an int"),
+    "most": (lambda p: fzero.sharding.by_size(p, 1, True), ValueError, r"max_numel=True: expected an int"),
+    "most below least": (
+        lambda p: fzero.sharding.by_size(p, 9, 8),
+        ValueError,
+        r"min_numel=9 is more than max_numel=8",
+    ),
     "no tensor": (lambda p: fzero.sharding.by_size({"a": 1}, 1), TypeError, r"params is .* holds no tensor"),
     "split": (lambda p: fzero.sharding.by_size(p, 1, split=RULE), TypeError, r"split='ep': expected a rule"),
     "threshold": (lambda p: fzero.sharding.by_granularity(p, -1), ValueError, r"threshold=-1: expected a number"),

@@ -253,7 +253,7 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
         weights = [torch.randn(width, width).mul_(0.1) for _ in range(layers)]
         return {"blocks": [{"w": w, "b": torch.zeros(width)} for w in weights]}
 
-    step = step_on(3, dp=ranks)._on(planned_mesh((("dp", ranks),)))
+    step = step_on(3, dp=ranks).on_mesh(planned_mesh((("dp", ranks),)))
     shards = layers * (width * width + width) * 4 // ranks
     leaf = width * width * 4
     step.init(init, optim.sgd(0.1))  # warm

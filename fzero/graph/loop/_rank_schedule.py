@@ -19,6 +19,7 @@ from torch.fx import Node, has_side_effect
 
 from fzero.axes import Binding
 from fzero.parallel.schedules import Action, Schedule
+from fzero.sharding import Registry
 
 __all__ = [
     "MARKERS",
@@ -55,17 +56,17 @@ class RankSchedule:
         return [s for s, rank in enumerate(self.schedule.rank_of_stage) if rank == self.binding.rank]
 
 
-_RANK_SCHEDULES: dict[RankSchedule, int] = {}
+_RANK_SCHEDULES = Registry[RankSchedule]()
 
 
 def rank_schedule_number(rank_schedule: RankSchedule) -> int:
     """Return the number of a rank's schedule, which a graph can carry; equal schedules have the same number."""
-    return _RANK_SCHEDULES.setdefault(rank_schedule, len(_RANK_SCHEDULES))
+    return _RANK_SCHEDULES.number(rank_schedule)
 
 
 def rank_schedule_of(number: int) -> RankSchedule:
     """Return the rank's schedule that has this number."""
-    return list(_RANK_SCHEDULES)[number]
+    return _RANK_SCHEDULES.value(number)
 
 
 class Phase(NamedTuple):

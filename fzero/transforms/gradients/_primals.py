@@ -21,11 +21,11 @@ from fzero.sharding import (
     Slot,
     apply_over_unit_axes,
     apply_to_unit,
-    assign,
+    assign_units,
     boxes_to_device,
     gather_unit,
     is_box,
-    put,
+    replace_unit,
     sharded_units,
     spec_info,
     unit_axes,
@@ -228,7 +228,7 @@ class Argument:
     def _like(self, values: list[Any]) -> Any:
         entries = list(self.entries)
         for primal, value in zip(self.primals, values, strict=True):
-            put(entries, primal.members, value)
+            replace_unit(entries, primal.members, value)
         return tree.unflatten(self.structure, entries)
 
 
@@ -296,7 +296,7 @@ def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
 
 
 def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
-    assignment = assign(arg, axes, LayoutRules(current_rules().units), rest="replicated")
+    assignment = assign_units(arg, axes, LayoutRules(current_rules().units), rest="replicated")
     primals: list[Primal] = []
     for unit in assignment.units:
         members = [

@@ -413,8 +413,8 @@ def test_optimizers_see_each_block_by_itself(simulate):
         (2, optim.lamb(1e-2)),
         (3, optim.chain(optim.clip_by_block_rms(1e-3), optim.sgd(0.1))),
         (0, optim.masked(optim.sgd(0.1), lambda params: fzero.tree.map(lambda p: p.ndim == 1, params))),
-        (3, optim.muon(0.1, others=optim.sgd(0.1), ns_dtype=None)),
-        (1, optim.muon(0.1, others=optim.sgd(0.1), ns_dtype=None)),
+        (3, optim.muon(0.1, fallback=optim.sgd(0.1), ns_dtype=None)),
+        (1, optim.muon(0.1, fallback=optim.sgd(0.1), ns_dtype=None)),
     ):
         loss, params = loss_of(2, depth=5), params_of(5)
         found = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
