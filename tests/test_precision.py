@@ -618,8 +618,10 @@ def test_any_two_give_the_third(m, k, n):
 def test_only_data_parallel_ranks_count():
     """Those along a pipeline's axis share a batch, though it is one of the axes of the mean, and those along tp do."""
 
-    def ranks(axis: Any = None, apart: Any = None, **axes: int) -> int:
-        plan = fzero.data.batch_plan(micro_batch=3, accumulation=5, mesh=fzero.mesh(**axes), axis=axis, apart=apart)
+    def ranks(axis: Any = None, model_axes: Any = None, **axes: int) -> int:
+        plan = fzero.data.batch_plan(
+            micro_batch=3, accumulation=5, mesh=fzero.mesh(**axes), axis=axis, model_axes=model_axes
+        )
         assert plan.global_batch == 15 * plan.ranks
         return plan.ranks
 
@@ -628,12 +630,16 @@ def test_only_data_parallel_ranks_count():
     assert ranks(pp=4) == ranks(pp=4, tp=2) == ranks(pp=4, axis="pp") == 1
     assert ranks(dp=2, tp=4, axis=("dp", "tp")) == 8  # what is said counts
     assert ranks(dp=2, ep=3, tp=4, axis=("dp", "ep")) == 6
-    assert ranks(data=2, stage=3, axis=("data", "stage"), apart="stage") == ranks(data=2, stage=3, apart="stage") == 2
-    assert ranks(dp=2, pp=3, axis=("dp", "pp"), apart=()) == 6  # no pipeline, in spite of the name
+    assert (
+        ranks(data=2, stage=3, axis=("data", "stage"), model_axes="stage")
+        == ranks(data=2, stage=3, model_axes="stage")
+        == 2
+    )
+    assert ranks(dp=2, pp=3, axis=("dp", "pp"), model_axes=()) == 6  # no pipeline, in spite of the name
     with pytest.raises(ValueError, match=r"axes \('a', 'b'\): name the data-parallel ones, axis='a' or \('a', 'b'\)"):
         ranks(a=2, tp=2, b=2)
     with pytest.raises(ValueError, match=r"'stage' is not an axis of"):
-        ranks(dp=2, apart="stage")
+        ranks(dp=2, model_axes="stage")
 
 
 @pytest.mark.parametrize(

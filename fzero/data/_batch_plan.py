@@ -37,7 +37,7 @@ def batch_plan(
     accumulation: int | None = None,
     mesh: Mesh,
     axis: AxisName = None,
-    apart: AxisName = None,
+    model_axes: AxisName = None,
 ) -> BatchPlan:
     """Derive global batch, micro-batch or accumulation from the other two.
 
@@ -50,8 +50,8 @@ def batch_plan(
         accumulation: micro-batches of a rank in one step.
         mesh: the ranks.
         axis: the data-parallel axes, as `fzero.shard` takes them, with or without a pipeline's axis. Needed if the mesh
-            has several axes besides those in `apart`.
-        apart: the axes whose ranks share a batch; by default "pp", and "tp" unless `axis` names it.
+            has several axes besides those in `model_axes`.
+        model_axes: the axes whose ranks share a batch; by default "pp", and "tp" unless `axis` names it.
 
     Returns:
         A `BatchPlan`.
@@ -70,7 +70,7 @@ def batch_plan(
     """
     args = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
     sizes = dict(mesh.shape)
-    ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, apart)])
+    ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, model_axes)])
     for name, value in args.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: expected an int, at least 1")
@@ -80,10 +80,10 @@ def batch_plan(
     return _solve(settings, ranks)
 
 
-def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
+def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
     """List the axes whose ranks have different batches."""
     names, shared = mesh.names(axis), ["pp", *(["tp"] if axis is None else [])]
-    shared = shared if apart is None else [] if apart == () else list(mesh.names(apart))
+    shared = shared if model_axes is None else [] if model_axes == () else list(mesh.names(model_axes))
     if len(set(names)) != len(names):
         raise ValueError(f"axis={axis!r}: expected each axis once")
     data_axes = [name for name in names if name not in shared]

@@ -34,7 +34,7 @@ MUTANTS = [
         ),
         Fault("a batch is one example", "_chances", bare("A ** B")),
     ),
-    *File("data/_evaluation.py", DATA).faults(
+    *File("data/_batches.py", DATA).faults(
         Fault("the last batch is short", "once", becomes("A + B", "min(A + B, length)")),
         Fault("what fills up counts", "once", bare("min(A, B - start)")),
         Fault("a mean of means", "mean", bare("B.C(torch.add, D, A)")),

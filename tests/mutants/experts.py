@@ -16,7 +16,7 @@ BY_HAND = ("tests/parallel/experts/test_by_hand.py",)
 INPUT = ("tests/parallel/experts/test_input.py",)
 
 MUTANTS = [
-    *File("parallel/experts/_route.py", ROUTE).faults(
+    *File("parallel/experts/_routing.py", ROUTE).faults(
         Fault("the bias is in the gates", "route", becomes("A.gather", "scores.gather")),
         Fault(
             "gates are not detached from the choice",
@@ -55,7 +55,6 @@ MUTANTS = [
             (constant("s t k -> s (k t)", "s t k -> s (t k)"), constant("s (k t) -> s t k", "s (t k) -> s t k")),
         ),
         Fault("one position too many", "assign_positions", swapped("A < c", "<=")),
-        Fault("positions are rounded down", "expert_capacity", becomes("math.ceil", "math.floor")),
         Fault(
             "choices queue in any order",
             "_queue_positions",
@@ -82,7 +81,6 @@ MUTANTS = [
         ),
         Fault("rows are not copied back", "_SumRows.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
         Fault("sequences share their positions", "_flat", bare("A + B")),
-        Fault("positions are counted in binary", "expert_capacity", bare("round(A, 9)")),
         Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
         Fault(
             "rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(recv_rows))")
@@ -90,7 +88,7 @@ MUTANTS = [
         Fault("counts stay at home", "sort_rows", becomes("A(counts, B)", "counts")),
         Fault("there is room for one choice", "sort_rows", becomes("min(A, B // C)", "1")),
         Fault(
-            "places count from the own expert and not the rank's first",
+            "positions count from the own expert and not the rank's first",
             "_send_order",
             becomes("A * (B // C)", "ordered"),
         ),
@@ -108,12 +106,14 @@ MUTANTS = [
             ),
         ),
         Fault("rows behind the last are not masked", "_mm", constant(0, 1, at="2 of 4")),
-        Fault("the gradient's matrices are not transposed", "_GroupedOuter.backward", bare("A.mT")),
+        Fault("the gradient's matrices are not transposed", "_GroupedProduct.backward", bare("A.mT", at="1 of 2")),
         Fault("a leaf may begin anywhere", "_aligned", always("A and is_aligned"), LAYER),
         Fault("a plan counts the padding", "_flops", becomes("2 * A", "2 * x[0]")),
         Fault("no columns go to the kernel", "_has_kernel", bare("B and A"), BY_HAND),
     ),
-    *File("parallel/experts/_losses.py", ROUTE).faults(
+    *File("parallel/experts/_routing.py", ROUTE).faults(
+        Fault("positions are rounded down", "expert_capacity", becomes("math.ceil", "math.floor"), POSITIONS),
+        Fault("positions are counted in binary", "expert_capacity", bare("round(A, 9)"), POSITIONS),
         Fault("the loss is of the rank's own means", "balance_loss", bare("B(A, C)"), TRAINING),
         Fault(
             "the share is divided by k twice", "_shares", becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)")

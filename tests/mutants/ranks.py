@@ -42,7 +42,7 @@ MUTANTS = [
         Fault("the world for the data-parallel ranks", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
         Fault("stages have batches", "_data_axes", dropped("A not in B")),
         Fault("tp never counts", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),
-        Fault("axes apart have one name", "_data_axes", becomes("list(A.B(C))", "shared")),
+        Fault("model axes have one name", "_data_axes", becomes("list(A.B(C))", "shared")),
     ),
     *File("ranks/_spmd.py", STEP).faults(
         Fault("results are not compared", "_combined", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),

@@ -12,8 +12,7 @@ from fzero.parallel.experts._dispatch import (
 )
 from fzero.parallel.experts._grouped import grouped_mm, grouped_outer
 from fzero.parallel.experts._layer import Linear, layer, split
-from fzero.parallel.experts._losses import balance_bias, balance_loss, load, stats, z_loss
-from fzero.parallel.experts._route import Routing, jitter, route
+from fzero.parallel.experts._routing import Routing, balance_bias, balance_loss, jitter, load, route, stats, z_loss
 from fzero.parallel.experts.transformers import use_differentiable
 
 __all__ = [

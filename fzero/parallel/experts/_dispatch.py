@@ -1,6 +1,5 @@
 """Dispatch: send tokens to experts and bring them back, by positions at each expert or as rows sorted by expert."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from einops import einsum, rearrange
 from fzero._torch import allow_in_graph
 from fzero.axes import axis_if_bound, axis_size
 from fzero.collectives import all_to_all
-from fzero.parallel.experts._route import check_floating
+from fzero.parallel.experts._routing import check_floating, count_choices, expert_capacity
 
 __all__ = [
     "Order",
@@ -17,9 +16,7 @@ __all__ = [
     "assign_positions",
     "check_experts",
     "combine",
-    "count_choices",
     "dispatch",
-    "expert_capacity",
     "inverse",
     "sort_rows",
     "sum_rows",
@@ -102,7 +99,9 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
     """
     if not isinstance(experts, torch.Tensor) or experts.dtype != torch.int64:
         actual = experts.dtype if isinstance(experts, torch.Tensor) else repr(experts)
-        raise TypeError(f"experts is {actual}: expected an int64 tensor [.., k], as moe.route returns it")
+        raise TypeError(
+            f"experts is {actual}: expected an int64 tensor [.., k], as fzero.parallel.experts.route returns it"
+        )
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count={count!r}: expected the number of experts, an int above 0")
     n = axis_size(axis_if_bound(axis))
@@ -111,23 +110,6 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
             f"axis={axis!r} has {n} ranks, and the {count} experts do not divide by {n}: each rank must hold the same "
             "number; change the size of the axis, or the number of experts"
         )
-
-
-def expert_capacity(tokens: int, k: int, count: int, capacity: float | None) -> int:
-    """Return an expert's capacity: its number of positions per sequence.
-
-    Raises:
-        ValueError: if `capacity` is not positive and finite.
-    """
-    if capacity is None:
-        return tokens
-    if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity < math.inf:
-        raise ValueError(
-            f"capacity={capacity!r}: expected a number above 0, such as 1.25, a multiple of what even routing needs; "
-            "or None, which drops no token"
-        )
-    # rounded first: 1.1 x 100 / 10 is 11.000000000000002 in binary, and must give 11
-    return min(tokens, max(1, math.ceil(round(capacity * tokens * k / count, 9))))
 
 
 def assign_positions(experts: torch.Tensor, count: int, capacity: float | None = None) -> Positions:
@@ -180,13 +162,6 @@ def _queue_positions(queue: torch.Tensor, count: int) -> torch.Tensor:
     _, first = count_choices(queue, count)
     position = torch.arange(queue.shape[1], device=queue.device) - first.gather(1, ordered)
     return torch.zeros_like(queue).scatter(1, order, position)
-
-
-def count_choices(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count choices `[.., q]` by expert, `[.., E + 1]`, and return where each expert's begin once they are sorted."""
-    zeros = torch.zeros((*experts.shape[:-1], count + 1), dtype=torch.int64, device=experts.device)
-    counts = zeros.scatter_add(-1, experts, torch.ones_like(experts))
-    return counts, counts.cumsum(-1) - counts
 
 
 def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.Tensor:
@@ -283,13 +258,13 @@ class Order(NamedTuple):
     """The order of sorted rows: m tokens with k choices each, sent to n ranks with room for b rows from each rank.
 
     Attributes:
-        ends: int64 `[E / n]`: where the rows of each of this rank's experts end.
+        offsets: int64 `[E / n]`: where the rows of each of this rank's experts end.
         choice: int64 `[n b]`: which of this rank's m k choices was sent in each row; m k for an empty row.
         row: int64 `[m k]`: the row in which each choice was sent; n b if it was not sent.
         order: int64 `[n b]`: for each sorted row, which of the received rows it is.
     """
 
-    ends: torch.Tensor
+    offsets: torch.Tensor
     choice: torch.Tensor
     row: torch.Tensor
     order: torch.Tensor
@@ -308,8 +283,8 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
         axis: the axis over which experts are split. If no axis of this name is bound, this rank holds all experts.
 
     Returns:
-        Rows `[r, d]` sorted by this rank's experts, with zeros behind them, and an `Order`. Its `ends` says where each
-        expert's rows end.
+        Rows `[r, d]` sorted by this rank's experts, with zeros behind them, and an `Order`. Its `offsets` are the
+            ends of each expert's rows.
 
     Raises:
         TypeError: if `experts` is not an int64 tensor, or `x` is not floating-point.
@@ -318,7 +293,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     Example:
         >>> x, experts = torch.tensor([[5.0], [6.0], [7.0]]), torch.tensor([[1], [0], [1]])
         >>> rows, order = sort_rows(x, experts, count=2)
-        >>> rows.flatten(), order.ends
+        >>> rows.flatten(), order.offsets
         (tensor([6., 5., 7.]), tensor([1, 3]))
     """
     check_experts(experts, count, axis)
@@ -336,13 +311,13 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     send_rows = sum_rows(tokens, rearrange(token, "r -> r 1"), rearrange(row, "(m k) -> m k", k=k))
     recv_rows, recv_counts = all_to_all(send_rows, ep), all_to_all(counts, ep)
     order = _expert_order(recv_counts, max_rows) if ep else torch.arange(recv_rows.shape[0], device=recv_rows.device)
-    ends = recv_counts.sum(0).cumsum(0)
+    offsets = recv_counts.sum(0).cumsum(0)
     rows = (
         sum_rows(recv_rows, rearrange(order, "r -> r 1"), rearrange(inverse(order, order.shape[0]), "r -> r 1"))
         if ep
         else recv_rows
     )
-    return rows, Order(ends, choice, row, order)
+    return rows, Order(offsets, choice, row, order)
 
 
 def _send_order(experts: torch.Tensor, count: int, n: int, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Grouped products: multiply rows that are sorted by expert by each expert's matrix; and the transposes of this map.
 
 fzero has its own operation because torch's `grouped_mm` refuses float64, refuses all dtypes but bfloat16 under
-stand-ins, and cannot be mapped over `ends` that differ by rank. Where torch's kernel applies, the operation calls it.
+stand-ins, and cannot be mapped over `offsets` that differ by rank. The operation calls torch's kernel where it applies.
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ __all__ = ["grouped_mm", "grouped_outer"]
 
 
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
-def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, w):
-        y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=ends.to(torch.int32))
-        is_used = torch.arange(x.shape[0], device=x.device) < ends[-1]
+        y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=offsets.to(torch.int32))
+        is_used = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         return torch.where(is_used.unsqueeze(-1), y, 0)  # the kernel does not write the rows behind the last end
     y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
-    for e, end in enumerate(ends.tolist()):
+    for e, end in enumerate(offsets.tolist()):
         if end > start:
             torch.mm(x[start:end], w[e], out=y[start:end])
         start = end
@@ -31,11 +31,11 @@ def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> to
 
 
 @torch.library.custom_op("fzero::grouped_outer", mutates_args=())
-def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+def _outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, y):
-        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=ends.to(torch.int32))
-    out, start = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
-    for e, end in enumerate(ends.tolist()):
+        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=offsets.to(torch.int32))
+    out, start = x.new_zeros(len(offsets), x.shape[1], y.shape[1]), 0
+    for e, end in enumerate(offsets.tolist()):
         if end > start:
             torch.mm(x[start:end].mT, y[start:end], out=out[e])
         start = end
@@ -60,120 +60,86 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 @_mm.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+def _(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
 @_outer.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+def _(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], y.shape[1])
 
 
 @register_flop_formula([torch.ops.fzero.grouped_mm, torch.ops.fzero.grouped_outer])
-def _flops(x: Any, y: Any, ends: Any, likely: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count the multiplications and additions for the likely number of rows: the other rows take no time."""
-    return 2 * likely * x[1] * y[-1]
+def _flops(x: Any, y: Any, offsets: Any, expected_rows: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count the multiplications and additions for the expected rows: the other rows take no time."""
+    return 2 * expected_rows * x[1] * y[-1]
 
 
 # ---------------------------------------------------------------- derivatives and vmap
 
 
-class _GroupedMM(torch.autograd.Function):
-    """rows [r, d], weights [e, d, f], ends [e] -> [r, f]."""
+class _GroupedProduct(torch.autograd.Function):
+    """`grouped_mm` of rows `[r, d]` and matrices `[e, d, f]`; or `grouped_outer` of rows `[r, d]` and `[r, f]`."""
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-        return _mm(x, w, ends, likely)
+    def forward(is_outer: bool, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+        return (_outer if is_outer else _mm)(x, y, offsets, rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.likely = inputs
+        ctx.is_outer, *tensors, ctx.rows = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, w, ends = ctx.saved_tensors
-        likely = ctx.likely
-        return apply_mm(grad, w.mT, ends, likely), apply_outer(x, grad, ends, likely), None, None
+        x, y, *rest = *ctx.saved_tensors, ctx.rows
+        if ctx.is_outer:
+            return None, apply_mm(y, grad.mT, *rest), apply_mm(x, grad, *rest), None, None
+        return None, apply_mm(grad, y.mT, *rest), apply_outer(x, grad, *rest), None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dw: Any, *rest: Any) -> Any:
-        x, w, ends = ctx.saved_tensors
-        return _sum(apply_mm, x, w, dx, dw, ends, ctx.likely)
+    def jvp(ctx: Any, _: Any, dx: Any, dy: Any, *others: Any) -> Any:
+        """Return the tangent of a bilinear map; a tangent of None stands for zeros."""
+        x, y, *rest = *ctx.saved_tensors, ctx.rows
+        f = apply_outer if ctx.is_outer else apply_mm
+        parts = [f(*pair, *rest) for pair in ((dx, y), (x, dy)) if pair[0] is not None and pair[1] is not None]
+        return sum(parts[1:], parts[0])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _one_by_one(apply_mm, info.batch_size, in_dims, args)
-
-
-class _GroupedOuter(torch.autograd.Function):
-    """rows [r, d], rows [r, f], ends [e] -> [e, d, f]."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-        return _outer(x, y, ends, likely)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.likely = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, y, ends = ctx.saved_tensors
-        likely = ctx.likely
-        return apply_mm(y, grad.mT, ends, likely), apply_mm(x, grad, ends, likely), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Any, dy: Any, *rest: Any) -> Any:
-        x, y, ends = ctx.saved_tensors
-        return _sum(apply_outer, x, y, dx, dy, ends, ctx.likely)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _one_by_one(apply_outer, info.batch_size, in_dims, args)
-
-
-def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, *rest: Any) -> torch.Tensor:
-    """Return the tangent of a bilinear map."""
-    if dx is None or dy is None:
-        return f(x, dy, *rest) if dx is None else f(dx, y, *rest)
-    return f(dx, y, *rest) + f(x, dy, *rest)
-
-
-def _one_by_one(f: Any, n: int, dims: Any, args: tuple[Any, ...]) -> Any:
-    """Map over n samples, such as simulated ranks, each of which has its own ends."""
-    rows = [[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)] for i in range(n)]
-    return torch.stack([f(*row) for row in rows]), 0
+    def vmap(info: Any, in_dims: Any, is_outer: bool, *args: Any) -> Any:
+        """Map over samples, such as simulated ranks, each of which has its own offsets."""
+        f, columns = apply_outer if is_outer else apply_mm, list(zip(args, in_dims[1:], strict=True))
+        samples = [[x if d is None else x.select(d, i) for x, d in columns] for i in range(info.batch_size)]
+        return torch.stack([f(*sample) for sample in samples]), 0
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def apply_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-    """Run `grouped_mm`; a plan counts the work of `likely` rows."""
-    return _GroupedMM.apply(x, w, ends, likely)
+def apply_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
+    """Run `grouped_mm`; a plan counts the work of `expected_rows`."""
+    return _GroupedProduct.apply(False, x, w, offsets, expected_rows)
 
 
 @allow_in_graph
-def apply_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-    """Run `grouped_outer`; a plan counts the work of `likely` rows."""
-    return _GroupedOuter.apply(x, y, ends, likely)
+def apply_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
+    """Run `grouped_outer`; a plan counts the work of `expected_rows`."""
+    return _GroupedProduct.apply(True, x, y, offsets, expected_rows)
 
 
 def grouped_mm(
-    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, likely: int | None = None
+    rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, expected_rows: int | None = None
 ) -> torch.Tensor:
     """Multiply rows that are sorted by expert by their expert's matrix.
 
     It runs under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU, bfloat16 uses torch's kernel, which
-    does not synchronise. The other dtypes wait for `ends` on the host, so they are for tests.
+    does not synchronise. The other dtypes wait for `offsets` on the host, so they are for tests.
 
     Args:
         rows: `[r, d]`.
         weights: `[e, d, f]`, of the rows' dtype.
-        ends: int64 `[e]`: where each expert's rows end. They begin where the previous expert's rows end.
-        likely: the number of rows before the last end if routing is even. A plan counts their work. By default r.
+        offsets: int64 `[e]`: where each expert's rows end. They begin where the previous expert's rows end.
+        expected_rows: the number of rows before the last offset if routing is even, by default r. A plan counts their
+            work.
 
     Returns:
         `[r, f]`; zeros behind the last end. Its transposes are `grouped_mm` with transposed matrices, and
@@ -188,24 +154,24 @@ def grouped_mm(
         >>> grouped_mm(rows, weights, torch.tensor([1, 3])).flatten()
         tensor([10., 20., 20.])
     """
-    _check_rows("rows", rows, ends)
-    shape = (len(ends), rows.shape[1])
+    _check_rows("rows", rows, offsets)
+    shape = (len(offsets), rows.shape[1])
     if weights.ndim != 3 or weights.shape[:2] != shape:
         raise ValueError(
             f"weights has the shape {list(weights.shape)}: expected [{shape[0]}, {shape[1]}, columns], "
-            f"one matrix for each of the {shape[0]} experts in `ends`"
+            f"one matrix for each of the {shape[0]} experts in `offsets`"
         )
     _check_dtypes("weights", weights, rows)
-    return apply_mm(rows, weights, ends, rows.shape[0] if likely is None else likely)
+    return apply_mm(rows, weights, offsets, rows.shape[0] if expected_rows is None else expected_rows)
 
 
-def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sum the outer products of each expert's rows: the gradient of `grouped_mm` by its matrices.
 
     Args:
         x: `[r, d]`, sorted by expert.
         y: `[r, f]`, of the same dtype.
-        ends: int64 `[e]`: where each expert's rows end.
+        offsets: int64 `[e]`: where each expert's rows end.
 
     Returns:
         `[e, d, f]`; zeros for an expert without rows.
@@ -219,22 +185,24 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
         >>> grouped_outer(x, y, torch.tensor([1, 3])).flatten()
         tensor([1., 5.])
     """
-    _check_rows("x", x, ends)
+    _check_rows("x", x, offsets)
     if y.ndim != 2 or y.shape[0] != x.shape[0]:
         raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each row of x")
     _check_dtypes("y", y, x)
-    return apply_outer(x, y, ends, x.shape[0])
+    return apply_outer(x, y, offsets, x.shape[0])
 
 
-def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:
+def _check_rows(name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
     if rows.ndim != 2:
         raise ValueError(f"{name} has the shape {list(rows.shape)}: expected [rows, columns]")
     if not rows.is_floating_point():
         raise TypeError(f"{name} is {rows.dtype}: expected a floating-point tensor")
-    if ends.ndim != 1 or not len(ends):
-        raise ValueError(f"ends has the shape {list(ends.shape)}: expected [experts], where each expert's rows end")
-    if ends.dtype != torch.int64:
-        raise TypeError(f"ends is {ends.dtype}: expected int64")
+    if offsets.ndim != 1 or not len(offsets):
+        raise ValueError(
+            f"offsets has the shape {list(offsets.shape)}: expected [experts], where each expert's rows end"
+        )
+    if offsets.dtype != torch.int64:
+        raise TypeError(f"offsets is {offsets.dtype}: expected int64")
 
 
 def _check_dtypes(name: str, x: torch.Tensor, rows: torch.Tensor) -> None:

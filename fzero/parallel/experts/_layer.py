@@ -21,7 +21,7 @@ from fzero.parallel.experts._dispatch import (
     unsort_rows,
 )
 from fzero.parallel.experts._grouped import grouped_mm
-from fzero.parallel.experts._route import Routing, check_floating, check_routing, describe
+from fzero.parallel.experts._routing import Routing, check_floating, check_routing, describe
 
 __all__ = ["ExpertSplit", "Linear", "check_axis", "check_parts", "check_split", "grouped_linear", "layer", "split"]
 
@@ -47,8 +47,8 @@ class ExpertSplit:
             return None
         if any(part.isdigit() for part in parts[matches[0] + 1 :]):
             raise ValueError(
-                f"leaf {path!r} belongs to one expert in a list, but moe.split splits leaves that hold all experts "
-                "along dimension 0: stack them, or name another part of the path"
+                f"leaf {path!r} belongs to one expert in a list, but fzero.parallel.experts.split splits leaves that "
+                "hold all experts along dimension 0: stack them, or name another part of the path"
             )
         return {self.axis: 0}
 
@@ -181,13 +181,16 @@ def grouped_linear(
     order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add the biases `[e, f]`."""
-    ends, likely = order.ends, order.row.shape[0]  # likely: as many rows as this rank's tokens have choices
-    _check_linear(rows, len(ends), weight, bias)
-    y = grouped_mm(rows, weight, ends, likely)
+    offsets, expected_rows = (
+        order.offsets,
+        order.row.shape[0],
+    )  # expected_rows: as many rows as this rank's tokens have choices
+    _check_linear(rows, len(offsets), weight, bias)
+    y = grouped_mm(rows, weight, offsets, expected_rows)
     if bias is None:
         return y
     # A product with ones, because its gradient is a sum by expert. Indexing would add the gradient row by row.
-    return y + grouped_mm(rows.new_ones(rows.shape[0], 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
+    return y + grouped_mm(rows.new_ones(rows.shape[0], 1), rearrange(bias, "e f -> e 1 f"), offsets, expected_rows)
 
 
 def _check_linear(rows: torch.Tensor, count: int, weight: Any, bias: Any) -> None:
@@ -224,8 +227,8 @@ def layer(
     """Send tokens to their experts, call `f`, bring the results back, and sum them by the gates.
 
     With a `capacity`, an expert has a limited number of positions per sequence, and further choices are dropped
-    (`moe.assign_positions`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both
-    cases the numbers do not depend on the mesh. Add a shared expert to the result: `x + moe.layer(...) + shared(p, x)`.
+    (`assign_positions`). Without one, nothing is dropped: rows are sorted by expert (`sort_rows`). In both cases the
+    numbers do not depend on the mesh. Add a shared expert to the result: `x + layer(...) + shared(p, x)`.
 
     Args:
         f: the experts, `(experts, rows, linear) -> rows`. `linear(rows, weight, bias=None)` multiplies each expert's
@@ -233,7 +236,7 @@ def layer(
             must still be finite.
         experts: a tree of this rank's experts, along dimension 0 of each leaf.
         x: `[s, t, d]`: sequences of tokens.
-        routing: the routing of these tokens, by `moe.route`.
+        routing: the routing of these tokens, by `route`.
         axis: the axis over which experts are split. If no axis of this name is bound, this rank holds all experts.
         capacity: the positions of an expert, as a multiple of what even routing needs; None for dropless.
 
@@ -245,13 +248,13 @@ def layer(
         ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not match.
 
     Example:
-        >>> from fzero.parallel import experts as moe
+        >>> from fzero.parallel import experts
         >>> def ffn(p, rows, linear):
         ...     return linear(torch.tanh(linear(rows, p["up"], p["bias"])), p["down"])
-        >>> experts = {"up": torch.randn(4, 8, 16), "bias": torch.randn(4, 16), "down": torch.randn(4, 16, 8)}
+        >>> params = {"up": torch.randn(4, 8, 16), "bias": torch.randn(4, 16), "down": torch.randn(4, 16, 8)}
         >>> x, router, shared = torch.randn(2, 5, 8), torch.randn(8, 4), torch.randn(8, 8)
-        >>> routing = moe.route(x @ router, k=2)
-        >>> y = x + moe.layer(ffn, experts, x, routing, capacity=1.25) + torch.tanh(x @ shared)
+        >>> routing = experts.route(x @ router, k=2)
+        >>> y = x + experts.layer(ffn, params, x, routing, capacity=1.25) + torch.tanh(x @ shared)
         >>> y.shape
         torch.Size([2, 5, 8])
     """

@@ -32,19 +32,22 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
         ImportError: if transformers is not installed, or too old to have a registry of experts.
 
     Example:
-        >>> from fzero.parallel import experts as moe
-        >>> moe.transformers.register()
+        >>> from fzero.parallel import experts
+        >>> experts.transformers.register()
         'fzero'
 
         >>> model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fzero")  # doctest: +SKIP
         >>> apply, params, buffers = fzero.nn.functional(model)  # doctest: +SKIP
-        >>> step = fzero.shard(train_step, stage=3, mesh=mesh, split=moe.transformers.split(model))  # doctest: +SKIP
+        >>> step = fzero.shard(
+        ...     train_step, stage=3, mesh=mesh, split=experts.transformers.split(model)
+        ... )  # doctest: +SKIP
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(
-            f"moe.transformers.register needs transformers 5 or newer, with its registry of experts: {error}"
+            "fzero.parallel.experts.transformers.register needs transformers 5 or newer, with its registry of experts: "
+            f"{error}"
         ) from error
     ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts, axis))
     return name
@@ -77,7 +80,7 @@ def split(model: torch.nn.Module) -> SplitRule:
     refused, since they would silently compute something else if they were split.
 
     Args:
-        model: a model of transformers, built with `experts_implementation=moe.transformers.register()`.
+        model: a model of transformers, built with `experts_implementation=experts.transformers.register()`.
 
     Returns:
         A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
@@ -87,8 +90,8 @@ def split(model: torch.nn.Module) -> SplitRule:
             implementation.
 
     Example:
-        >>> from fzero.parallel import experts as moe
-        >>> moe.transformers.split(torch.nn.Linear(2, 2))
+        >>> from fzero.parallel import experts
+        >>> experts.transformers.split(torch.nn.Linear(2, 2))
         Traceback (most recent call last):
         ValueError: Linear has no experts that an implementation of transformers' registry serves
     """

@@ -125,7 +125,7 @@ def test_micro_batches_jitter_in_ways_of_their_own():
 def test_grouped_products_of_nothing_in_half_precision(rows, columns):
     """torch's kernel takes neither no rows nor no columns."""
     x, w = torch.ones(rows, 8, dtype=torch.bfloat16), torch.ones(2, 8, columns, dtype=torch.bfloat16)
-    ends = torch.tensor([rows // 2, rows])
-    y, back = torch.func.vjp(lambda x, w: moe.grouped_mm(x, w, ends), x, w)
+    offsets = torch.tensor([rows // 2, rows])
+    y, back = torch.func.vjp(lambda x, w: moe.grouped_mm(x, w, offsets), x, w)
     assert y.shape == (rows, columns)
     assert [g.shape for g in back(torch.ones_like(y))] == [x.shape, w.shape]

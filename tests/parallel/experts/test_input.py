@@ -13,10 +13,10 @@ from tests.parallel.experts.model import OPT, batch_of, experts_params, ffn, los
 
 L, X = torch.zeros(2, 3, 4), torch.ones(2, 3, 6, dtype=torch.float64)
 R = moe.route(L.double(), 2)
-SEATED = moe.assign_positions(R.experts, 4)
+POSITIONS = moe.assign_positions(R.experts, 4)
 P = experts_params(4)
 KEY = fzero.random.key(0)
-ENDS = torch.tensor([1, 2])
+OFFSETS = torch.tensor([1, 2])
 
 
 def on_ranks(f: Callable[[], Any], **axes: int) -> Callable[[], Any]:
@@ -41,7 +41,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"bias=0.1: expected a floating-point tensor \[4\], one number per expert",
     ),
-    "a bias of integers": (lambda: moe.route(L, 1, bias=ENDS), TypeError, r"bias is torch.int64 \[2\]: expected a fl"),
+    "a bias of integers": (
+        lambda: moe.route(L, 1, bias=OFFSETS),
+        TypeError,
+        r"bias is torch.int64 \[2\]: expected a fl",
+    ),
     "groups that are a number": (
         lambda: moe.route(L, 1, groups=2),  # pyright: ignore
         ValueError,
@@ -152,12 +156,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"x has the shape \[2, 2, 6\]: expected \[2, 3, width\]",
     ),
     "tokens without positions": (
-        lambda: moe.dispatch(X[:1], SEATED),
+        lambda: moe.dispatch(X[:1], POSITIONS),
         ValueError,
         r"\[1, 3, 6\]: expected \[2, 3, width",
     ),
     "rows of others": (
-        lambda: moe.combine(X, SEATED, R.gates),
+        lambda: moe.combine(X, POSITIONS, R.gates),
         ValueError,
         r"y has the shape \[2, 3, 6\]: expected \[4, 6, width\]",
     ),
@@ -226,20 +230,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "jitter without a key": (lambda: moe.jitter(X, torch.ones(2)), TypeError, r"expected an int64 tensor of shape"),
     "grouped matrices": (
-        lambda: moe.grouped_mm(torch.ones(2, 3), torch.ones(2, 4, 5), ENDS),
+        lambda: moe.grouped_mm(torch.ones(2, 3), torch.ones(2, 4, 5), OFFSETS),
         ValueError,
         r"weights has the shape \[2, 4, 5\]: expected \[2, 3, columns\]",
     ),
     "grouped dtypes": (
-        lambda: moe.grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 5).double(), ENDS),
+        lambda: moe.grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 5).double(), OFFSETS),
         TypeError,
         r"weights is torch.float64, and the rows are torch.float32",
     ),
-    "grouped integers": (lambda: moe.grouped_mm(ENDS[None], P["up"], ENDS), TypeError, r"rows is torch.int64"),
-    "float ends": (lambda: moe.grouped_mm(X[0], P["up"], ENDS.float()), TypeError, r"ends is torch.float32"),
-    "no ends": (lambda: moe.grouped_mm(X[0], P["up"], ENDS[:0]), ValueError, r"ends has the shape \[0\]"),
-    "three dimensions": (lambda: moe.grouped_outer(X, X, ENDS), ValueError, r"x has the shape \[2, 3, 6\]: expected"),
-    "outer rows": (lambda: moe.grouped_outer(X[0], X[0, :2], ENDS), ValueError, r"y has the shape \[2, 6\]: .*\[3, co"),
+    "grouped integers": (lambda: moe.grouped_mm(OFFSETS[None], P["up"], OFFSETS), TypeError, r"rows is torch.int64"),
+    "float offsets": (lambda: moe.grouped_mm(X[0], P["up"], OFFSETS.float()), TypeError, r"offsets is torch.float32"),
+    "no offsets": (lambda: moe.grouped_mm(X[0], P["up"], OFFSETS[:0]), ValueError, r"offsets has the shape \[0\]"),
+    "three dimensions": (
+        lambda: moe.grouped_outer(X, X, OFFSETS),
+        ValueError,
+        r"x has the shape \[2, 3, 6\]: expected",
+    ),
+    "outer rows": (
+        lambda: moe.grouped_outer(X[0], X[0, :2], OFFSETS),
+        ValueError,
+        r"y has the shape \[2, 6\]: .*\[3, co",
+    ),
 }
 
 
@@ -257,7 +269,7 @@ LINEAR: dict[str, tuple[torch.Tensor, torch.Tensor | None, type[Exception], str]
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_matrix_that_does_not_fit_is_refused_with_seats_and_without(name, capacity):
+def test_a_matrix_that_does_not_fit_is_refused_with_positions_and_without(name, capacity):
     """Einsum would take one for all experts, and a sum over one for a product."""
     weight, bias, error, message = LINEAR[name]
     with pytest.raises(error, match=message):

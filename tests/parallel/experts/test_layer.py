@@ -28,7 +28,7 @@ def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data,
 
 @settings(max_examples=15)
 @given(st.integers(1, 4), st.sampled_from(["batch", "sequence"]), st.integers(0, 99))
-def test_sorting_and_seats_for_all_have_the_same_gradients(k, over, seed):
+def test_sorting_and_positions_for_all_have_the_same_gradients(k, over, seed):
     params, batch = params_of(4, seed), batch_of(3, 5, seed)
     one, other = (torch.func.grad(loss_for(k, capacity, over))(params, batch) for capacity in (None, 4.0))
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13), one, other)

@@ -31,7 +31,7 @@ def rows_of(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 4), CAPACITIES, st.integers(0, 999))
-def test_seats_are_taken_first_choices_first_and_tokens_in_order(s, t, k, capacity, seed):
+def test_positions_are_taken_first_choices_first_and_tokens_in_order(s, t, k, capacity, seed):
     count = 5
     experts = choices(s, t, k, count, seed)
     found = moe.assign_positions(experts, count, capacity)
@@ -83,9 +83,9 @@ def test_sorted_rows_arrive_by_expert_and_go_back(axes, simulate, k, seed):
     def program(x: torch.Tensor, experts: torch.Tensor) -> object:
         rows, order = moe.sort_rows(x, experts, 4)
         back = moe.unsort_rows(rows, order, (experts + 1).double())
-        return fzero.PerRank((rows, order.ends, back))
+        return fzero.PerRank((rows, order.offsets, back))
 
-    rows, ends, back = mesh.spmd(program)(mesh.split(x), mesh.split(experts)).value
+    rows, offsets, back = mesh.spmd(program)(mesh.split(x), mesh.split(experts)).value
     gates = torch.where(experts < 4, experts + 1, 0).sum(-1, keepdim=True)
     torch.testing.assert_close(back.flatten(0, 1), gates * x, rtol=1e-14, atol=0)
     sizes, mine = dict(mesh.shape), 4 // dict(mesh.shape)["ep"]
@@ -94,7 +94,7 @@ def test_sorted_rows_arrive_by_expert_and_go_back(axes, simulate, k, seed):
         for r in range(sizes["ep"]):
             rank, start = row * sizes["ep"] + r, 0
             for e in range(mine):
-                end = int(ends[rank, e])
+                end = int(offsets[rank, e])
                 here = (experts[part] == r * mine + e).any(-1)
                 got = rows[rank, start:end]
                 assert torch.equal(got[got[:, 0].argsort()], x[part][here][x[part][here][:, 0].argsort()])
