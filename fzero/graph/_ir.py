@@ -161,6 +161,17 @@ def users_through_views(node: Node) -> list[Node]:
     return [u for u in found if not is_view(u)]
 
 
+def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
+    """Return a value's views (the value itself first), and the nodes that use the value through a view."""
+    views, users, seen = [value], [], {value}
+    for view in views:  # grows as it goes
+        for user in view.users:
+            if user not in seen:
+                seen.add(user)
+                (views if is_view(user) else users).append(user)
+    return views, users
+
+
 def is_cheap(node: Node) -> bool:
     """Return whether a node may run wherever that saves memory: communication, data movement, pointwise arithmetic."""
     return node.op == "call_function" and _is_cheap(node.target)

@@ -12,21 +12,24 @@ from torch.fx.node import map_arg
 from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, values
 from fzero.graph._storages import moves
 from fzero.graph.loop._scan import loop_of, with_body
-from fzero.graph.passes._bucket import bucket
-from fzero.graph.passes._carry import carry
-from fzero.graph.passes._donate import donate
-from fzero.graph.passes._drop_lone_collectives import drop_lone_collectives
-from fzero.graph.passes._early_move import early_move
-from fzero.graph.passes._gather_into import gather_into
-from fzero.graph.passes._hoist import hoist
-from fzero.graph.passes._in_place import in_place
-from fzero.graph.passes._keep_on_host import keep_on_host
-from fzero.graph.passes._mark_fused import mark_fused
-from fzero.graph.passes._recast import recast
-from fzero.graph.passes._recompute import recompute
-from fzero.graph.passes._regather import regather
-from fzero.graph.passes._schedule import Orders, schedule
-from fzero.graph.passes._slice_of_gather import slice_of_gather
+from fzero.graph.passes import (
+    bucket,
+    carry,
+    donate,
+    drop_lone_collectives,
+    early_move,
+    gather_into,
+    hoist,
+    in_place,
+    keep_on_host,
+    mark_fused,
+    recast,
+    recompute,
+    regather,
+    schedule,
+    slice_of_gather,
+)
+from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import Settings

@@ -14,7 +14,7 @@ from fzero.graph import _one_rank
 from fzero.graph._ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
 from fzero.graph._pass_manager import Choice, PassContext, PassManager
 from fzero.graph.loop._scan import Loop, loop_of
-from fzero.graph.passes import _carry
+from fzero.graph.passes import _loops
 from fzero.graph.planning import _cost
 from fzero.graph.planning._liveness import iteration_peak_bytes, iteration_ranges, live_bytes, live_ranges, peak_bytes
 from tests.helpers import cases, train_step_for
@@ -151,13 +151,13 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduction(n)]
-    (chain,) = _carry._chains(start, loop.body, loop)
-    assert [loop.carried for loop in loops(_carry.carry(graph, 1))] == [1]
+    (chain,) = _loops._chains(start, loop.body, loop)
+    assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:
         output = next(n for n in loop.body.nodes if n.op == "output")
         output.args = ((*results(loop.body), row),)
         node.meta["val"] = (*node.meta["val"], row.meta["val"].new_empty((4, *row.meta["val"].shape)))
-    assert [loop.carried for loop in loops(_carry.carry(graph, 1))] == [0]
+    assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [0]
 
 
 def test_the_faster_of_those_that_fit_is_kept():

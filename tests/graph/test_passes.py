@@ -34,6 +34,7 @@ from fzero.graph._ir import (
     sort,
     start_of,
     values,
+    views_and_users,
     wire,
 )
 from fzero.graph._ops import is_random, is_view, name_of
@@ -56,7 +57,6 @@ from fzero.graph.passes import (
     schedule,
     slice_of_gather,
 )
-from fzero.graph.passes._uses import views_and_users
 from fzero.graph.planning._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, SingleOperation, program_of

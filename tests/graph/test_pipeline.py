@@ -20,19 +20,7 @@ from fzero.graph import passes
 from fzero.graph._candidates import Knobs, candidates
 from fzero.graph._ir import GATHER_INTO
 from fzero.graph._pass_manager import FITTING, PASSES, Choice, PassContext, PassManager
-from fzero.graph.passes import (
-    bucket,
-    donate,
-    drop_lone_collectives,
-    gather_into,
-    in_place,
-    mark_fused,
-    recast,
-    recompute,
-    regather,
-    schedule,
-    slice_of_gather,
-)
+from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._liveness import device_live_bytes, live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
@@ -51,23 +39,39 @@ def test_the_list_has_every_pass_once():
 LAST = f"{len(PASSES) - 1}_schedule.txt"
 
 
-def by_hand(graph: Graph, choice: Choice, given: PassContext) -> Graph:
-    """Run the passes as the list says, without it."""
-    graph = drop_lone_collectives(graph, given.lone_groups) if given.lone_groups else graph
-    graph = recompute(graph) if choice.recompute else graph
-    graph = bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes)
-    graph = donate(recast(graph) if choice.recast else graph, given.pairs, given.donated)
-    graph = graph if given.functional else slice_of_gather(gather_into(in_place(graph)), given.places)
-    graph = mark_fused(graph) if given.fuses else graph
-    if choice.prefetch == FITTING:
-        return schedule(graph, 1, choice.in_flight, choice.room)
-    return schedule(graph, int(choice.prefetch), choice.in_flight)
+def one_after_the_other(graph: Graph, choice: Choice, context: PassContext) -> Graph:
+    """Run each row of the table on the graph of the row before; no two schedules share anything."""
+    for row in PASSES:
+        arguments = row.arguments(choice, context)
+        graph = graph if arguments is None else row.apply(graph, *arguments)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("drop_lone_collectives", "hoist"),  # a gather over one rank is nothing to hoist, to repeat or to join
+        ("keep_on_host", "regather"),  # it is `regather` that decides how long parameters stay
+        ("regather", "bucket"),  # a coalesced gather is not repeated
+        ("recompute", "donate"),  # operations write in place from `donate` on
+        ("recast", "donate"),
+        ("early_move", "donate"),
+        ("donate", "gather_into"),  # the writes into leaves that gathers replace
+        ("gather_into", "slice_of_gather"),
+        ("mark_fused", "schedule"),  # the schedule counts no bytes of marked values
+        ("schedule", "carry"),
+    ],
+)
+def test_a_pass_comes_after_the_pass_that_it_builds_on(first, second):
+    names = [row.name for row in PASSES]
+    assert names.index(first) < names.index(second)
 
 
 def choices() -> st.SearchStrategy[Choice]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
-    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room, recast=st.booleans())
+    recompute, across, recast = st.booleans(), st.booleans(), st.booleans()
+    return st.builds(Choice, recompute, reuse, size, ahead, st.integers(0, 1), across, room, recast)
 
 
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
@@ -75,25 +79,26 @@ REPLICATED = SHARDED._replace(stage=1)
 
 
 @examples(15, 30)
-@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans(), st.booleans())
-@example(REPLICATED, [Choice(False, math.inf, 0)], False, False)
-def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself):
+@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
+@example(REPLICATED, [Choice(False, math.inf, 0)], False, False, False)
+def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself, moves):
     """Whatever choices came before: what they share is no other graph."""
     sample = build_chain(chain)
-    given = PassContext(
+    context = PassContext(
         tuple(sample.pairs),
         tuple(sample.donated),
         functional,
         (("g", 0),),
+        moves,
         lone_groups=("g",) if by_itself else (),
         fuses=not functional,
     )
-    pipeline = PassManager(sample.graph, given)
+    pipeline = PassManager(sample.graph, context)
     for choice in chosen:
         made = pipeline.run(choice)
         assert [p.row for p in made] == [*PASSES]
         last = made[-1].graph
-        assert lines(last) == lines(by_hand(sample.graph, choice, given))
+        assert lines(last) == lines(one_after_the_other(sample.graph, choice, context))
         assert device_live_bytes(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
 
 
@@ -120,8 +125,8 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
 
     monkeypatch.setattr(_pipeline, "PASSES", tuple(counted(row) for row in PASSES))
     sample = build_chain(chain)
-    given = PassContext(tuple(sample.pairs), tuple(sample.donated))
-    found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
+    context = PassContext(tuple(sample.pairs), tuple(sample.donated))
+    found = candidates(sample.graph, context, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
     before = dict.fromkeys(
@@ -145,8 +150,8 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
     sample = build_chain(SHARDED)
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
-        choice = Choice(False, 0, 0, ahead, flying, 300)
-        assert lines(passes.run(choice)[-1].graph) == lines(by_hand(sample.graph, choice, passes.context))
+        choice = Choice(False, 0, 0, ahead, flying, room=300)
+        assert lines(passes.run(choice)[-1].graph) == lines(one_after_the_other(sample.graph, choice, passes.context))
     assert len(read) == 1
 
 
@@ -261,6 +266,6 @@ def peak_bytes_of(path: pathlib.Path) -> set[int]:
 
 def test_the_peak_of_the_last_pass_is_the_candidates():
     sample = build_chain(SHARDED)
-    given = PassContext(tuple(sample.pairs), tuple(sample.donated))
-    for c in candidates(sample.graph, given, Knobs()):
-        assert peak_bytes(PassManager(sample.graph, given).run(c.choice)[-1].graph) == c.peak_bytes
+    context = PassContext(tuple(sample.pairs), tuple(sample.donated))
+    for c in candidates(sample.graph, context, Knobs()):
+        assert peak_bytes(PassManager(sample.graph, context).run(c.choice)[-1].graph) == c.peak_bytes

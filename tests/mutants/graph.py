@@ -40,7 +40,7 @@ WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
-    *File("graph/passes/_drop_lone_collectives.py", ALONE).faults(
+    *File("graph/passes/_collectives.py", ALONE).faults(
         Fault("a result of one rank lies in an argument", "drop_lone_collectives", dropped("not A & {*B[C]}")),
         Fault("views lie where the gather was", "drop_lone_collectives", skipped("A(sorted(B, key=C.__getitem__))")),
         Fault("all collectives are over one rank", "_runs_over", dropped("A in B")),
@@ -151,7 +151,7 @@ MUTANTS = [
         ),
         Fault("padding is not sent", "_full", never("A(B)")),
     ),
-    *File("graph/passes/_recast.py", RECAST).faults(
+    *File("graph/passes/_rematerialize.py", RECAST).faults(
         Fault("what scales a gradient is not done again", "_from_narrow", never("A.target in B")),
         Fault(
             "a product of two gradients is made again",
@@ -245,7 +245,7 @@ MUTANTS = [
         Fault("the collector stays off", "paused_collector", negated("A")),
         Fault("the collector runs on", "paused_collector", skipped("gc.disable()")),
     ),
-    *File("graph/passes/_carry.py", CARRY).faults(
+    *File("graph/passes/_loops.py", CARRY).faults(
         Fault(
             "what is on its way is read before it arrives",
             "_wait_before",
@@ -289,15 +289,15 @@ MUTANTS = [
         ),
         Fault("bodies are not compared", "signatures", dropped("*A(B.C, D)"), LOOPS),
     ),
-    *File("graph/passes/_donate.py", GRAPH).faults(
+    *File("graph/passes/_overwrite.py", GRAPH).faults(
         Fault("hand on what is about to be overwritten", "donate.copy_if_donated", always("not A & set(B.C[D])")),
         Fault("hand out overwritten memory", "donate", bare("{*B, *A}")),
     ),
-    *File("graph/passes/_regather.py", GRAPH).faults(
+    *File("graph/passes/_rematerialize.py", GRAPH).faults(
         Fault("count a unit at each use", "_exceeds_reuse", always("A not in B")),
     ),
-    *File("graph/passes/_bucket.py", GRAPH).faults(
-        Fault("buckets across groups", "_alike", dropped("A.args[1:] == B.args[1:]")),
+    *File("graph/passes/_collectives.py", GRAPH).faults(
+        Fault("buckets across groups", "_can_join", dropped("A.args[1:] == B.args[1:]")),
         Fault("buckets without an end", "_join", becomes("sum(map(A, [*B[-1], C]))", "A(C)")),
         Fault("buckets of what waits for itself", "bucket.may_join", dropped("not A(B, C, D)")),
         Fault("a bucket's first for all", "_coalesce", becomes("i", "0", at="6 of 6")),
@@ -317,10 +317,10 @@ MUTANTS = [
             CUT,
         ),
     ),
-    *File("graph/passes/_recompute.py", GRAPH).faults(
+    *File("graph/passes/_rematerialize.py", GRAPH).faults(
         Fault("matrix products run again", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
     ),
-    *File("graph/passes/_slice_of_gather.py", OWN_PART).faults(
+    *File("graph/passes/_overwrite.py", OWN_PART).faults(
         Fault("each rank updates the first part", "slice_of_gather", becomes("A[str(B.args[2])]", "0")),
         Fault(
             "the order of leaves is not looked at", "_first_of_buffer", (swapped("!=", "=="), becomes("list(A)", "[]"))
@@ -343,12 +343,12 @@ MUTANTS = [
         Fault("a buffer need not be full", "_buffer", always("fills")),
         Fault("turned tensors fill a buffer", "_buffer", dropped("A[B].is_contiguous()")),
     ),
-    *File("graph/passes/_gather_into.py", GRAPH).faults(
-        Fault("leaves arrive in another layout", "_alike", dropped("dense")),
+    *File("graph/passes/_overwrite.py", GRAPH).faults(
+        Fault("leaves arrive in another layout", "_have_same_bytes", dropped("dense")),
         Fault("what is read otherwise arrives in leaves", "_writes", bare("B and A")),
         Fault("every leaf begins with the unit", "_offset", becomes("A(B).C.storage_offset()", "0")),
     ),
-    *File("graph/passes/_in_place.py", GRAPH).faults(
+    *File("graph/passes/_overwrite.py", GRAPH).faults(
         Fault("a buffer that others read is summed in place", "in_place", dropped("A[B] == [C]")),
         Fault("an argument is summed in place", "in_place", dropped("A.born[B].op == 'call_function'")),
         Fault("who reads a loop's sum copies it", "in_place", never("s in A"), LOOPS),
@@ -397,7 +397,7 @@ MUTANTS = [
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),
         Fault("a derivative around micro-batches is of a loop", "_is_a_loop", dropped("not A()")),
     ),
-    *File("graph/passes/_hoist.py", LOOPS).faults(
+    *File("graph/passes/_loops.py", LOOPS).faults(
         Fault("every unit stays from turn to turn", "hoist", dropped("sum(A.values()) - A[B] <= C")),
         Fault("no unit stays from turn to turn", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))),
         Fault("a unit stays twice", "_units", bare("B.setdefault(C(A, D), A)")),

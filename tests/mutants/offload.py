@@ -128,7 +128,7 @@ MUTANTS = [
     *File("zero/_build.py", OFFLOAD).faults(
         Fault("pieces are filled from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
-    *File("graph/passes/_recompute.py", SPACES).faults(
+    *File("graph/passes/_rematerialize.py", SPACES).faults(
         Fault("moves are made again", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
     *File("graph/_storages.py", SPACES).faults(
@@ -185,7 +185,7 @@ MUTANTS = [
         Fault("a slot alone is no box", "StandIns.has_boxes", bare("A | B")),
         Fault("boxes wait on the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
     ),
-    *File("graph/passes/_keep_on_host.py", REMAT).faults(
+    *File("graph/passes/_offload.py", REMAT).faults(
         Fault("gathered parameters wait on the host", "keep_on_host", negated("all(A.target is B for A in C)")),
     ),
     *File("graph/_pass_manager.py", REMAT).faults(
@@ -204,7 +204,7 @@ MUTANTS = [
     *File("optim/_base.py", OFFLOAD).faults(
         Fault("parameters go up to stay", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")),
     ),
-    *File("graph/passes/_regather.py", OFFLOAD).faults(
+    *File("graph/passes/_rematerialize.py", OFFLOAD).faults(
         Fault("a shard that came up stays", "_reload_from_host", never("A.intersection(B)")),
     ),
 ]

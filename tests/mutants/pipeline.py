@@ -115,10 +115,10 @@ MUTANTS = [
     *File("graph/passes/_schedule.py", PLAN).faults(
         Fault("a gather starts in another pass", "next_gathers", never("A.target is B")),
     ),
-    *File("graph/passes/_regather.py", PLAN).faults(
+    *File("graph/passes/_rematerialize.py", PLAN).faults(
         Fault("a unit stays between two passes", "_exceeds_reuse", never("A.passes[B] != A.passes[C]")),
     ),
-    *File("graph/passes/_hoist.py", PLAN).faults(
+    *File("graph/passes/_loops.py", PLAN).faults(
         Fault("what a pass gathers is gathered once a step", "_loops", dropped("A.track is None")),
     ),
     *File("graph/loop/_rank_schedule.py", PLAN).faults(
@@ -126,7 +126,7 @@ MUTANTS = [
             "weights' gradients come before what goes on backward", "Phase.precedes", never("other.kind == 'I' and A")
         ),
     ),
-    *File("graph/passes/_bucket.py", AXES).faults(
+    *File("graph/passes/_collectives.py", AXES).faults(
         Fault("buckets pass the end of a phase", "bucket.together", returns("True")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(

@@ -1,20 +1,12 @@
-"""Passes: pure functions from a flat graph to a flat graph with the same results, each in its own file."""
+"""Passes: pure functions from a flat graph to a flat graph with the same results."""
 
-from fzero.graph.passes._bucket import bucket
-from fzero.graph.passes._carry import carry
-from fzero.graph.passes._donate import donate
-from fzero.graph.passes._drop_lone_collectives import drop_lone_collectives
-from fzero.graph.passes._early_move import early_move
-from fzero.graph.passes._gather_into import gather_into
-from fzero.graph.passes._hoist import hoist
-from fzero.graph.passes._in_place import in_place
-from fzero.graph.passes._keep_on_host import keep_on_host
+from fzero.graph.passes._collectives import bucket, drop_lone_collectives
+from fzero.graph.passes._loops import carry, hoist
 from fzero.graph.passes._mark_fused import mark_fused
-from fzero.graph.passes._recast import recast
-from fzero.graph.passes._recompute import recompute
-from fzero.graph.passes._regather import regather
+from fzero.graph.passes._offload import early_move, keep_on_host
+from fzero.graph.passes._overwrite import donate, gather_into, in_place, slice_of_gather
+from fzero.graph.passes._rematerialize import recast, recompute, regather
 from fzero.graph.passes._schedule import schedule
-from fzero.graph.passes._slice_of_gather import slice_of_gather
 
 __all__ = [
     "bucket",

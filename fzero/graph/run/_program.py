@@ -8,12 +8,11 @@ from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
-from fzero.graph._ir import copy_graph, is_input, results, values
+from fzero.graph._ir import copy_graph, is_input, results, values, views_and_users
 from fzero.graph._storages import DOWN
 from fzero.graph.loop._run import following, running
 from fzero.graph.loop._scan import Loop, loop_of, with_body
 from fzero.graph.loop._split import PhaseGraph, split
-from fzero.graph.passes._uses import views_and_users
 from fzero.graph.run._groups import (
     exports,
     needed_views,

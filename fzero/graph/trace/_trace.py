@@ -13,9 +13,8 @@ from fzero import _torch
 from fzero._notice import see
 from fzero._torch import OpOverload
 from fzero.collectives import record
-from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, wire
+from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, views_and_users, wire
 from fzero.graph.loop._trace import with_loops
-from fzero.graph.passes._uses import views_and_users
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
 
 __all__ = ["Traced", "trace", "without_round_trips"]

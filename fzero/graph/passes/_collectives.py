@@ -1,16 +1,82 @@
-"""bucket: collectives of small neighbouring units become one."""
+"""Passes over collectives: one over a single rank is removed, and small ones are joined into one."""
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fzero._torch import c10d
-from fzero.graph._ir import copy_graph, full_bytes, is_gather, is_reduction, parameter_gathers, sort, values
+from fzero.graph._ir import (
+    copy_graph,
+    full_bytes,
+    is_collective,
+    is_gather,
+    is_reduction,
+    is_wait,
+    parameter_gathers,
+    results,
+    signature,
+    sort,
+    source_of_wait,
+    values,
+    views_and_users,
+)
+from fzero.graph._storages import storages
 from fzero.graph.loop._rank_schedule import is_marker
 
-__all__ = ["bucket"]
+__all__ = ["bucket", "drop_lone_collectives"]
+
+
+# drop_lone_collectives: a collective over one rank is replaced by its operand.
+
+
+def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
+    """Remove the collectives over groups of one rank.
+
+    On `dp=1, ep=8` experts are sharded over the one rank of `dp`: the gather of an expert, and the sum of its
+    gradients, would be copies. A collective stays if a result of the graph shares its memory: otherwise that result
+    would share memory with an argument or another result.
+
+    Args:
+        graph: a flat graph, as traced.
+        groups: the names of the process groups of one rank.
+
+    Returns:
+        A graph with the same results, bit for bit.
+    """
+    if not any(_runs_over(n, groups) for n in graph.nodes):
+        return graph
+    graph = copy_graph(graph)
+    memory, index = storages(graph).of, {n: i for i, n in enumerate(graph.nodes)}
+    output_storages = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
+    for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
+        start = source_of_wait(wait)
+        operand = start.all_input_nodes[0]
+        if not output_storages & {*memory[wait]} and signature(values(operand)[0]) == signature(values(wait)[0]):
+            views = views_and_users(wait)[0][1:]
+            wait.replace_all_uses_with(operand)
+            graph.erase_node(wait)
+            _update_stand_ins(sorted(views, key=index.__getitem__))
+            if not start.users:
+                graph.erase_node(start)
+    return graph
+
+
+def _update_stand_ins(views: Sequence[Node]) -> None:
+    """Recompute the stand-ins of views, so that they lie in the memory of their new bases."""
+    for node in views:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+        node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+def _runs_over(node: Node, groups: Collection[str]) -> bool:
+    return is_collective(node) and any(isinstance(x, str) and x in groups for x in node.args)
+
+
+# bucket: collectives of small neighbouring units become one.
+
 
 COALESCED = {
     c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
@@ -57,7 +123,7 @@ def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[li
     groups: list[list[Node]] = []
     for node in nodes:
         fits = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
-        if fits and _alike(groups[-1][0], node) and may(groups[-1], node):
+        if fits and _can_join(groups[-1][0], node) and may(groups[-1], node):
             groups[-1].append(node)
         else:
             groups.append([node])
@@ -66,7 +132,7 @@ def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[li
             _coalesce(graph, group)
 
 
-def _alike(one: Node, other: Node) -> bool:
+def _can_join(one: Node, other: Node) -> bool:
     """Return whether two collectives can be joined: they have one kind, one group and one dtype."""
     same = one.target is other.target and one.target in COALESCED and one.args[1:] == other.args[1:]
     return same and values(one)[0].dtype == values(other)[0].dtype
