@@ -15,7 +15,7 @@ MUTANTS = [
     *File("graph/planning/_plan.py", TRAINING).faults(
         Fault("sums of activations are metrics", "_moves_values", dropped("A(B)[0].dim() >= 2")),
     ),
-    *File("parallel/tensor/_boundaries.py", TRAINING).faults(
+    *File("parallel/tensor/_functions.py", TRAINING).faults(
         Fault("a layer is entered by itself", "enter", bare("B('pvary', A, C(D), E())")),
         Fault("partial results are summed as copies", "leave", constant("psum_invariant", "psum")),
         Fault(
@@ -25,7 +25,7 @@ MUTANTS = [
         Fault("parts are joined as copies", "gather", constant("all_gather_invariant", "all_gather"), FUNCTIONS),
         Fault("a step may average over the axis", "_bound", never("A in B"), FUNCTIONS),
     ),
-    *File("parallel/tensor/_linear.py", FUNCTIONS).faults(
+    *File("parallel/tensor/_functions.py", FUNCTIONS).faults(
         Fault(
             "a row's bias is added by each rank",
             "row",
@@ -62,10 +62,6 @@ MUTANTS = [
         Fault("shared heads are the first ones", "Layer._own_heads", bare("B(self.axis) * C + A")),
         Fault("shared heads are used alike", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
-            "groups of heads stay as they are", "Heads.attributes", becomes("group_size", "self.groups", at="3 of 3")
-        ),
-        Fault("counts of heads are not divided", "Heads.attributes", bare("local_counts[A]"), LAYERS),
-        Fault(
             "norms of heads do not enter",
             "Layer._on_parts",
             bare("B(A, self.axis)", at="1 of 3"),
@@ -76,9 +72,16 @@ MUTANTS = [
         Fault("parameters that are not cut are used", "Layer._check_split", never("A.shape[B.C] != D"), LAYERS),
     ),
     *File("parallel/tensor/_styles.py", LAYERS).faults(
-        Fault("a packed matrix is cut as one", "ParamSplit.along", returns("self.dim")),
+        Fault(
+            "groups of heads stay as they are",
+            "Heads.attributes",
+            becomes("group_size", "self.groups", at="3 of 3"),
+            TRANSFORMERS,
+        ),
+        Fault("counts of heads are not divided", "Heads.attributes", bare("local_counts[A]")),
+        Fault("a packed matrix is cut as one", "ParamSplit.unpacked_dim", returns("self.dim")),
     ),
-    *File("parallel/tensor/_install.py", LAYERS).faults(
+    *File("parallel/tensor/_forwards.py", LAYERS).faults(
         Fault("the first block does not cut", "install", never("not i")),
         Fault("norms on parts do not enter", "install", never("A == 'norm'")),
         Fault("what needs all tokens has a part", "_kind", always("is_norm")),

@@ -1,9 +1,8 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
-from fzero.parallel.tensor._boundaries import enter, gather, leave, scatter
-from fzero.parallel.tensor._install import install
+from fzero.parallel.tensor._forwards import install
+from fzero.parallel.tensor._functions import column, cross_entropy, embed, enter, gather, leave, row, scatter
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside, split
-from fzero.parallel.tensor._linear import column, cross_entropy, embed, row
 from fzero.parallel.tensor._styles import divided, packed
 
 __all__ = [

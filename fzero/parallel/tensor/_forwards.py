@@ -1,4 +1,4 @@
-"""The forward passes of layers and regions that run on a rank's part of their parameters."""
+"""The forward passes of layers and regions that run on a rank's part of their parameters, and how a model gets them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,20 +9,22 @@ import torch
 import torch.nn.functional as F
 
 from fzero.axes import axis_if_bound, axis_index, axis_size
-from fzero.parallel.tensor._boundaries import enter, gather, leave, scatter
-from fzero.parallel.tensor._linear import own_rows
+from fzero.parallel.tensor._functions import enter, gather, leave, own_rows, scatter
+from fzero.parallel.tensor._layers import Layers
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
+    DividedAttributes,
     Embedding,
     Experts,
+    Heads,
     ParamSplit,
+    ReplicatedParams,
     RowParallel,
-    Shared,
     Style,
     kv_groups,
 )
 
-__all__ = ["Heads", "Layer", "Region", "override_parameters"]
+__all__ = ["install"]
 
 # Temporary replacements of a module's parameters and attributes.
 
@@ -47,39 +49,6 @@ def override_parameters(
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The heads of an attention module.
-
-    Attributes:
-        query: the number of query heads.
-        groups: the number of query heads that share a key and a value head, if the module has such groups; else 0.
-        counts: the names of the module's attributes that hold a number of heads.
-    """
-
-    query: int
-    groups: int
-    counts: tuple[str, ...]
-
-    def attributes(self, name: str, axis: str, values: Mapping[str, Any]) -> dict[str, int]:
-        """Return the attributes with which the module runs on a rank's heads.
-
-        Raises:
-            ValueError: if the query heads do not divide among the ranks.
-        """
-        n = axis_size(axis_if_bound(axis))
-        if self.query % n:
-            raise ValueError(
-                f"attention {name!r} has {self.query} heads, which do not divide by the {n} ranks along {axis!r}: "
-                "change the size of the axis, or leave its layers out, plan={'...q_proj': None, ...}"
-            )
-        kv = self.query // self.groups if self.groups else self.query
-        group_size = self.groups if not kv % n else kv_groups(self.query, self.groups, n)
-        local_counts = {self.query: self.query // n, kv: self.query // n // max(group_size, 1)}
-        attributes = {count: local_counts[values[count]] for count in self.counts}
-        return attributes | ({"num_key_value_groups": group_size} if self.groups else {})
-
-
-@dataclass(frozen=True)
 class Region:
     """A module that holds several column-parallel layers, or whose attributes are divided among the ranks.
 
@@ -87,7 +56,7 @@ class Region:
         name: the module's name, for messages.
         module: the module.
         axis: the axis over which its layers are split.
-        gathered: whether its input was already gathered from parts of the sequence.
+        is_gathered: whether its input was already gathered from parts of the sequence.
         heads: the module's heads, if it is attention; else None.
         divided: the names of other attributes that are divided among the ranks.
         run: the module's own forward pass.
@@ -96,7 +65,7 @@ class Region:
     name: str
     module: torch.nn.Module
     axis: str
-    gathered: bool
+    is_gathered: bool
     heads: Heads | None
     divided: tuple[str, ...]
     run: Callable[..., Any]
@@ -115,7 +84,9 @@ class Region:
                 self._entered.clear()
 
     def _note(self) -> str:
-        sequence = ", and its layers leave parts of the tokens unless you set sequence=False" if self.gathered else ""
+        sequence = (
+            ", and its layers leave parts of the tokens unless you set sequence=False" if self.is_gathered else ""
+        )
         return (
             f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along "
             f"{self.axis!r}{sequence}. If an "
@@ -156,10 +127,10 @@ class Layer:
         module: the layer.
         style: the layer's parallel style.
         axis: the axis over which its parameters are split.
-        cuts: how each split parameter is split.
+        param_splits: how each split parameter is split.
         sizes: for each split parameter, the full size of the dimension that is split.
         region: the region that holds this layer and others with the same input; None if there is none.
-        gathered: whether it lies in a module that gathers all tokens, and leaves parts of them.
+        is_gathered: whether it lies in a module that gathers all tokens, and leaves parts of them.
         groups: for keys and values of attention, the number of query heads that share one of their heads; else 0.
         run: the module's own forward pass.
     """
@@ -168,10 +139,10 @@ class Layer:
     module: torch.nn.Module
     style: Style
     axis: str
-    cuts: Mapping[str, ParamSplit]
+    param_splits: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
     region: Region | None
-    gathered: bool
+    is_gathered: bool
     groups: int
     run: Callable[..., Any]
 
@@ -183,7 +154,7 @@ class Layer:
             return self._row(*args, **kwargs)
         if isinstance(self.style, Embedding):
             return self._embedding(*args, **kwargs)
-        if isinstance(self.style, Shared | Experts):
+        if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
         with override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
@@ -191,11 +162,11 @@ class Layer:
     def _column(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
-        if not self.gathered:
+        if not self.is_gathered:
             x = enter(x, self.axis) if self.region is None else self.region.enter_once(x)
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
-        y = F.linear(x, w.mT if self.cuts["weight"].dim else w, b)
+        y = F.linear(x, w.mT if self.param_splits["weight"].dim else w, b)
         return gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,10 +174,10 @@ class Layer:
         w, b = p["weight"], p.get("bias")
         if isinstance(self.style, RowParallel) and self.style.split_input:
             x = scatter(x, self.axis, dim=-1)
-        y = leave(F.linear(x, w if self.cuts["weight"].dim else w.mT), self.axis, sequence=self.gathered)
+        y = leave(F.linear(x, w if self.param_splits["weight"].dim else w.mT), self.axis, sequence=self.is_gathered)
         if b is None:
             return y
-        return y + (enter(b, self.axis) if self.gathered else b)
+        return y + (enter(b, self.axis) if self.is_gathered else b)
 
     def _embedding(self, tokens: torch.Tensor) -> torch.Tensor:
         if not axis_if_bound(self.axis):
@@ -221,9 +192,9 @@ class Layer:
 
     def _on_parts(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on inputs that differ by rank, or on parts of its own parameters, whose results are summed."""
-        replicated = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.cuts]
+        replicated = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.param_splits]
         params = {name: enter(getattr(self.module, name), self.axis) for name in replicated}
-        if isinstance(self.style, Shared):
+        if isinstance(self.style, ReplicatedParams):
             with override_parameters(self.module, params, {}):
                 return self.run(*args, **kwargs)
 
@@ -244,7 +215,7 @@ class Layer:
         """
         params = {}
         for name, x in self.module.named_parameters(recurse=False):
-            if (param_split := self.cuts.get(name)) is not None:
+            if (param_split := self.param_splits.get(name)) is not None:
                 self._check_split(name, x, param_split)
                 x = param_split.pack(x)
             params[name] = x
@@ -252,23 +223,258 @@ class Layer:
 
     def _check_split(self, name: str, x: torch.Tensor, param_split: ParamSplit) -> None:
         n, size = axis_size(axis_if_bound(self.axis)), self.sizes[name]
-        expected = size if param_split.shared and param_split.heads % n else size // n
-        if x.shape[param_split.along] != expected:
+        expected = size if param_split.may_replicate and param_split.heads % n else size // n
+        if x.shape[param_split.unpacked_dim] != expected:
             raise ValueError(
                 f"parameter '{self.name}.{name}' is {list(x.shape)}: of the {size} along dimension "
-                f"{param_split.along}, each of the {n} ranks along {self.axis!r} holds {expected}. Pass the "
+                f"{param_split.unpacked_dim}, each of the {n} ranks along {self.axis!r} holds {expected}. Pass the "
                 "layers' rule to fzero.shard, split=layers.split, and split frozen parameters too, with step.partition"
             )
 
     def _shares_heads(self) -> bool:
         """Return whether this rank's query heads use key and value heads that other ranks use too."""
-        return self.groups > 0 and self.cuts["weight"].heads % axis_size(axis_if_bound(self.axis)) > 0
+        return self.groups > 0 and self.param_splits["weight"].heads % axis_size(axis_if_bound(self.axis)) > 0
 
     def _own_heads(self, w: torch.Tensor) -> torch.Tensor:
         """Select the heads of a full weight or bias `[heads k, ..]` that this rank's query heads use."""
-        kv, n = self.cuts["weight"].heads, axis_size(axis_if_bound(self.axis))
+        kv, n = self.param_splits["weight"].heads, axis_size(axis_if_bound(self.axis))
         count = kv * self.groups // n  # query heads of a rank
         group_size = kv_groups(kv * self.groups, self.groups, n)
         first = axis_index(self.axis) * count + torch.arange(0, count, group_size)
         heads = enter(w, self.axis).unflatten(0, (kv, -1))
         return heads[(first // self.groups).to(w.device)].flatten(0, 1)
+
+
+# Blocks between which each rank holds part of the tokens: the residual stream is split along the sequence.
+#
+# In such a block, norms run on parts of the tokens. Attention and MLPs gather all tokens, and leave parts. Any other
+# child, such as a layer of experts, gets all tokens as without `sequence`, and the rank then keeps its part of them.
+
+
+@dataclass(frozen=True)
+class SequenceBlock:
+    """The first of the repeated blocks, which splits the tokens, or the last one, which joins them.
+
+    Attributes:
+        name: the module's name, for messages.
+        axis: the axis over which the sequence is split.
+        is_first: whether it is the first block.
+        is_last: whether it is the last block.
+        run: the block's own forward pass.
+    """
+
+    name: str
+    axis: str
+    is_first: bool
+    is_last: bool
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block on a part of the tokens."""
+        if self.is_first:
+            args, kwargs = _map_input(self.name, args, kwargs, lambda x: scatter(x, self.axis))
+        out = self.run(*args, **kwargs)
+        return _map_output(self.name, out, lambda x: gather(x, self.axis)) if self.is_last else out
+
+
+@dataclass(frozen=True)
+class SequenceChild:
+    """A child of a block that needs all tokens.
+
+    Attributes:
+        name: the module's name, for messages.
+        axis: the axis over which the sequence is split.
+        is_full: whether the child runs as without `sequence`. If not, its layers leave parts of the tokens.
+        run: the module's own forward pass.
+    """
+
+    name: str
+    axis: str
+    is_full: bool
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on all tokens."""
+        if not self.is_full:
+            args, kwargs = _map_input(self.name, args, kwargs, lambda x: enter(x, self.axis, sequence=True))
+            return self.run(*args, **kwargs)
+        args, kwargs = _map_input(self.name, args, kwargs, lambda x: gather(x, self.axis))
+        return _map_output(self.name, self.run(*args, **kwargs), lambda x: scatter(x, self.axis))
+
+
+_TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _map_input(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], f: _TensorMap) -> tuple[Any, Any]:
+    """Map the first argument `[.., tokens, width]`, or the one named "hidden_states" as in transformers.
+
+    Raises:
+        TypeError: if neither is such a tensor.
+    """
+    if args and _is_stream(args[0]):
+        return (f(args[0]), *args[1:]), kwargs
+    if _is_stream(kwargs.get("hidden_states")):
+        return args, kwargs | {"hidden_states": f(kwargs["hidden_states"])}
+    raise TypeError(
+        f"module {name!r}: sequence=True splits its first argument, or hidden_states, along the tokens: expected a "
+        "floating-point tensor [.., tokens, width] there; set sequence=False"
+    )
+
+
+def _map_output(name: str, out: Any, f: _TensorMap) -> Any:
+    """Map a result, or the first of several.
+
+    Raises:
+        TypeError: if it is not a tensor `[.., tokens, width]`.
+    """
+    if _is_stream(out):
+        return f(out)
+    if type(out) is tuple and out and _is_stream(out[0]):
+        return (f(out[0]), *out[1:])
+    raise TypeError(
+        f"module {name!r} returned {type(out).__name__}: sequence=True expected a tensor [.., tokens, width], or a "
+        "tuple that starts with one; set sequence=False"
+    )
+
+
+def _is_stream(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1
+
+
+# ---------------------------------------------------------------- the modules that split the sequence
+
+
+def blocks_of(modules: Mapping[str, torch.nn.Module], layers: Layers) -> list[str]:
+    """Return the names of the repeated blocks that hold split layers: the outermost numbered children.
+
+    Raises:
+        ValueError: if there are none, or if they lie in several lists.
+    """
+    names = []
+    for name in modules:
+        head, _, last = name.rpartition(".")
+        if last.isdigit() and not any(part.isdigit() for part in head.split(".")) and _styles_in(name, layers):
+            names.append(name)
+    lists = sorted({name.rpartition(".")[0] for name in names})
+    if len(lists) != 1:
+        raise ValueError(
+            "sequence=True splits the tokens at the first block of a list, and joins them at the last. Expected one "
+            f"list of blocks; the layers lie in {len(lists)} lists, {lists}: set sequence=False"
+        )
+    return names
+
+
+def children_of(name: str, block: torch.nn.Module, layers: Layers) -> dict[str, str]:
+    """Return the kind of each child of a block that has parameters: "norm", "gathered" or "full"."""
+    children = {f"{name}.{key}".lstrip("."): child for key, child in block.named_children()}
+    return {at: _kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())}
+
+
+def is_gathered(name: str, children: Mapping[str, str]) -> bool:
+    """Return whether a module lies in a child that gathers all tokens, and leaves parts of them."""
+    return any(kind == "gathered" and _within(name, child) for child, kind in children.items())
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _styles_in(outer: str, layers: Layers) -> list[str]:
+    return [name for name in layers.styles if _within(name, outer)]
+
+
+def _kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
+    styles = _styles_in(name, layers)
+    if not styles:
+        is_norm = all(p.ndim < 2 for p in child.parameters()) and not any(True for _ in child.children())
+        return "norm" if is_norm else "full"
+    split_layers = [
+        name for name in styles if isinstance(layers.styles[name], ColumnParallel | RowParallel | ReplicatedParams)
+    ]
+    names = [f"{name}.{key}" for key, _ in child.named_parameters()]
+    return "gathered" if all(any(_within(name, at) for at in split_layers) for name in names) else "full"
+
+
+# Installation of the parallel forward passes in a copy of the model.
+
+
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+def install(module: torch.nn.Module, layers: Layers) -> None:
+    """Make the layers of a module run on a rank's part of their parameters.
+
+    Args:
+        module: a copy of the module that `layers` was made from; it is changed.
+        layers: the styles of its layers.
+
+    Raises:
+        ValueError: if `layers` was made from another module.
+    """
+    modules = dict(module.named_modules())
+    if missing := [name for name in layers.styles if name not in modules]:
+        raise ValueError(
+            f"tp: the layers are of another module: {type(module).__name__} has no {missing[0]!r}; make them from this "
+            "one, tp=fzero.parallel.tensor.layers(module)"
+        )
+    blocks = blocks_of(modules, layers) if layers.sequence and not layers.in_block else []
+    split_blocks = [""] if layers.sequence and layers.in_block else blocks
+    children = {name: kind for name in split_blocks for name, kind in children_of(name, modules[name], layers).items()}
+    regions = _regions(modules, layers, children)
+    for name, style in layers.styles.items():
+        if not isinstance(style, DividedAttributes):
+            _install_layer(name, modules, layers, regions, children)
+    for name, kind in children.items():
+        child = modules[name]
+        if kind == "norm":
+            child.forward = Layer(name, child, ReplicatedParams(), layers.axis, {}, {}, None, True, 0, child.forward)
+        else:
+            child.forward = SequenceChild(name, layers.axis, kind == "full", child.forward)
+    for i, name in enumerate(blocks):
+        if i in (0, len(blocks) - 1):
+            block = modules[name]
+            block.forward = SequenceBlock(name, layers.axis, not i, i == len(blocks) - 1, block.forward)
+
+
+def _install_layer(
+    name: str, modules: Mapping[str, Any], layers: Layers, regions: Mapping[str, Region], children: Mapping[str, str]
+) -> None:
+    layer, parent, style = modules[name], name.rpartition(".")[0], layers.styles[name]
+    paths = {key: f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)}
+    param_splits = {key: layers.param_splits[path] for key, path in paths.items() if path in layers.param_splits}
+    sizes = {key: layers.sizes[path] for key, path in paths.items() if path in layers.sizes}
+    groups = vars(modules[parent])["num_key_value_groups"] if any(c.may_replicate for c in param_splits.values()) else 0
+    region = regions.get(parent) if isinstance(style, ColumnParallel) else None
+    gathered = is_gathered(name, children)
+    layer.forward = Layer(name, layer, style, layers.axis, param_splits, sizes, region, gathered, groups, layer.forward)
+
+
+def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
+    """Make a region of each module that holds several column-parallel layers or heads, or that divides attributes."""
+    columns_of: dict[str, list[str]] = {}
+    for name, style in layers.styles.items():
+        if isinstance(style, ColumnParallel):
+            columns_of.setdefault(name.rpartition(".")[0], []).append(name)
+    divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, DividedAttributes)}
+    regions = {}
+    for name in {**columns_of, **divided}:
+        m, columns = modules[name], columns_of.get(name, [])
+        heads = _heads(m, columns, layers)
+        if heads is None and name not in divided and len(columns) < 2:
+            continue
+        gathered = is_gathered(name, children)
+        regions[name] = Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
+        m.forward = regions[name]
+    return regions
+
+
+def _heads(module: torch.nn.Module, columns: list[str], layers: Layers) -> Heads | None:
+    """Return the heads of a module whose column-parallel layers are split by heads; None if there are none."""
+    counts = [c for name in columns if (c := layers.param_splits[f"{name}.weight"]).heads]
+    if not counts:
+        return None
+    groups = vars(module).get("num_key_value_groups", 0) if any(c.may_replicate for c in counts) else 0
+    kv = next((c.heads for c in counts if c.may_replicate), 0)
+    query = kv * groups or max(c.heads for c in counts)
+    names = tuple([name for name in _COUNTS if vars(module).get(name) in (query, kv or query)])
+    return Heads(query, groups, names)

@@ -94,7 +94,7 @@ class Layers:
         axis: the axis.
         sequence: whether the residual stream is split along the sequence.
         styles: the parallel style of each module, by its name.
-        cuts: how each parameter is split, by its name.
+        param_splits: how each parameter is split, by its name.
         sizes: the full size of the dimension that is split, by the parameter's name.
         in_block: whether the module is itself one of the blocks between which the residual stream is split.
     """
@@ -102,7 +102,7 @@ class Layers:
     axis: str
     sequence: bool
     styles: Mapping[str, Style]
-    cuts: Mapping[str, ParamSplit]
+    param_splits: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
     in_block: bool = False
 
@@ -125,12 +125,12 @@ class Layers:
             ValueError: if attention heads do not divide among the ranks, or the leaf has another shape than
                 `fzero.nn.functional(module, tp=layers)` gives it. The message names the leaf.
         """
-        param_split = match_suffix(path, self.cuts)
+        param_split = match_suffix(path, self.param_splits)
         if param_split is None or not axis_if_bound(self.axis):
             return None
         n = axis_size(self.axis)
         if param_split.heads % n:
-            if param_split.shared:
+            if param_split.may_replicate:
                 return None
             raise ValueError(
                 f"leaf {path!r} holds {param_split.heads} heads, which do not divide by the {n} ranks along "
@@ -139,7 +139,7 @@ class Layers:
             )
         size = match_suffix(path, self.sizes)
         if param_split.packed > 1 and (
-            leaf.ndim <= param_split.along or leaf.shape[param_split.dim] != param_split.packed
+            leaf.ndim <= param_split.unpacked_dim or leaf.shape[param_split.dim] != param_split.packed
         ):
             raise ValueError(
                 f"leaf {path!r} is {list(leaf.shape)}: expected {param_split.packed} matrices along dimension "
@@ -148,11 +148,11 @@ class Layers:
             )
         if size is not None and size % n:
             raise ValueError(
-                f"leaf {path!r} has {size} along dimension {param_split.along}, which does not divide by the {n} ranks "
-                f"along {self.axis!r}: pad it (a vocabulary by model.resize_token_embeddings(pad_to_multiple_of={n})), "
-                f"or leave its layer out, plan={{{path.rpartition('.')[0]!r}: None}}"
+                f"leaf {path!r} has {size} along dimension {param_split.unpacked_dim}, which does not divide by the "
+                f"{n} ranks along {self.axis!r}: pad it (a vocabulary by "
+                f"model.resize_token_embeddings(pad_to_multiple_of={n})), or leave its layer out, plan={{{path.rpartition('.')[0]!r}: None}}"
             )
-        return {self.axis: param_split.along}
+        return {self.axis: param_split.unpacked_dim}
 
     def unpack(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Give the matrices within one parameter a dimension of their own: `[.., k m, ..]` to `[.., k, m, ..]`.
@@ -162,7 +162,9 @@ class Layers:
         Args:
             params: tensors by name, in the module's shapes.
         """
-        return {name: self.cuts[name].unpack(x) if name in self.cuts else x for name, x in params.items()}
+        return {
+            name: self.param_splits[name].unpack(x) if name in self.param_splits else x for name, x in params.items()
+        }
 
     def pack(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Undo `unpack`: return full parameters in the module's shapes, for `module.load_state_dict`.
@@ -170,7 +172,7 @@ class Layers:
         Args:
             params: full tensors by name, as `step.gather` returns them.
         """
-        return {name: self.cuts[name].pack(x) if name in self.cuts else x for name, x in params.items()}
+        return {name: self.param_splits[name].pack(x) if name in self.param_splits else x for name, x in params.items()}
 
     def check_shared(self, inputs: Any) -> None:
         """Check that the ranks along the axis receive the same examples.
@@ -229,10 +231,10 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
     axis_if_bound(axis)
     styles, parameters = _resolve(module, plan)
     _style_tied_layers(module, styles)
-    cuts = _param_splits(module, styles, parameters)
-    sizes = {name: module.get_parameter(name).shape[c.dim] // c.packed for name, c in cuts.items()}
-    _check_ties(module, cuts)
-    return Layers(axis, sequence, styles, cuts, sizes)
+    param_splits = _param_splits(module, styles, parameters)
+    sizes = {name: module.get_parameter(name).shape[c.dim] // c.packed for name, c in param_splits.items()}
+    _check_ties(module, param_splits)
+    return Layers(axis, sequence, styles, param_splits, sizes)
 
 
 # ---------------------------------------------------------------- a plan of names
@@ -306,7 +308,7 @@ def _param_splits(
             if isinstance(style, ColumnParallel) and not style.gather:
                 size = getattr(layer, key).shape[param_split.dim] // param_split.packed
                 groups = vars(modules[parent]).get("num_key_value_groups", 0) if last in _KEYS_AND_VALUES else 0
-                param_split = param_split._replace(heads=heads_of(modules[parent], size), shared=bool(groups))
+                param_split = param_split._replace(heads=heads_of(modules[parent], size), may_replicate=bool(groups))
             splits[f"{name}.{key}".lstrip(".")] = param_split
     for name, style in parameters.items():
         splits[name] = parameter_split(name, style, module.get_parameter(name))
@@ -323,7 +325,7 @@ def _param_splits(
 def _style_tied_layers(module: torch.nn.Module, styles: dict[str, Style]) -> None:
     """Give a matching style to each layer that shares its weight with a split embedding or column-parallel layer."""
     for names in _tied_names(module):
-        owners = [place.rpartition(".")[0] for place in names]
+        owners = [name.rpartition(".")[0] for name in names]
         if not any(isinstance(styles.get(owner), Embedding | ColumnParallel) for owner in owners):
             continue
         for owner in owners:
@@ -332,9 +334,9 @@ def _style_tied_layers(module: torch.nn.Module, styles: dict[str, Style]) -> Non
                 styles[owner] = Embedding() if is_table else ColumnParallel(gather=True)
 
 
-def _check_ties(module: torch.nn.Module, cuts: Mapping[str, ParamSplit]) -> None:
+def _check_ties(module: torch.nn.Module, param_splits: Mapping[str, ParamSplit]) -> None:
     for names in _tied_names(module):
-        splits = {place: f"along {cuts[place].along}" if place in cuts else "not" for place in names}
+        splits = {name: f"along {param_splits[name].unpacked_dim}" if name in param_splits else "not" for name in names}
         if len(set(splits.values())) > 1:
             raise ValueError(
                 f"tied parameters are one tensor, but would be split in different ways, {splits}: give them one style"
@@ -363,8 +365,8 @@ def of_block(layers: Layers, name: str) -> Layers:
     def within(table: Mapping[str, T]) -> dict[str, T]:
         return {key.removeprefix(f"{name}."): x for key, x in table.items() if key.startswith(f"{name}.")}
 
-    styles, cuts, sizes = within(layers.styles), within(layers.cuts), within(layers.sizes)
-    return replace(layers, styles=styles, cuts=cuts, sizes=sizes, in_block=True)
+    styles, param_splits, sizes = within(layers.styles), within(layers.param_splits), within(layers.sizes)
+    return replace(layers, styles=styles, param_splits=param_splits, sizes=sizes, in_block=True)
 
 
 def outside(layers: Layers, names: Sequence[str]) -> Layers:
@@ -374,10 +376,10 @@ def outside(layers: Layers, names: Sequence[str]) -> Layers:
         layers: the layers of the full module.
         names: the names of the blocks.
     """
-    places = tuple([f"{name}." for name in names])
+    prefixes = tuple([f"{name}." for name in names])
 
     def rest(table: Mapping[str, T]) -> dict[str, T]:
-        return {key: x for key, x in table.items() if not key.startswith(places)}
+        return {key: x for key, x in table.items() if not key.startswith(prefixes)}
 
-    styles, cuts, sizes = rest(layers.styles), rest(layers.cuts), rest(layers.sizes)
-    return replace(layers, sequence=False, styles=styles, cuts=cuts, sizes=sizes)
+    styles, param_splits, sizes = rest(layers.styles), rest(layers.param_splits), rest(layers.sizes)
+    return replace(layers, sequence=False, styles=styles, param_splits=param_splits, sizes=sizes)

@@ -3,20 +3,23 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from fzero.axes import axis_if_bound, axis_size
 
 __all__ = [
     "NAMED",
     "ColumnParallel",
-    "Divided",
+    "DividedAttributes",
     "Embedding",
     "Experts",
-    "Local",
+    "Heads",
+    "LocalParams",
     "ParamSplit",
+    "ReplicatedParams",
     "RowParallel",
-    "Shared",
     "Style",
     "divided",
     "heads_of",
@@ -35,16 +38,16 @@ class ParamSplit(NamedTuple):
         packed: the number of matrices that lie along it, one after the other; each of them is split. If there are
             several, they get a dimension of their own: `[.., k m, ..]` becomes `[.., k, m, ..]`.
         heads: the number of attention heads in m, which are never split; 0 if there are none.
-        shared: whether the parameter stays replicated if its heads do not divide among the ranks.
+        may_replicate: whether the parameter stays replicated if its heads do not divide among the ranks.
     """
 
     dim: int
     packed: int = 1
     heads: int = 0
-    shared: bool = False
+    may_replicate: bool = False
 
     @property
-    def along(self) -> int:
+    def unpacked_dim(self) -> int:
         """The dimension that is split, counted after `unpack`."""
         return self.dim + (self.packed > 1)
 
@@ -94,7 +97,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Shared:
+class ReplicatedParams:
     """A layer with replicated weights whose input differs by rank, such as a norm of each head."""
 
     description = "replicated, on parts"
@@ -108,14 +111,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalParams:
     """A module that uses this rank's part of its own parameters; the plan names these one by one."""
 
     description = "a part of its own parameters"
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedAttributes:
     """A module that runs with some of its attributes divided by the number of ranks."""
 
     names: tuple[str, ...]
@@ -126,7 +129,7 @@ class Divided:
         return f"a part of its {', '.join(self.names)}"
 
 
-Style = ColumnParallel | RowParallel | Embedding | Shared | Experts | Local | Divided
+Style = ColumnParallel | RowParallel | Embedding | ReplicatedParams | Experts | LocalParams | DividedAttributes
 
 NAMED: Mapping[str, Style | None] = {
     "colwise": ColumnParallel(),
@@ -138,9 +141,9 @@ NAMED: Mapping[str, Style | None] = {
     "rowwise_split_input": RowParallel(split_input=True),
     "packed_rowwise": RowParallel(),
     "embedding_rowwise": Embedding(),
-    "replicated_with_grad_allreduce": Shared(),
+    "replicated_with_grad_allreduce": ReplicatedParams(),
     "moe_tp_experts": Experts(),
-    "local_params": Local(),
+    "local_params": LocalParams(),
     "replicate": None,
 }
 _PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
@@ -162,7 +165,7 @@ def packed(count: int) -> ColumnParallel:
     return ColumnParallel(packed=count)
 
 
-def divided(*names: str) -> Divided:
+def divided(*names: str) -> DividedAttributes:
     """Return the style of a module that counts heads or columns in attributes. Each rank gets its part of the counts.
 
     Args:
@@ -174,11 +177,11 @@ def divided(*names: str) -> Divided:
     Example:
         >>> from fzero.parallel import tensor as tp
         >>> tp.divided("split_size")
-        Divided(names=('split_size',))
+        DividedAttributes(names=('split_size',))
     """
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"names={names!r}: expected names of attributes, such as 'num_heads'")
-    return Divided(names)
+    return DividedAttributes(names)
 
 
 # ---------------------------------------------------------------- how styles split parameters
@@ -193,9 +196,15 @@ def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, 
     """
     if isinstance(style, Embedding):
         if not isinstance(module, torch.nn.Embedding):
-            raise TypeError(f"layer {name!r} is a {type(module).__name__}, but its style is for a torch.nn.Embedding")
+            raise TypeError(
+                f"layer {name!r} is a {type(module).__name__}, but its style is for a torch.nn.Embedding: give it "
+                f"another style, or leave it out, plan={{{name!r}: None}}"
+            )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError(f"embedding {name!r}: max_norm, scale_grad_by_freq and sparse need the full table")
+            raise ValueError(
+                f"embedding {name!r}: max_norm, scale_grad_by_freq and sparse need the full table: leave it out, "
+                f"plan={{{name!r}: None}}"
+            )
         return {"weight": ParamSplit(0)}
     if isinstance(style, ColumnParallel | RowParallel):
         inputs, results = _dimensions(name, module)
@@ -242,3 +251,36 @@ def heads_of(module: torch.nn.Module, size: int) -> int:
 def kv_groups(heads: int, groups: int, n: int) -> int:
     """Return how many consecutive query heads of a rank share each of its key and value heads."""
     return math.gcd(groups, heads // n)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention module.
+
+    Attributes:
+        query: the number of query heads.
+        groups: the number of query heads that share a key and a value head, if the module has such groups; else 0.
+        counts: the names of the module's attributes that hold a number of heads.
+    """
+
+    query: int
+    groups: int
+    counts: tuple[str, ...]
+
+    def attributes(self, name: str, axis: str, values: Mapping[str, Any]) -> dict[str, int]:
+        """Return the attributes with which the module runs on a rank's heads.
+
+        Raises:
+            ValueError: if the query heads do not divide among the ranks.
+        """
+        n = axis_size(axis_if_bound(axis))
+        if self.query % n:
+            raise ValueError(
+                f"attention {name!r} has {self.query} heads, which do not divide by the {n} ranks along {axis!r}: "
+                "change the size of the axis, or leave its layers out, plan={'...q_proj': None, ...}"
+            )
+        kv = self.query // self.groups if self.groups else self.query
+        group_size = self.groups if not kv % n else kv_groups(self.query, self.groups, n)
+        local_counts = {self.query: self.query // n, kv: self.query // n // max(group_size, 1)}
+        attributes = {count: local_counts[values[count]] for count in self.counts}
+        return attributes | ({"num_key_value_groups": group_size} if self.groups else {})

@@ -90,7 +90,7 @@ def test_a_tied_layer_follows_the_other_and_padding_has_no_gradient(padding, nam
     module, tokens = Tied(padding), torch.tensor([[0, 5], [7, 0], [1, 2], [5, 5]])
     plan = {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
     layers = tp.layers(module, plan if named == "both" else {named: plan[named]})
-    assert sorted(layers.cuts) == ["head.bias", "head.weight", "tokens.weight"]
+    assert sorted(layers.param_splits) == ["head.bias", "head.weight", "tokens.weight"]
     assert_trees_close(trained(module, layers, tokens), trained(module, None, tokens))
 
 

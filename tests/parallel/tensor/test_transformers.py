@@ -57,7 +57,7 @@ def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
         params = check(model, layers, mesh, stage, FLOAT32 if casts else 1e-12)
     whole = {name for name, p in params.items() if name not in cut_in(params)}
     assert all(p.ndim < 2 or "wpe" in n for n, p in model.named_parameters() if n in whole)
-    assert not whole & set(layers.cuts)
+    assert not whole & set(layers.param_splits)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
