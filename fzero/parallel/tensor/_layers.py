@@ -150,7 +150,8 @@ class Layers:
             raise ValueError(
                 f"leaf {path!r} has {size} along dimension {param_split.unpacked_dim}, which does not divide by the "
                 f"{n} ranks along {self.axis!r}: pad it (a vocabulary by "
-                f"model.resize_token_embeddings(pad_to_multiple_of={n})), or leave its layer out, plan={{{path.rpartition('.')[0]!r}: None}}"
+                f"model.resize_token_embeddings(pad_to_multiple_of={n})), or leave its layer out, "
+                f"plan={{{path.rpartition('.')[0]!r}: None}}"
             )
         return {self.axis: param_split.unpacked_dim}
 
