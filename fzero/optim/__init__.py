@@ -2,8 +2,7 @@
 
 from fzero.optim import schedules
 from fzero.optim._adafactor import AdafactorState, adafactor
-from fzero.optim._adagrad import AdagradState, adagrad
-from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
+from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
 from fzero.optim._base import (
     Mask,
     Optimizer,
@@ -17,27 +16,33 @@ from fzero.optim._base import (
     check_pair,
     torch_optimizer_message,
 )
-from fzero.optim._clip import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm
-from fzero.optim._ema import EmaState, ema, params_ema
-from fzero.optim._inject import InjectHyperparamsState, inject_hyperparams
-from fzero.optim._lamb import lamb, scale_by_trust_ratio
-from fzero.optim._lion import LionState, lion, scale_by_lion
-from fzero.optim._loss_scale import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
-from fzero.optim._master import MasterState, master_params, master_weights
-from fzero.optim._muon import MuonState, muon
-from fzero.optim._norms import leaf_norms
-from fzero.optim._offload import DelayedState, offload, with_offload_ratio
-from fzero.optim._precision import Precision
-from fzero.optim._scale import (
+from fzero.optim._half_precision import (
+    LossScaleState,
+    MasterState,
+    all_finite,
+    dynamic_loss_scale,
+    loss_scale,
+    master_params,
+    master_weights,
+    static_loss_scale,
+)
+from fzero.optim._links import (
+    EmaState,
     ScaleByScheduleState,
     add_decayed_weights,
+    ema,
+    params_ema,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
     set_to_zero,
 )
-from fzero.optim._sgd import SgdState, sgd
-from fzero.optim._wrappers import leafwise, masked, on_full_leaves
+from fzero.optim._muon import MuonState, muon
+from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
+from fzero.optim._offload import DelayedState, offload, with_offload_ratio
+from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
+from fzero.optim._precision import Precision
+from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
 from fzero.optim.schedules import (
     Schedule,
     constant,

@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""Adam, AdamW, and LAMB, which scales Adam's updates by norms."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,11 @@ from fzero.optim._base import (
     Mask,
     Number,
     Optimizer,
+    OptState,
     Params,
     Updates,
     at_least_float32,
+    chain,
     check_rate,
     fraction,
     is_zero,
@@ -19,11 +21,13 @@ from fzero.optim._base import (
     rate_at,
     torch_hints,
 )
+from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim._norms import leaf_norms
 from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 
-__all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]
+__all__ = ["AdamState", "adam", "adamw", "lamb", "scale_by_adam", "scale_by_trust_ratio"]
 
 
 class AdamState(NamedTuple):
@@ -154,3 +158,78 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
     mu = tree.map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
     nu = tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
     return AdamState(count, mu, nu), 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+
+
+# LAMB, and the trust ratio that it scales steps by.
+
+
+@torch_hints
+def lamb(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Scale AdamW's step of each leaf to the leaf's norm (arXiv:1904.00962): `optax.lamb`'s numbers.
+
+    LAMB suits large batches. It is exact on shards: the leaves' norms take one psum of two numbers per leaf.
+
+    Args:
+        learning_rate: a number, or a schedule: the norm of a step relative to the norm of the leaf.
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: the fraction of a parameter that is added to its direction before the trust ratio scales it.
+        mask: which leaves decay; see `add_decayed_weights`.
+
+    Returns:
+        A pair, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
+        `scale_by_learning_rate`. Its state has two moments per element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if a hyperparameter is out of its range. On update, if `params` is not given.
+
+    Example:
+        >>> opt = lamb(0.1)
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> opt.update({"w": torch.tensor([0.1, 0.0])}, opt.init(params), params)[0]
+        {'w': tensor([-0.5000, -0.0000])}
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_trust_ratio() -> Optimizer:
+    """Scale each leaf's step to the norm of the leaf (LARS, arXiv:1708.03888; LAMB, arXiv:1904.00962).
+
+    If the norm of a leaf or of its step is zero, the step stays unchanged.
+
+    Returns:
+        A pair without state.
+
+    Raises:
+        ValueError: on update, if `params` is not given.
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> scale_by_trust_ratio().update({"w": torch.tensor([0.0, 2.0])}, (), params)[0]
+        {'w': tensor([0., 5.])}
+    """
+
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
+        if params is None:
+            raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
+        return tree.map(_scale_to_norm, grads, *leaf_norms((grads, params))), state
+
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+
+
+def _scale_to_norm(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    ratio = torch.where((norm == 0) | (step_norm == 0), torch.ones_like(norm), norm / step_norm)
+    return (step * ratio).to(step.dtype)

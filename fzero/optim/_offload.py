@@ -13,7 +13,7 @@ import torch
 from fzero import tree
 from fzero.collectives import to_device, to_host
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, as_optimizer, find_state, wrap_pairs
-from fzero.optim._master import MasterState, difference, rounded
+from fzero.optim._half_precision import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
 from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 

@@ -1,8 +1,10 @@
-"""Wrappers of a pair: on some leaves only, on each leaf by itself, or on full leaves at every stage."""
+"""Wrappers of a pair: on some leaves, leaf by leaf, on full leaves, or with hyperparameters in its state."""
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +26,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["leafwise", "masked", "on_full_leaves"]
+__all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked", "on_full_leaves"]
 
 # A pair on some leaves.
 
@@ -293,3 +295,106 @@ def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: 
 
 def _gather_state(states: Any) -> Any:
     return map_units(lambda unit: gather_unit(unit.spec_id, unit.shard.data), states)
+
+
+# Hyperparameters that change during training.
+
+
+class InjectHyperparamsState(NamedTuple):
+    """The number of updates (int64, 0-d), the hyperparameters (float64, 0-d), and the state of the pair."""
+
+    count: torch.Tensor
+    hyperparams: dict[str, torch.Tensor]
+    inner_state: OptState
+
+
+def inject_hyperparams(
+    factory: Callable[..., Optimizer], static_args: str | Iterable[str] = ()
+) -> Callable[..., Optimizer]:
+    """Move an optimizer's hyperparameters into its state, where they follow schedules or can be changed by hand.
+
+    Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and becomes a tensor of
+    `state.hyperparams`, float64 and 0-d. Write a new value into the tensor between steps (`.fill_(1e-4)`), and a jitted
+    step reads it without another trace. A number or another tensor in its place works too, but may cause a trace. Each
+    update overwrites scheduled hyperparameters, so changing them by hand has no effect.
+
+    Args:
+        factory: a function that makes a pair, such as `optim.adamw`, or your own function that returns a `chain`.
+        static_args: names of arguments that stay out of the state: functions that are no schedules, such as `mask`, and
+            numbers that decide a structure. Bools, None and trees always stay out.
+
+    Returns:
+        `factory`, with the same arguments.
+
+    Raises:
+        ValueError: if `static_args` names no argument of `factory`. On use, if a schedule does not return a number, or
+            the state has other hyperparameters. A call also raises the errors of `factory`.
+
+    Example:
+        >>> from fzero import optim
+        >>> opt = inject_hyperparams(optim.sgd)(0.1, momentum=optim.linear(0.0, 0.9, 100))
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> state = opt.init(params)
+        >>> _ = state.hyperparams["learning_rate"].fill_(0.5)
+        >>> opt.update({"w": torch.tensor(2.0)}, state, params)[0]
+        {'w': tensor(-1.)}
+    """
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    signature = inspect.signature(factory)
+    if not static <= set(signature.parameters):
+        names = ", ".join(signature.parameters)
+        raise ValueError(f"static_args={sorted(static)}: expected some of the arguments of {factory!r}: {names}")
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Optimizer:
+        settings = signature.bind(*args, **kwargs)
+        settings.apply_defaults()
+        dynamic = {k: v for k, v in settings.arguments.items() if k not in static}
+        schedules = {k: v for k, v in dynamic.items() if callable(v)}
+        numbers = {k: v for k, v in dynamic.items() if _is_number(v)}
+
+        def values_at(count: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {k: _number(k, schedule(count), count) for k, schedule in schedules.items()}
+
+        def pair_with(hyperparams: dict[str, Any]) -> Optimizer:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments.update(hyperparams)
+            return factory(*bound.args, **bound.kwargs)
+
+        def init(params: Params) -> InjectHyperparamsState:
+            count = torch.zeros((), dtype=torch.int64)
+            hyperparams = {k: _number(k, v, count) for k, v in numbers.items()} | values_at(count)
+            return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
+
+        def update(
+            grads: Updates, state: InjectHyperparamsState, params: Params | None = None
+        ) -> tuple[Updates, OptState]:
+            _check_names(state.hyperparams, {**numbers, **schedules})
+            current = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
+            hyperparams = {**current, **values_at(state.count)}
+            updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
+            return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
+
+        pair = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # plain numbers, so that `factory` checks them
+        return wrap_pairs(init, update, pair)
+
+    return make
+
+
+def _check_names(hyperparams: dict[str, Any], expected: dict[str, Any]) -> None:
+    if hyperparams.keys() != expected.keys():
+        raise ValueError(f"state.hyperparams has {sorted(hyperparams)}: expected {sorted(expected)}")
+
+
+def _is_number(value: object) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
+    return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _number(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+    if not _is_number(value):
+        raise ValueError(
+            f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; name a "
+            f'function that is no schedule in static_args: inject_hyperparams(factory, static_args=("{name}",))'
+        )
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device).clone()

@@ -1,36 +1,55 @@
 """Sharding: units, the leaves of a tree that are sharded together, and the boxes that hold their shards."""
 
-from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, is_box, mark_donated, unwrap_per_rank
-from fzero.sharding._flat import elements, packed, packed_by_copies, put_elements, unpack
-from fzero.sharding._intern import Registry
-from fzero.sharding._layouts import Layouts, layouts
-from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
-from fzero.sharding._pieces import (
+from fzero.sharding._boxes import (
+    PerRank,
+    Shard,
+    Slot,
+    axes_of,
+    box_of,
     boxes_to_device,
     host_numel,
+    is_box,
     join_pieces,
     map_spaces,
+    mark_donated,
     shard_to_device,
     spaces,
     split_shard,
+    unwrap_per_rank,
 )
-from fzero.sharding._rows import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
+from fzero.sharding._flat import (
+    apply_over_unit_axes,
+    apply_to_unit,
+    elements,
+    gather_flat,
+    gather_unit,
+    packed,
+    packed_by_copies,
+    put_elements,
+    unpack,
+)
+from fzero.sharding._layouts import Layouts, layouts
+from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, zero_padding
 from fzero.sharding._spec import (
+    Registry,
     Spec,
     Split,
     check_sharded_for,
     intern,
     intern_parts,
+    item_of,
     on_host,
     on_mesh,
+    path_on_rank,
+    prefix_of,
     spec_info,
     spec_of,
+    stacked_of,
     unit_axes,
     unit_index,
     with_cast,
 )
-from fzero.sharding._stacked import item_of, path_on_rank, prefix_of, stacked_of
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
 from fzero.sharding._units import (
     ShardedUnit,

@@ -5,19 +5,39 @@ Each other leaf becomes a `Slot`, an empty node with the leaf's index in the uni
 visits each shard once, and `tree["generator"]` still works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fzero import tree
 from fzero._donated import DonatedError, message
-from fzero._torch import register_box
+from fzero._torch import group_of, is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
-from fzero.sharding._spec import Spec, intern, spec_info, spec_of
-from fzero.tree import is_box
+from fzero.axes import PLANNED, bound, is_lockstep
+from fzero.collectives import to_device
+from fzero.sharding._spec import Spec, intern, on_host, spec_info, spec_of
+from fzero.tree import Tree, is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "is_box", "mark_donated", "unwrap_per_rank"]
+__all__ = [
+    "PerRank",
+    "Shard",
+    "Slot",
+    "axes_of",
+    "box_of",
+    "boxes_to_device",
+    "host_numel",
+    "is_box",
+    "join_pieces",
+    "map_spaces",
+    "mark_donated",
+    "shard_to_device",
+    "spaces",
+    "split_shard",
+    "unwrap_per_rank",
+]
 
 
 class _Box:
@@ -307,3 +327,95 @@ def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
         axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
         out += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
     return out
+
+
+# Pieces: divide a shard into a part in device memory and a part in host memory, and join them again.
+
+
+def spaces(box: Shard) -> list[str]:
+    """List the memory of each piece of a box."""
+    return [piece.space for piece in spec_info(box.spec_id).pieces]
+
+
+def host_numel(spec_id: int) -> int:
+    """Count the elements of each rank's shard of a unit that lie on the host."""
+    return sum([piece.stop - piece.start for piece in spec_info(spec_id).pieces if piece.space == "host"])
+
+
+def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
+    """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
+    if box.spec_id == spec_id:
+        return box
+    x, parts = box.data, []
+    for piece in spec_info(spec_id).pieces:
+        is_all = piece.stop - piece.start == x.shape[-1]
+        part = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
+        if piece.space == "host":
+            part = move(part)
+        elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
+            part = part.clone()
+        parts.append(part)
+    return box_of(spec_id, parts)
+
+
+def join_pieces(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the pieces of a shard. A single piece is returned as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+
+
+def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
+    """Return a box with its shard in one piece on the device. A box without a piece on the host is returned as it is.
+
+    Args:
+        box: the shard's box.
+        device: the device; by default the device of the box's other piece, or else the mesh's device.
+
+    Raises:
+        ValueError: if the box holds trees and no tensors, as in the state of `optim.leafwise`.
+    """
+    if not all(isinstance(x, torch.Tensor) for x in box.parts):
+        raise ValueError(
+            f"unit {spec_info(box.spec_id).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
+            'optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
+        )
+    if "host" not in spaces(box):
+        return box
+    pieces = list(zip(spaces(box), box.parts, strict=True))
+    devices = [x.device for space, x in pieces if space == "device"]
+    target = device or (devices[0] if devices else _device_of_the_mesh())
+    parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
+    return Shard(join_pieces(parts), on_host(box.spec_id, 0))
+
+
+def boxes_to_device(values: Tree) -> Tree:
+    """Return a tree with the shard of each box in one piece, on the device."""
+    entries, structure = tree.flatten(values, is_box)
+    for i, x in enumerate(entries):
+        if isinstance(x, Shard):
+            entries[i] = shard_to_device(x)
+        elif isinstance(x, Slot):
+            entries[i] = Slot(on_host(x.spec_id, 0), x.index)
+    return tree.unflatten(structure, entries)
+
+
+def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
+    """Apply `f(space, x, ...)` to the leaves of trees of one layout. `space` is the memory in which `x` lies."""
+    entries, structure = tree.flatten(values, is_box)
+    columns = [entries, *[tree.leaves_up_to(values, other, is_box) for other in rest]]
+    plain = [[None if is_box(x) else y for x, y in zip(entries, ys, strict=True)] for ys in columns]
+    out = tree.map(partial(f, "device"), *plain)  # in one call, so that tied leaves stay tied
+    for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
+        if isinstance(x, Shard):
+            parts = zip(spaces(x), x.parts, *[y.parts for y in ys], strict=True)
+            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in parts])
+        elif is_box(x):
+            out[i] = x
+    return tree.unflatten(structure, out)
+
+
+def _device_of_the_mesh() -> torch.device:
+    """Return the device on which the bound axes' process groups communicate; the CPU in a simulation."""
+    groups = [a.group for a in bound() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
+    if any("nccl" in dist.get_backend(group_of(group)) for group in groups):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

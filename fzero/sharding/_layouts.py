@@ -8,8 +8,7 @@ import torch
 from fzero import tree
 from fzero._notebook import as_text
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
-from fzero.sharding._spec import Split
-from fzero.sharding._stacked import item_of
+from fzero.sharding._spec import Split, item_of
 
 __all__ = ["Layouts", "LeafLayout", "layouts"]
 

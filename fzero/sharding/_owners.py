@@ -22,7 +22,7 @@ import torch
 from fzero._torch import assume_constant_result
 from fzero.axes import Binding
 from fzero.collectives import AssignmentOptions, LinearMap, Tensors, add_row
-from fzero.sharding._intern import Registry
+from fzero.sharding._spec import Registry
 
 __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 

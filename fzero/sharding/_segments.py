@@ -13,8 +13,7 @@ from fzero._torch import assume_constant_result
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
-from fzero.sharding._spec import Piece, spec_info, spec_of, unit_index
-from fzero.sharding._stacked import item_of, stacked_of
+from fzero.sharding._spec import Piece, item_of, spec_info, spec_of, stacked_of, unit_index
 from fzero.sharding._units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 

@@ -1,40 +1,79 @@
-"""Specs: immutable descriptions of how a unit is sharded, interned so that traced code can refer to one by an integer.
-
-Dynamo cannot trace an ordinary object. So traced code holds a spec's spec_id, an integer, and calls the functions here,
-whose results Dynamo treats as constants.
-"""
+"""Specs: immutable descriptions of how a unit is sharded, interned so that traced code refers to one by a number."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes import Axis, Stacked, axis_index, bound, lookup
-from fzero.sharding._intern import Registry
 
 __all__ = [
     "ALIGN",
+    "Item",
     "Piece",
+    "Registry",
     "Spec",
     "SpecInfo",
     "Split",
     "check_sharded_for",
     "intern",
     "intern_parts",
+    "item_of",
     "on_host",
     "on_mesh",
+    "path_on_rank",
+    "prefix_of",
     "spec_info",
     "spec_of",
+    "stacked_of",
     "unit_axes",
     "unit_index",
     "with_cast",
 ]
+
+# Interned values: equal values have one number, which traced code and graphs hold in place of the value.
+#
+# Dynamo cannot trace an ordinary object, and a graph's node takes no object as an argument. Both take an int.
+
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """The numbers of immutable values of one kind, such as specs. The values live as long as the process.
+
+    Example:
+        >>> registry = Registry[str]()
+        >>> registry.number("a"), registry.number("b"), registry.number("a")
+        (0, 1, 0)
+        >>> registry.value(1)
+        'b'
+    """
+
+    def __init__(self) -> None:
+        self._values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def number(self, value: T) -> int:
+        """Return the number of a value; equal values have the same number."""
+        if value not in self._numbers:
+            self._numbers[value] = len(self._values)
+            self._values.append(value)
+        return self._numbers[value]
+
+    def value(self, number: int) -> T:
+        """Return the value with this number."""
+        return self._values[number]
+
+
+# How a unit is sharded. Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
+# constants.
 
 
 class Split(NamedTuple):
@@ -308,3 +347,73 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
             f"{what} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
             f"{', '.join(names)}: ranks would take each other's shards; make the mesh with the axes in the same order"
         )
+
+
+# Stacked lists: find the item whose leaves a rank holds, and the paths of these leaves in the full list.
+
+
+class Item(NamedTuple):
+    """The place of a leaf in a stacked list.
+
+    Attributes:
+        list: the path of the list in the tree.
+        numbers: for each rank along the axis, the number of its item in the full list; None if it holds no item.
+        subpath: the path of the leaf within an item; empty if the item is the leaf.
+    """
+
+    list: str
+    numbers: tuple[int | None, ...]
+    subpath: str
+
+    def path(self, number: int) -> str:
+        """Return the path of the leaf in an item of the full list."""
+        return ".".join([self.list, str(number), *([self.subpath] if self.subpath else [])])
+
+
+def stacked_of(spec: Spec) -> tuple[Split, Stacked] | None:
+    """Return the axis along which a unit's leaves are stacked, and the list; None if they are not stacked."""
+    return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
+
+
+def prefix_of(path: str, own: str) -> str | None:
+    """Return the path of the subtree in which the leaf at `path` has the path `own`; None if there is no such subtree.
+
+    Example:
+        >>> prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w")
+        'opt_state.mu.'
+    """
+    return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
+
+
+def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
+    """Return the place of a leaf in a stacked list; None if the leaf is not in the list.
+
+    Args:
+        path: the path of the leaf.
+        prefix: the path of the tree that holds the list.
+        stacked: the list.
+
+    Example:
+        >>> item_of("mu.blocks.1.w", "mu.", Stacked("blocks", ((0, 2), (1, None)))).numbers
+        (1, None)
+    """
+    start = f"{prefix}{stacked.key}."
+    if not path.startswith(start):
+        return None
+    index_text, _, subpath = path.removeprefix(start).partition(".")
+    return Item(start[:-1], stacked.items[int(index_text)], subpath)
+
+
+def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str, int]) -> str:
+    """Return the path, in the full tree, of the leaf that a rank holds at an index of a unit.
+
+    Args:
+        spec: the unit's spec.
+        index: the leaf's index in the unit.
+        prefix: the path of the tree that holds the unit.
+        rank_indices: the rank's index along each axis.
+    """
+    path, stacks = prefix + spec.paths[index], stacked_of(spec)
+    item = None if stacks is None else item_of(path, prefix, stacks[1])
+    number = None if item is None or stacks is None else item.numbers[rank_indices[stacks[0].axis]]
+    return path if item is None or number is None else item.path(number)

@@ -14,8 +14,7 @@ from fzero import optim, tree
 from fzero.collectives._moves import to_device, to_host
 from fzero.graph._ir import is_input
 from fzero.graph._storages import SpaceError, check_spaces, on_host
-from fzero.sharding._boxes import Shard, is_box
-from fzero.sharding._pieces import spaces
+from fzero.sharding._boxes import Shard, is_box, spaces
 from fzero.sharding._spec import ALIGN
 from tests.helpers import cases as few
 from tests.optim.offloading import BF16, Row, by_path, normal, train_step_of

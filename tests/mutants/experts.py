@@ -180,14 +180,14 @@ MUTANTS = [
         ),
         Fault("in a loop nobody knows the layers", "layers", dropped("body_weights")),
     ),
-    *File("sharding/_rows.py", ("tests/parallel/experts/test_plan.py",)).faults(
+    *File("sharding/_flat.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault("what gathers new experts has no name", "", dropped("unit=A", at="3 of 6")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
         Fault("a plan keeps the parts of experts", "_spec_on_mesh", skipped("A[B] = C // D")),
         Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
-    *File("optim/_clip.py", CLIP).faults(
+    *File("optim/_norms.py", CLIP).faults(
         Fault("an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
         Fault("a wrong name clips nothing", "_clip_experts", never("A and not any(B)")),
         Fault("a list of experts is clipped row by row", "_layer", becomes("A.isdigit()", "False")),

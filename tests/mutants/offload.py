@@ -36,7 +36,7 @@ MUTANTS = [
             becomes("-(-math.ceil(self.A * B) // C)", "math.ceil(self.A * B) // C"),
         ),
     ),
-    *File("sharding/_pieces.py", OFFLOAD).faults(
+    *File("sharding/_boxes.py", OFFLOAD).faults(
         Fault("pieces overlap", "split_shard", becomes("piece.A", "0", at="3 of 6")),
         Fault("pieces are joined in the wrong order", "join_pieces", becomes("list(A)", "list(A)[::-1]")),
         Fault("a piece keeps the whole shard", "split_shard", skipped("A = A.clone()"), ARENA),
@@ -103,10 +103,10 @@ MUTANTS = [
         Fault("a delayed state fits any ratio", "_check_previous_grads", never("(A is None) != (B is None)")),
         Fault("what waits at first are parameters", "_zero_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
     ),
-    *File("optim/_lamb.py", OFFLOAD).faults(
+    *File("optim/_adam.py", OFFLOAD).faults(
         Fault("lamb does not say that it reads norms", "scale_by_trust_ratio", constant(False, None)),
     ),
-    *File("optim/_loss_scale.py", OFFLOAD).faults(
+    *File("optim/_half_precision.py", OFFLOAD).faults(
         Fault(
             "a skipped step is not skipped on the host",
             "_select",

@@ -34,21 +34,21 @@ MUTANTS = [
     *File("sharding/_segments.py", OPTIM_LAWS).faults(
         Fault("tied leaves part at a table of numbers", "per_leaf", skipped("A[B] = A[C]")),
     ),
-    *File("optim/_lamb.py", PAIRS).faults(
+    *File("optim/_adam.py", PAIRS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
-    *File("optim/_ema.py", PAIRS).faults(
+    *File("optim/_links.py", PAIRS).faults(
         Fault("average the old parameters", "params_ema.update", bare("B(A, grads)")),
         Fault("an average shares memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
-    *File("optim/_inject.py", PAIRS).faults(
+    *File("optim/_wrappers.py", PAIRS).faults(
         Fault("hyperparameters in float32", "_number", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", PAIRS).faults(
         Fault("columns of stacked matrices mix", "_places_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_places", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),
-    *File("optim/_master.py", HALF).faults(
+    *File("optim/_half_precision.py", HALF).faults(
         Fault(
             "the master copy is dropped",
             "master_weights.update",
@@ -56,7 +56,7 @@ MUTANTS = [
         ),
         Fault("narrow gradients will do", "_check_dtypes", becomes("expected", "torch.float32", at="2 of 3")),
     ),
-    *File("optim/_loss_scale.py", HALF).faults(
+    *File("optim/_half_precision.py", HALF).faults(
         Fault("a rank skips alone", "all_finite", bare("B(A, axes)")),
         Fault("a skipped step counts", "_select", becomes("old", "new")),
         Fault(

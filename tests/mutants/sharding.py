@@ -69,22 +69,22 @@ MUTANTS = [
         Fault("untie a leaf", "assign_units", never("A.B(C) in D")),
         Fault("every part is cut along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES),
     ),
-    *File("sharding/_rows.py").faults(
+    *File("sharding/_flat.py").faults(
         Fault("axes in the wrong order", "apply_over_unit_axes", bare("A[::-1]"), AXES),
         Fault(
             "shift the rank in the simulation",
             "_uniform_partition",
-            becomes("rearrange(A.B(C(D), E), F, n=G)", "rearrange(A.B(C(D), E), F, n=G).roll(1, 0)"),
+            becomes("rearrange(A(B(C), D), E, n=F)", "rearrange(A(B(C), D), E, n=F).roll(1, 0)"),
         ),
         Fault(
             "shift the rank in a process",
             "",
-            becomes("A.B(C(D), E, F.G, F.size)", "A.B(C(D), E, (F.G + 1) % F.size, F.size)"),
+            becomes("A(B(C), D, E.F, E.size)", "A(B(C), D, (E.F + 1) % E.size, E.size)"),
             ("tests/distributed",),
         ),
         Fault("swap the gather order", "_stacked_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")),
         Fault("gather is no transpose", "", constant("reduce_scatter", "partition", at="1 of 6")),
-        Fault("skip the all_reduce of stage 0", "_stacked_sum", becomes("A.sum(0, dtype=B.C(D, A))", "A[0]")),
-        Fault("whole weights on the wire", "_narrow", becomes("A.B(C, D)", "A.wire_dtype(C, D)"), HALF),
+        Fault("skip the all_reduce of stage 0", "_stacked_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
+        Fault("whole weights on the wire", "_narrow", becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"), HALF),
     ),
 ]

@@ -30,7 +30,7 @@ MUTANTS = [
         Fault("outputs keep a graph", "Pipeline.outputs.outputs", becomes("with torch.no_grad(): ...", "if True: ...")),
         Fault("outputs of the loss", "Pipeline.outputs", bare("replace(A, last=B)")),
     ),
-    *File("sharding/_stacked.py", TOOLS).faults(
+    *File("sharding/_spec.py", TOOLS).faults(
         Fault("a list whose name ends alike is taken", "prefix_of", bare("f'.{A}'"), CHECKPOINT),
         Fault("a block's path is the rank's", "path_on_rank", becomes("A.B(C)", "B")),
         Fault("all blocks are the first", "path_on_rank", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),

@@ -46,7 +46,7 @@ MUTANTS = [
         Fault("first micro-batch each time", "MicroBatches.part.narrowed", becomes("A * self.size", "0")),
         Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
     ),
-    *File("sharding/_rows.py").faults(
+    *File("sharding/_flat.py").faults(
         Fault(
             "lose the remembered gradient",
             "_GatherFromOrigin.backward",

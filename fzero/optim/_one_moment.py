@@ -1,0 +1,203 @@
+"""Optimizers whose state is one tree like the parameters: sgd, adagrad and lion."""
+
+from typing import NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.optim._base import (
+    Mask,
+    Number,
+    Optimizer,
+    Params,
+    Updates,
+    at_least_float32,
+    chain,
+    check_rate,
+    fraction,
+    is_zero,
+    nonnegative,
+    rate_at,
+    torch_hints,
+)
+from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
+
+__all__ = ["AdagradState", "LionState", "SgdState", "adagrad", "lion", "scale_by_lion", "sgd"]
+
+
+class SgdState(NamedTuple):
+    """The number of updates (int64, 0-d), and the momentum buffers, a tree like the parameters (or None)."""
+
+    count: torch.Tensor
+    momentum: Tree
+
+
+@torch_hints
+def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool = False) -> Optimizer:
+    """Descend along the gradient, optionally with momentum: `torch.optim.SGD`'s numbers.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        momentum: the decay of the momentum buffers; with 0 there are none.
+        nesterov: whether to look ahead (Sutskever et al., ICML 2013, as torch.optim writes it).
+
+    Returns:
+        A pair.
+
+    Raises:
+        ValueError: if a number is negative, or `nesterov` is true without momentum.
+
+    Example:
+        >>> opt = sgd(0.1)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.2000)}
+    """
+    check_rate(learning_rate)
+    nonnegative(momentum=momentum)
+    has_momentum = not is_zero(momentum)
+    if nesterov and not has_momentum:
+        raise ValueError(f"nesterov=True needs momentum > 0, given momentum={momentum!r}")
+
+    def init(params: Params) -> SgdState:
+        return SgdState(
+            torch.zeros((), dtype=torch.int64),
+            tree.map(torch.zeros_like, params) if has_momentum else None,
+        )
+
+    def update(grads: Updates, state: SgdState, params: Params | None = None) -> tuple[Updates, SgdState]:
+        rate = rate_at(learning_rate, state.count)
+        buffers, direction = None, grads
+        if has_momentum:
+            # the first buffer is zero, so it becomes the gradient, as in torch
+            buffers = tree.map(lambda g, b: (momentum * b + g).to(b.dtype), grads, state.momentum)
+            direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
+        return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
+
+    return Optimizer(init, update, elementwise=True)
+
+
+# Adagrad.
+
+
+class AdagradState(NamedTuple):
+    """The number of updates (int64, 0-d), and the sums of squared gradients, a tree like the parameters."""
+
+    count: torch.Tensor
+    sum_of_squares: Tree
+
+
+@torch_hints
+def adagrad(
+    learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
+) -> Optimizer:
+    """Divide gradients by the root of the sum of all their squares (Duchi et al., JMLR 12, 2011).
+
+    The numbers are `torch.optim.Adagrad`'s; `optax.adagrad` adds eps inside the root.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        initial_accumulator_value: the start of the sums of squares.
+        eps: added to the root.
+
+    Returns:
+        A pair; its state has one number per element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if a hyperparameter is negative.
+
+    Example:
+        >>> opt = adagrad(0.1)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.1000)}
+    """
+    check_rate(learning_rate)
+    nonnegative(initial_accumulator_value=initial_accumulator_value, eps=eps)
+
+    def init(params: Params) -> AdagradState:
+        sums = tree.map(lambda p: torch.zeros_like(p) + initial_accumulator_value, params)
+        return AdagradState(torch.zeros((), dtype=torch.int64), tree.map(lambda s, p: s.to(p.dtype), sums, params))
+
+    def update(grads: Updates, state: AdagradState, params: Params | None = None) -> tuple[Updates, AdagradState]:
+        rate = rate_at(learning_rate, state.count)
+
+        def direction(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            return (-rate * at_least_float32(g) / (at_least_float32(s).sqrt() + eps)).to(g.dtype)
+
+        sums = tree.map(lambda g, s: (s + g * g).to(s.dtype), grads, state.sum_of_squares)
+        return tree.map(direction, grads, sums), AdagradState(state.count + 1, sums)
+
+    return Optimizer(init, update, elementwise=True)
+
+
+# Lion.
+
+
+class LionState(NamedTuple):
+    """The moving average of the gradients, a tree like the parameters."""
+
+    mu: Tree
+
+
+@torch_hints
+def lion(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    weight_decay: Number = 1e-3,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Step by the sign of an average of gradients (arXiv:2302.06675): `optax.lion`'s numbers.
+
+    A good rate is 3 to 10 times smaller than AdamW's, and a good decay 3 to 10 times larger.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        b1: the weight of the average in the direction; the gradient has weight 1 - b1.
+        b2: the decay of the average.
+        weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
+        mask: which leaves decay; see `add_decayed_weights`.
+
+    Returns:
+        A pair, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`. Its state has one
+        number per element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay is negative. On update, if there is a
+            decay and `params` is not given.
+
+    Example:
+        >>> opt = lion(0.1, weight_decay=0.5)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.1500)}
+    """
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@torch_hints
+def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
+    """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
+
+    Example:
+        >>> pair = scale_by_lion()
+        >>> pair.update({"w": torch.tensor(-2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
+        {'w': tensor(-1.)}
+    """
+    fraction(b1=b1, b2=b2)
+
+    def init(params: Params) -> LionState:
+        return LionState(tree.map(torch.zeros_like, params))
+
+    def update(grads: Updates, state: LionState, params: Params | None = None) -> tuple[Updates, LionState]:
+        signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
+        return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
+
+    return Optimizer(init, update, elementwise=True)
