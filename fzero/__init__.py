@@ -1,5 +1,8 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fzero import (
     axes,
     checkpoint,
@@ -29,6 +32,9 @@ from fzero.sharding import PerRank
 from fzero.transforms import gather, partition, reduce_scatter, remat, scaled_value_and_grad, value_and_grad
 from fzero.tuning import tune
 from fzero.zero import evaluate, predict, shard
+
+if TYPE_CHECKING:  # it needs hypothesis, so it is imported where it is used
+    from fzero import testing as testing
 
 __version__ = "0.2.0.dev0"
 
@@ -70,3 +76,9 @@ __all__ = [
     "value_and_grad",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("fzero.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

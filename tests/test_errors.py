@@ -704,9 +704,9 @@ def test_a_step_that_failed_leaves_no_axis_bound(stage):
 
 
 def test_a_batch_that_was_forgotten_to_be_split_is_noticed(caplog):
-    from fzero._notice import notice
+    from fzero._notice import warn_once
 
-    notice.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         run(2, *init(2), batch=X)
     (message,) = [r.message for r in caplog.records if "every rank computes the same" in r.message]

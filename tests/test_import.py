@@ -7,11 +7,18 @@ import pytest
 import torch
 
 import fzero
-from fzero._torch import dynamo
+from fzero._torch import on_import
 from tests.distributed.launch import ROOT
 
-OF_TORCH = ["_dynamo", "_inductor", "distributed.checkpoint", "distributed.tensor", "distributed.fsdp"]
-OTHERS = ["sympy", "rich", "matplotlib", "fsspec", "hypothesis", "transformers", "safetensors", "tensorboard"]
+OF_TORCH = [
+    "_dynamo",
+    "_inductor",
+    "distributed.checkpoint",
+    "distributed.tensor",
+    "distributed.fsdp",
+    "utils.flop_counter",
+]
+OTHERS = ["sympy", "rich", "matplotlib", "fsspec", "hypothesis", "transformers", "safetensors", "tensorboard", "triton"]
 LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS]
 
 
@@ -27,14 +34,16 @@ import sys, torch
 before = set(sys.modules)
 import fzero
 new = set(sys.modules) - before
-others = [name for name in new if not name.startswith(("fzero", "triton"))]  # torch.utils imports triton if it is there
+others = [name for name in new if not name.startswith("fzero")]
 print(len(others), [name for name in {LATE!r} if name in new])
 import torch._dynamo
 from torch._dynamo import trace_rules
-from fzero._torch import dynamo
-assert dynamo._ALLOWED and all(id(f) in trace_rules._allowed_callable_ids for f in dynamo._ALLOWED)
-assert not any(type(finder).__module__ == dynamo.__name__ for finder in sys.meta_path)
-assert type(torch._dynamo.__loader__).__module__ != dynamo.__name__
+from fzero._torch import on_import
+assert id(fzero.collectives.apply) in trace_rules._allowed_callable_ids
+from torch.utils.flop_counter import flop_registry
+assert torch.ops.fzero.grouped_mm in flop_registry
+assert not on_import._REGISTRATIONS and on_import._FINDER not in sys.meta_path
+assert type(torch._dynamo.__loader__).__module__ != on_import.__name__
 assert fzero.checkpoint.dcp.save
 """
 
@@ -50,18 +59,22 @@ def test_dynamo_is_told_at_once_if_it_is_there():
     def f(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    before = list(dynamo._ALLOWED)
-    assert dynamo.allow_in_graph(f) is f and id(f) in rules._allowed_callable_ids and before == dynamo._ALLOWED
+    assert on_import.allow_in_graph(f) is f and id(f) in rules._allowed_callable_ids
+    assert "torch._dynamo" not in on_import._REGISTRATIONS
 
 
 def test_other_modules_are_found_by_others():
-    finder = dynamo._Finder()
+    finder = on_import._FINDER
     assert finder.find_spec("torch._dynamo.utils", None) is None and finder.find_spec("json", None) is None
 
 
 def test_there_is_no_other_attribute():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fzero.nothing
+
+
+def test_testing_is_imported_where_it_is_used():
+    run("import sys, fzero; assert 'hypothesis' not in sys.modules; fzero.testing.assert_trees_close([], [])")
 
 
 def test_it_says_its_version():

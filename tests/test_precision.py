@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params
@@ -460,7 +460,7 @@ def test_the_scale_leaves_no_trace(stage):
 
 
 def test_small_gradients_survive_in_half_precision_only_with_a_scale(caplog):
-    notice.cache_clear()
+    warn_once.cache_clear()
     w = torch.ones(3, dtype=torch.float16)
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -747,7 +747,7 @@ def test_masters_of_integers_are_refused():
 
 
 def test_masters_of_rounded_values_are_noted(caplog):
-    notice.cache_clear()
+    warn_once.cache_clear()
     opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
     opt.init({"w": torch.ones(4)})
     assert not caplog.records

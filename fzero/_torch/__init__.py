@@ -19,7 +19,6 @@ from fzero._torch.compiler import (
 )
 from fzero._torch.dcp import load_metadata
 from fzero._torch.decisions import FixedSizeError, decisions
-from fzero._torch.dynamo import allow_in_graph, assume_constant_result
 from fzero._torch.levels import (
     in_transform,
     is_tracing,
@@ -38,6 +37,7 @@ from fzero._torch.modules import (
     storage_id,
     view_of,
 )
+from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
 from fzero._torch.recorder import OneNode
 from fzero._torch.state import c10d, default_store, group_of
 from fzero._torch.tracing import (
@@ -104,6 +104,7 @@ __all__ = [
     "raise_priority",
     "recorded_nodes",
     "register_box",
+    "register_flop_formula",
     "stand_in_at",
     "start_cpu_probe",
     "start_import",

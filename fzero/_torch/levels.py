@@ -19,13 +19,13 @@ __all__ = [
     "derivatives",
     "differentiates_now",
     "in_transform",
+    "is_current_vmap",
     "is_deciding",
     "is_differentiated",
     "is_foreign",
-    "is_mapped_now",
+    "is_mapped",
     "is_tracing",
     "is_wrapped",
-    "maps_now",
     "may_differ",
     "profiling",
     "quiet_vmap_fallback",
@@ -124,7 +124,7 @@ def is_wrapped(x: torch.Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) > 0
 
 
-def is_mapped_now(x: torch.Tensor) -> bool:
+def is_mapped(x: torch.Tensor) -> bool:
     """Return whether the innermost running transform is a vmap that maps over a tensor."""
     return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
 
@@ -209,7 +209,7 @@ def is_foreign(x: torch.Tensor) -> bool:
     return kind is None or (kind == functorch.TransformType.Vmap) != functorch.is_batchedtensor(x)
 
 
-def maps_now(token: torch.Tensor) -> bool:
+def is_current_vmap(token: torch.Tensor) -> bool:
     """Return whether the vmap whose rule of a Function is running maps over a token."""
     return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
 

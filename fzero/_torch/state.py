@@ -24,9 +24,9 @@ __all__ = [
     "default_store",
     "group_of",
     "load_forward_mode",
-    "put_settings",
     "settings",
     "thread_state",
+    "write_settings",
 ]
 
 # Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
@@ -240,7 +240,7 @@ def settings() -> dict[str, Any]:
     return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
-def put_settings(values: Mapping[str, Any]) -> None:
+def write_settings(values: Mapping[str, Any]) -> None:
     """Write settings of the process."""
     for name, value in values.items():
         SETTINGS[name].write(value)
@@ -257,13 +257,13 @@ class RankSettings:
         self.changes: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Apply the rank's changes, when it starts to run."""
         self.before = settings()
-        put_settings(self.changes)
+        write_settings(self.changes)
 
-    def take_off(self) -> Iterable[str]:
+    def undo(self) -> Iterable[str]:
         """Record and undo the rank's changes, when it stops running; return the names of the changed settings."""
         self.changes = {name: value for name, value in settings().items() if value != self.before[name]}
-        put_settings({name: self.before[name] for name in self.changes})
+        write_settings({name: self.before[name] for name in self.changes})
         return self.changes.keys()

@@ -28,11 +28,11 @@ __all__ = [
     "Memory",
     "WatchedOperation",
     "allocations",
+    "current_call_site",
     "is_real",
-    "lines_of_nodes",
     "memory_of",
-    "place_now",
-    "watching",
+    "record_node_lines",
+    "watch_operations",
     "without_watchers",
 ]
 
@@ -99,14 +99,14 @@ class WatchedOperation(NamedTuple):
 
     Attributes:
         name: its name, such as "aten::log".
-        given: the tensors among its arguments.
-        written: the tensors among its arguments that it writes into.
+        arguments: the tensors among its arguments.
+        mutated_arguments: the tensors among its arguments that it writes into.
         numbers: the floats among its arguments.
     """
 
     name: str
-    given: list[torch.Tensor]
-    written: list[torch.Tensor]
+    arguments: list[torch.Tensor]
+    mutated_arguments: list[torch.Tensor]
     numbers: list[float]
 
 
@@ -143,7 +143,7 @@ def _operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
 
 
 @contextmanager
-def watching(
+def watch_operations(
     before: Callable[[WatchedOperation], Any], after: Callable[[WatchedOperation, Any, Any], None]
 ) -> Iterator[None]:
     """Watch each operation that runs in this context, also in ranks in lockstep.
@@ -164,7 +164,7 @@ def without_watchers() -> Iterator[None]:
 
 
 @contextmanager
-def lines_of_nodes() -> Iterator[None]:
+def record_node_lines() -> Iterator[None]:
     """Make autograd record the source line of each node that is made in this context."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.set_anomaly_enabled(True, check_nan=False)
@@ -194,7 +194,7 @@ class CallSite(NamedTuple):
     forward: bool = False
 
 
-def place_now() -> CallSite:
+def current_call_site() -> CallSite:
     """Return the call site of the operation that is being watched."""
     node: Any = torch._C._current_autograd_node()
     frames = list(_frames())
@@ -243,18 +243,18 @@ class Memory(NamedTuple):
         storage: the number of the storage.
         first: the first byte.
         stop: the byte after the last.
-        held: a weak reference to the storage, which does not keep the data alive.
+        reference: a weak reference to the storage, which does not keep the data alive.
     """
 
     storage: int
     first: int
     stop: int
-    held: StorageWeakRef
+    reference: StorageWeakRef
 
     @property
-    def gone(self) -> bool:
+    def is_freed(self) -> bool:
         """Whether the storage was freed."""
-        return self.held.expired()
+        return self.reference.expired()
 
 
 def memory_of(x: torch.Tensor) -> Memory:

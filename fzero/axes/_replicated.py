@@ -13,8 +13,8 @@ from fzero import tree
 from fzero._torch import allow_in_graph, storage_id
 from fzero._torch.levels import unwrapped
 from fzero.axes._axis import Axis
-from fzero.axes._scope import bound, differs_along
-from fzero.axes.lockstep import is_lockstep, meet, same
+from fzero.axes._scope import bound_axes, varying_axes
+from fzero.axes.lockstep import are_equal, is_lockstep, rendezvous
 from fzero.tree import Tree
 
 __all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs_message"]
@@ -29,12 +29,12 @@ class _Replicated(torch.autograd.Function):
             return x.view_as(x)
 
         def first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
-            if message and not all(same(ranks[0][0], x_r) for (x_r,) in ranks):
+            if message and not all(are_equal(ranks[0][0], x_r) for (x_r,) in ranks):
                 raise ValueError(message)
             return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks continue with rank 0's value
 
         name = "a check that a value is replicated" if message else "assume_replicated"
-        return meet(group, int(token), name, [x], first)
+        return rendezvous(group, int(token), name, [x], first)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,7 +77,7 @@ def assume_replicated(x: Tree) -> Tree:
         >>> m.spmd(lambda x: assume_replicated(x.new_ones(())))(m.split(torch.zeros(4)))
         tensor(1.)
     """
-    for axis in bound():
+    for axis in bound_axes():
         x = tree.map(lambda leaf, axis=axis: _as_replicated(leaf, axis.token, axis.group, ""), x)
     return x
 
@@ -137,7 +137,7 @@ def check_inputs_replicated(
             continue
         checked.add(tree.identity(x))
         where = name + (f", leaf {path!r}" if path else "")
-        own_axes = () if torch.compiler.is_dynamo_compiling() else differs_along(storage_id(unwrapped(x)))
+        own_axes = () if torch.compiler.is_dynamo_compiling() else varying_axes(storage_id(unwrapped(x)))
         for axis in axes:
             message = says(where, axis.name)
             if axis.name in own_axes:

@@ -12,13 +12,13 @@ __all__ = [
     "DEFAULT_RULES",
     "DtypeRule",
     "LayoutRules",
+    "NonDataRule",
     "OverRule",
     "SplitRule",
     "SplitRules",
     "Stacked",
     "Stacks",
     "UnitRule",
-    "WorkApart",
     "join_rules",
     "layout_rules",
     "rules_in",
@@ -32,7 +32,7 @@ SplitRules = SplitRule | Sequence[SplitRule]
 
 
 @runtime_checkable
-class WorkApart(Protocol):
+class NonDataRule(Protocol):
     """A rule of `split` along whose axes ranks do different work on the same data, such as stages of a pipeline.
 
     Losses are averaged over these axes all the same: each rank contributes its share of the loss and the gradients.
@@ -104,7 +104,7 @@ DEFAULT_RULES = LayoutRules()
 
 
 @dataclass(frozen=True)
-class Several:
+class JoinedRules:
     """Several rules, each of which splits leaves over its own axes: experts over one, matrices over another."""
 
     rules: tuple[SplitRule, ...]
@@ -130,15 +130,15 @@ def join_rules(split: SplitRules | None) -> SplitRule | None:
     """Join several rules into one; return anything else unchanged."""
     rule: Any = split
     if isinstance(split, tuple | list) and all(callable(r) for r in split):
-        return Several(tuple(split))
+        return JoinedRules(tuple(split))
     return rule
 
 
 def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     """List the rules that a rule consists of; the rule itself is among them unless it only joins others."""
-    if isinstance(split, Several):
+    if isinstance(split, JoinedRules):
         return tuple([inner_rule for rule in split.rules for inner_rule in rules_in(rule)])
-    inner = rules_in(split.rule) if isinstance(split, WorkApart) else ()
+    inner = rules_in(split.rule) if isinstance(split, NonDataRule) else ()
     return () if split is None else (split, *inner)
 
 
@@ -155,7 +155,7 @@ def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: Split
     ):
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {expected}")
-    apart = tuple([name for rule in rules_in(split_rule) if isinstance(rule, WorkApart) for name in rule.apart])
+    apart = tuple([name for rule in rules_in(split_rule) if isinstance(rule, NonDataRule) for name in rule.apart])
     stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, Stacks)])
     if over is None or callable(over):
         return LayoutRules(units, over, split_rule, apart=apart, stacks=stacks)

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._torch import is_tracing
-from fzero._torch.state import RankSettings, load_forward_mode, put_settings, settings
+from fzero._torch.state import RankSettings, load_forward_mode, settings, write_settings
 
 __all__ = [
     "GROUPS",
-    "Abandoned",
     "DivergedError",
     "LockstepRun",
     "MessageKey",
+    "RankCancelled",
     "RankGroup",
     "RankStatus",
     "Threads",
@@ -74,16 +74,16 @@ class Threads:
         load_forward_mode()
         self.saved_settings, self.changes, self._end_event = settings(), set(), threading.Event()
         ready: Future[None] = Future()
-        self._keeper = self.pool.submit(_keep_a_level, ready, self._end_event)
+        self._keeper = self.pool.submit(_hold_forward_level, ready, self._end_event)
         ready.result()
 
     def _end(self) -> None:
         self._end_event.set()
         self._keeper.result()
-        put_settings({name: self.saved_settings[name] for name in self.changes})
+        write_settings({name: self.saved_settings[name] for name in self.changes})
 
 
-def _keep_a_level(ready: Future[None], end: threading.Event) -> None:
+def _hold_forward_level(ready: Future[None], end: threading.Event) -> None:
     """Stay in a forward-mode derivative until the last run ends.
 
     The derivative's level belongs to the process: a rank that left its jvp would end the level of the other ranks.
@@ -135,7 +135,7 @@ class DivergedError(RuntimeError):
 DivergedError.__module__ = "fzero"
 
 
-class Abandoned(BaseException):
+class RankCancelled(BaseException):
     """Ends a rank after another rank has failed; not an Exception, so that the program's handlers let it pass."""
 
 
@@ -212,11 +212,11 @@ class LockstepRun:
     def await_turn(self, rank: int) -> None:
         """Wait until it is this rank's turn to run."""
         self._turns[rank].acquire()
-        self._settings[rank].put_on()
+        self._settings[rank].apply()
 
     def end_turn(self, rank: int) -> None:
         """Let the next rank that can go on run; if there is none, the ranks have diverged."""
-        process_threads().record_changes(self._settings[rank].take_off())
+        process_threads().record_changes(self._settings[rank].undo())
         next_rank = self._next_rank(rank)
         if next_rank is None and len(self.gone) < self.size:
             self.fail(DivergedError(self.report()))
@@ -243,7 +243,7 @@ class LockstepRun:
         self.end_turn(rank)
         self.await_turn(rank)
         if self.error is not None:
-            raise Abandoned
+            raise RankCancelled
         return self.deliveries.pop(rank)
 
     def fail(self, error: BaseException) -> None:
@@ -264,7 +264,7 @@ class LockstepRun:
         texts = [_status_text(status, ranks) for status, ranks in groups]
         return (
             f"ranks diverged: {', and '.join(texts)}. All ranks of an axis call the same collectives in the same "
-            f"order, with the same shapes and dtypes{see('a-hang')}"
+            f"order, with the same shapes and dtypes{trouble_link('a-hang')}"
         )
 
 
@@ -296,5 +296,5 @@ def group_of(key: str) -> RankGroup:
             "the ranks in lockstep have ended: differentiate inside the rank program, or simulate by vmap"
         )
     if GROUPS[key].run.error is not None:  # another rank has failed, and this one runs its `finally` clauses
-        raise Abandoned
+        raise RankCancelled
     return GROUPS[key]

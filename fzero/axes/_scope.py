@@ -19,27 +19,27 @@ __all__ = [
     "OneLoss",
     "PerRankMemory",
     "Scope",
-    "as_one_loss",
     "averaged_axes",
     "axis_if_bound",
     "axis_index",
     "axis_names",
     "axis_size",
-    "bound",
+    "bound_axes",
+    "bound_axis",
+    "call_as_one_loss",
+    "call_in_micro_batch",
+    "call_in_scope",
+    "call_with_loss_scale",
     "current_loss_scale",
     "current_one_loss",
     "current_rules",
     "current_scope",
     "data_axes",
-    "differs_along",
     "in_loss",
-    "in_micro_batch",
     "joint",
-    "lookup",
     "micro_batch",
     "resolve",
-    "scaled_by",
-    "within",
+    "varying_axes",
 ]
 
 
@@ -126,7 +126,7 @@ _SCOPES = _Scopes()
 _NO_AXES = Scope(Axes(default=()))
 
 
-def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
+def call_in_scope(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` with the axes of `scope` bound, and unbind them even after an error.
 
     A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
@@ -148,16 +148,16 @@ def current_rules() -> LayoutRules:
     return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
 
 
-def in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
+def call_in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
     first = isinstance(index, int) and not index
     if not _SCOPES.stack and first:
         return f(*args)
     scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
-    return within(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
+    return call_in_scope(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
 
 
-def differs_along(storage: int) -> tuple[str, ...]:
+def varying_axes(storage: int) -> tuple[str, ...]:
     """List the axes along which a process knows that the contents of this memory differ by rank."""
     own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
     return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
@@ -168,10 +168,10 @@ def in_loss() -> bool:
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
 
 
-def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `f` as a loss that is one value along some axes; `one_loss` records its collectives."""
     scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
-    return within(scope, lambda: f(*args, **kwargs))
+    return call_in_scope(scope, lambda: f(*args, **kwargs))
 
 
 def current_one_loss() -> OneLoss | None:
@@ -179,11 +179,11 @@ def current_one_loss() -> OneLoss | None:
     return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
 
 
-def scaled_by(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_loss_scale(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `f` as a loss whose gradients are scaled: a pipeline computes its gradients in the forward pass."""
     if not _SCOPES.stack:
         return f(*args, **kwargs)
-    return within(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
+    return call_in_scope(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
 
 
 def current_loss_scale() -> torch.Tensor | None:
@@ -199,21 +199,21 @@ def micro_batch() -> int | torch.Tensor:
 # ---------------------------------------------------------------- axes
 
 
-def bound() -> tuple[Axis, ...]:
+def bound_axes() -> tuple[Axis, ...]:
     """List the axes that are bound here; none outside a rank program."""
     return _SCOPES.stack[-1].axes.each if _SCOPES.stack else ()
 
 
-def lookup(name: str) -> Axis:
+def bound_axis(name: str) -> Axis:
     """Return the axis bound to `name`.
 
     Raises:
         ValueError: if no axis of that name is bound here.
     """
-    for axis in bound():
+    for axis in bound_axes():
         if axis.name == name:
             return axis
-    names = ", ".join([repr(axis.name) for axis in bound()])
+    names = ", ".join([repr(axis.name) for axis in bound_axes()])
     raise ValueError(
         f"axis {name!r} is not bound here: "
         + (f"the bound axes are {names}" if names else "no rank program is running, see mesh.spmd and fzero.shard")
@@ -230,12 +230,12 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
         ValueError: if an axis is not bound, or if `None` is ambiguous.
     """
     if axis is not None:
-        return tuple([lookup(name) for name in ((axis,) if isinstance(axis, str) else axis)])
+        return tuple([bound_axis(name) for name in ((axis,) if isinstance(axis, str) else axis)])
     if not _SCOPES.stack:
         return ()
     axes = _SCOPES.stack[-1].axes
     if axes.default is not None:
-        return tuple([lookup(name) for name in axes.default])
+        return tuple([bound_axis(name) for name in axes.default])
     if len(axes.each) > 1:
         names = [a.name for a in axes.each]
         raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
@@ -262,7 +262,7 @@ def axis_names() -> tuple[str, ...]:
         >>> mesh.spmd(total)(mesh.split(torch.ones(4)))
         tensor(4.)
     """
-    return tuple([axis.name for axis in bound()])
+    return tuple([axis.name for axis in bound_axes()])
 
 
 def axis_if_bound(axis: str) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ def axis_if_bound(axis: str) -> tuple[str, ...]:
 def data_axes() -> tuple[Axis, ...]:
     """List the axes along which data may differ: those of the running step, else all bound axes."""
     axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
-    return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
+    return axes.each if axes.default is None else tuple([bound_axis(name) for name in axes.default])
 
 
 def averaged_axes() -> tuple[str, ...]:

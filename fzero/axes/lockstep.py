@@ -19,9 +19,9 @@ from fzero._torch.state import thread_state
 from fzero.axes._axis import Axis
 from fzero.axes._run import (
     GROUPS,
-    Abandoned,
     DivergedError,
     LockstepRun,
+    RankCancelled,
     RankGroup,
     RankStatus,
     Tensors,
@@ -29,10 +29,10 @@ from fzero.axes._run import (
     group_of,
     process_threads,
 )
-from fzero.axes._scope import bound
+from fzero.axes._scope import bound_axes
 from fzero.axes.mailbox import check_received
 
-__all__ = ["DivergedError", "in_lockstep", "is_lockstep", "meet", "run", "same"]
+__all__ = ["DivergedError", "are_equal", "in_lockstep", "is_lockstep", "rendezvous", "run"]
 
 _NUMBERS = itertools.count()
 
@@ -44,11 +44,11 @@ def is_lockstep(group: str) -> bool:
 
 def in_lockstep() -> bool:
     """Return whether this thread is a rank in lockstep."""
-    axes = bound()
+    axes = bound_axes()
     return bool(axes) and is_lockstep(axes[0].group)
 
 
-def same(x: Any, y: Any) -> bool:
+def are_equal(x: Any, y: Any) -> bool:
     """Return whether two values are equal, where nan equals nan."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return type(x) is type(y) and bool(x == y or (x != x and y != y))
@@ -59,7 +59,9 @@ def same(x: Any, y: Any) -> bool:
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def meet(group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[Tensors], bool], list[Any]]) -> Any:
+def rendezvous(
+    group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[Tensors], bool], list[Any]]
+) -> Any:
     """Wait until all ranks of a group have called this, and return this rank's result.
 
     Args:
@@ -148,7 +150,7 @@ def _run_rank(run: LockstepRun, rank: int, run_program: Callable[[int], Any]) ->
     try:
         if run.error is None:
             run.results[rank] = run_program(rank)
-    except Abandoned:
+    except RankCancelled:
         pass
     except BaseException as error:
         peers = ", ".join([f"rank {i} in {status.operation}" for i, status in run.waiting.items() if i != rank])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
@@ -170,7 +170,7 @@ class Checkpoints:
         """Print a notice if there are newer steps: the user resumed the run from an older step by hand."""
         is_leader = self._mesh is None or self._mesh.rank == 0
         if is_leader and (newer := [n for n in step_numbers(self._files) if n > step]):
-            notice(
+            warn_once(
                 f"fzero: {self._files.path!r} holds step {newer[-1]}, and saves step {step}: restore takes the newest. "
                 "Remove the steps that this run did not resume from, or give it a folder of its own"
             )
@@ -219,7 +219,7 @@ class Checkpoints:
             except DamagedError as error:
                 damaged |= {step: str(error)} if files is self._files else {}
                 failure = failure or str(error)
-                notice(f"fzero: skipped: {error}")
+                warn_once(f"fzero: skipped: {error}")
         if failure:  # so `like` may be partly overwritten
             raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {failure}")
         return like
@@ -251,7 +251,7 @@ class Checkpoints:
             try:
                 read_complete(self._files.at(step_name(step)))
             except CheckpointError as error:
-                notice(f"fzero: skipped: {error}")
+                warn_once(f"fzero: skipped: {error}")
                 continue
             if step not in damaged:
                 return step

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same
 from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, materialize, runs
@@ -140,7 +140,7 @@ def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bo
     if problems:
         more = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
-        hint += see("a-checkpoint-that-does-not-load")
+        hint += trouble_link("a-checkpoint-that-does-not-load")
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import Reports, agree, all_or_none
 from fzero.checkpoint._blocks import chunks, view_or_chunks
@@ -54,7 +54,7 @@ class Saving:
             run()
         except BaseException as error:  # `wait` raises it again
             self._error = error
-            notice(f"fzero: {error}")
+            warn_once(f"fzero: {error}")
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
@@ -249,7 +249,7 @@ def _write_all(
             files.remove([n for n in files.names() if n not in manifest.names and _is_data_file(n)])
             on_commit()
         except OSError as error:
-            notice(f"fzero: {files.path!r} is saved, but older files could not be removed: {error}")
+            warn_once(f"fzero: {files.path!r} is saved, but older files could not be removed: {error}")
 
     try:
         if reports.is_leader:

@@ -3,7 +3,7 @@
 from fzero.collectives import gloo
 from fzero.collectives._copies import DeferredCheck, check_copies
 from fzero.collectives._exchange import all_to_all, broadcast, ppermute
-from fzero.collectives._invariant import all_gather_invariant, one_of_copies, own_part, psum_invariant, pvary
+from fzero.collectives._invariant import all_gather_invariant, mark_invariant, own_part, psum_invariant, pvary
 from fzero.collectives._messages import StageMessages, receive, send
 from fzero.collectives._moves import start_to_host, to_device, to_host, wait_to_host
 from fzero.collectives._record import Log, record
@@ -21,12 +21,12 @@ from fzero.collectives._sums import (
 )
 from fzero.collectives._table import (
     NO_AXIS,
-    Along,
     AssignmentOptions,
+    DimOptions,
     LinearMap,
     NoOptions,
-    OfUnit,
     Tensors,
+    UnitOptions,
     add_row,
     apply,
     apply_along,
@@ -35,16 +35,16 @@ from fzero.collectives.gloo import PendingMessages
 
 __all__ = [
     "NO_AXIS",
-    "Along",
     "AssignmentOptions",
     "DeferredCheck",
+    "DimOptions",
     "LinearMap",
     "Log",
     "NoOptions",
-    "OfUnit",
     "PendingMessages",
     "StageMessages",
     "Tensors",
+    "UnitOptions",
     "add_row",
     "all_gather",
     "all_gather_invariant",
@@ -58,7 +58,7 @@ __all__ = [
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
-    "one_of_copies",
+    "mark_invariant",
     "own_part",
     "pmean",
     "ppermute",

@@ -11,18 +11,27 @@ from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, joint, resolve
 from fzero.collectives._copies import note_call
 from fzero.collectives._sums import dimension, group_psum, tensor
-from fzero.collectives._table import Along, LinearMap, Pairs, Source, Tensors, add_row, apply, apply_along
+from fzero.collectives._table import (
+    DimOptions,
+    LinearMap,
+    PermutationOptions,
+    SourceOptions,
+    Tensors,
+    add_row,
+    apply,
+    apply_along,
+)
 from fzero.tree import Tree
 
 __all__ = ["all_to_all", "broadcast", "ppermute"]
 
 
-def _stacked_ppermute(n: int, options: Pairs, xs: Tensors) -> Tensors:
+def _stacked_ppermute(n: int, options: PermutationOptions, xs: Tensors) -> Tensors:
     source = {to: sender for sender, to in options.pairs}
     return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
 
 
-def _group_ppermute(binding: Binding, options: Pairs, xs: Tensors) -> Tensors:
+def _group_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) -> Tensors:
     """Send and receive at most one tensor, by an all_to_all with empty parts."""
     (x,), rank = xs, binding.rank
     send_counts = [int((rank, r) in options.pairs) for r in range(binding.size)]
@@ -42,13 +51,15 @@ add_row(
         local=_group_ppermute,
         transpose="ppermute",
         replicated=False,
-        dual=lambda options: Pairs(tuple([(to, sender) for sender, to in options.pairs])),  # back to the senders
+        dual=lambda options: PermutationOptions(
+            tuple([(to, sender) for sender, to in options.pairs])
+        ),  # back to the senders
         detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
     )
 )
 
 
-def _group_all_to_all(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+def _group_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     x = xs[0].movedim(options.dim, 0).contiguous()
     if x.numel() == 0:
         return [xs[0].clone()]
@@ -76,14 +87,14 @@ def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
     return torch.where(rank == source, total, torch.zeros_like(total))
 
 
-def _group_broadcast(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+def _group_broadcast(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
     (x,) = xs
     if not x.numel():
         return [x.clone()]
     return [c10d.wait_tensor(c10d.broadcast(x.contiguous(), options.rank, binding.group))]
 
 
-def _group_psum_to_one(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+def _group_psum_to_one(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
     total = group_psum(xs[0], binding)
     return [total if binding.rank == options.rank else torch.zeros_like(total)]
 
@@ -155,7 +166,7 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
     # [.., n k, ..] -> [to.., .., k, ..]: one dimension per axis, each exchanged by itself
     y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
     for i, a in enumerate(axes):
-        (y,) = apply(a.token, "all_to_all", a.binding, Along(i - y.ndim), y)
+        (y,) = apply(a.token, "all_to_all", a.binding, DimOptions(i - y.ndim), y)
     return y.flatten(0, len(sizes) - 1).movedim(0, concat).flatten(concat, concat + 1)
 
 
@@ -197,7 +208,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
             )
     if not axes:
         return x if perm else torch.zeros_like(x)
-    return apply_along("ppermute", x, axes, Pairs(tuple([(sender, to) for sender, to in perm])))
+    return apply_along("ppermute", x, axes, PermutationOptions(tuple([(sender, to) for sender, to in perm])))
 
 
 def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
@@ -229,7 +240,7 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         x, rank = tensor(path, x), source
         for a in reversed(axes):
             rank, i = divmod(rank, a.size)
-            (x,) = apply(a.token, "broadcast", a.binding, Source(i), x)
+            (x,) = apply(a.token, "broadcast", a.binding, SourceOptions(i), x)
         return note_call("broadcast", axes, x)
 
     return tree.map_with_path(one, x, tree.is_box)

@@ -15,10 +15,10 @@ import torch
 from fzero import tree
 from fzero.axes import Axis, AxisName, Binding, joint, resolve
 from fzero.collectives._sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
-from fzero.collectives._table import Along, LinearMap, NoOptions, Tensors, add_row, apply_along
+from fzero.collectives._table import DimOptions, LinearMap, NoOptions, Tensors, add_row, apply_along
 from fzero.tree import Tree
 
-__all__ = ["all_gather_invariant", "one_of_copies", "own_part", "psum_invariant", "pvary"]
+__all__ = ["all_gather_invariant", "mark_invariant", "own_part", "psum_invariant", "pvary"]
 
 
 def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
@@ -26,17 +26,17 @@ def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
 
 
-def _diagonal(n: int, options: Along, xs: Tensors) -> Tensors:
+def _diagonal(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
-def _own(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+def _own(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     k = xs[0].shape[options.dim] // binding.size
     return [xs[0].narrow(options.dim, binding.rank * k, k).clone()]
 
 
-def _pad(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+def _pad(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     (x,), (dim,) = xs, options
     shape = list(x.shape)
     shape[dim] *= binding.size
@@ -45,7 +45,7 @@ def _pad(binding: Binding, options: Along, xs: Tensors) -> Tensors:
     return [full]
 
 
-def _stacked_pad(n: int, options: Along, xs: Tensors) -> Tensors:
+def _stacked_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     parts, dim = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1), options.dim  # [n ranks, n parts, .., k, ..]
     return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
 
@@ -99,12 +99,12 @@ add_row(
 # from the joint map to one value: equal copies become one value, whose gradient they share
 add_row(
     LinearMap(
-        name="one_of_copies",
+        name="mark_invariant",
         wire="",
         stacked=lambda n, options, xs: [xs[0][0]],
         uniform=lambda n, options, xs: [xs[0]],
         local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
-        transpose="share_of_copy",
+        transpose="share_gradient",
         replicated=True,
         one=True,
         invariant=True,
@@ -112,12 +112,12 @@ add_row(
 )
 add_row(
     LinearMap(
-        name="share_of_copy",
+        name="share_gradient",
         wire="",
         stacked=lambda n, options, xs: [xs[0][0] / n],
         uniform=lambda n, options, xs: [xs[0] / n],
         local=lambda binding, options, xs: [xs[0] / binding.size],
-        transpose="one_of_copies",
+        transpose="mark_invariant",
         replicated=True,
         one=True,
         invariant=True,
@@ -227,6 +227,6 @@ def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
 
 
-def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     """Mark equal copies on the ranks of `axes` as one replicated value, so that the ranks share one gradient."""
-    return apply_along("one_of_copies", x, axes, NoOptions())
+    return apply_along("mark_invariant", x, axes, NoOptions())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fzero._torch import group_of, is_tracing
 from fzero.axes import Axis, Binding, is_lockstep, mailbox, resolve
 from fzero.collectives import _record
-from fzero.collectives._table import LinearMap, Post, Tensors, add_row, apply
+from fzero.collectives._table import LinearMap, MessageOptions, Tensors, add_row, apply
 from fzero.collectives.gloo import PendingMessages, wait
 from fzero.parallel.schedules import Instruction, Message, Schedule, Value
 
@@ -57,7 +57,7 @@ _OUTGOING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
 MAX_OUTGOING = 64  # with more messages, wait for the oldest
 
 
-def _by_vmap(n: int, options: Post, xs: Tensors) -> Tensors:
+def _by_vmap(n: int, options: MessageOptions, xs: Tensors) -> Tensors:
     raise RuntimeError(
         "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, so all ranks "
         'would send or receive; use fzero.collectives.ppermute, or fzero.mesh(..., simulate="lockstep")'
@@ -72,7 +72,7 @@ def _check_untraced(name: str) -> None:
         )
 
 
-def _send(binding: Binding, options: Post, xs: Tensors) -> Tensors:
+def _send(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     _check_untraced("send")
     (x,) = xs
     message = start_send(x, options.peer, options.tag, binding)
@@ -84,13 +84,13 @@ def _send(binding: Binding, options: Post, xs: Tensors) -> Tensors:
     return [x.new_zeros(())]
 
 
-def _receive(binding: Binding, options: Post, xs: Tensors) -> Tensors:
+def _receive(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     _check_untraced("receive")
     like = xs[0].new_empty(options.shape, dtype=options.dtype)
     return [wait(start_receive(like, options.peer, options.tag, binding))]
 
 
-def _transposed(options: Post) -> Post:
+def _transposed(options: MessageOptions) -> MessageOptions:
     return options._replace(tag=options.tag ^ 1)
 
 
@@ -98,7 +98,7 @@ add_row(LinearMap("send", "", _by_vmap, _send, transpose="receive", replicated=F
 add_row(LinearMap("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_transposed))
 
 
-def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, Post]:
+def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
     (bound,) = resolve(axis)
     if not isinstance(peer, int) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
@@ -108,7 +108,7 @@ def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tupl
     if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
         expected = f"expected an int from 0 to {TAGS // 2 - 1}"
         raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {expected}")
-    return bound, Post(peer, 2 * tag, tuple(x.shape), x.dtype)
+    return bound, MessageOptions(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 
 def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.collectives._table import NO_AXIS, LinearMap, OnDevice, Tensors, add_row, apply
+from fzero.collectives._table import NO_AXIS, DeviceOptions, LinearMap, Tensors, add_row, apply
 
 __all__ = ["PendingCopy", "start_to_host", "to_device", "to_host", "wait_to_host"]
 
@@ -46,8 +46,8 @@ def _(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.new_empty(x.shape, device="meta" if x.is_meta else device)
 
 
-def _add_row(name: str, transpose: str, move: Callable[[torch.Tensor, OnDevice], torch.Tensor]) -> None:
-    def moved(_: Any, options: OnDevice, xs: Tensors) -> Tensors:
+def _add_row(name: str, transpose: str, move: Callable[[torch.Tensor, DeviceOptions], torch.Tensor]) -> None:
+    def moved(_: Any, options: DeviceOptions, xs: Tensors) -> Tensors:
         return [move(x, options) for x in xs]
 
     add_row(LinearMap(name=name, wire="", stacked=moved, local=moved, transpose=transpose, replicated=False))
@@ -67,7 +67,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
         >>> fzero.collectives.to_host(torch.ones(2))
         tensor([1., 1.])
     """
-    return apply(NO_AXIS.token, "to_host", NO_AXIS.binding, OnDevice(x.device), x)[0]
+    return apply(NO_AXIS.token, "to_host", NO_AXIS.binding, DeviceOptions(x.device), x)[0]
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -78,7 +78,7 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         >>> fzero.collectives.to_device(fzero.collectives.to_host(torch.ones(2)), "cpu")
         tensor([1., 1.])
     """
-    return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, OnDevice(torch.device(device)), x)[0]
+    return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, DeviceOptions(torch.device(device)), x)[0]
 
 
 class PendingCopy(NamedTuple):

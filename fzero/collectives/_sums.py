@@ -16,7 +16,7 @@ from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, joint, resolve
 from fzero.collectives import gloo
 from fzero.collectives._copies import note_call
-from fzero.collectives._table import Along, LinearMap, NoOptions, Tensors, add_row, apply_along
+from fzero.collectives._table import DimOptions, LinearMap, NoOptions, Tensors, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
@@ -50,17 +50,17 @@ def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Ten
 # ---------------------------------------------------------------- the table
 
 
-def _dim_text(options: Along, xs: Tensors) -> str:
+def _dim_text(options: DimOptions, xs: Tensors) -> str:
     return f"({options.dim % max(xs[0].ndim, 1)})"
 
 
-def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
+def stacked_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     """Concatenate the ranks' tensors, stacked along dimension 0, along dimension `options.dim` of each."""
     dim = options.dim
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
-def stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+def stacked_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     """Sum the ranks' tensors, stacked along dimension 0, and split the sum along its dimension `options.dim`."""
     total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
     return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
@@ -246,6 +246,6 @@ def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
     return dim % max(x.ndim, 1)
 
 
-def along(name: str, x: Any, dim: int) -> Along:
+def along(name: str, x: Any, dim: int) -> DimOptions:
     """Check a dimension of a tensor, and return it as a row's options."""
-    return Along(dimension(name, x, dim) - x.ndim)
+    return DimOptions(dimension(name, x, dim) - x.ndim)

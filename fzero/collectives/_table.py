@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import allow_in_graph
-from fzero._torch.levels import maps_now
-from fzero.axes import Axis, Binding, bound, is_lockstep, meet, same
+from fzero._torch.levels import is_current_vmap
+from fzero.axes import Axis, Binding, are_equal, bound_axes, is_lockstep, rendezvous
 from fzero.collectives import _record
 
 __all__ = [
-    "ALONE",
     "NO_AXIS",
-    "Along",
+    "SINGLE_RANK",
     "AssignmentOptions",
+    "DeviceOptions",
+    "DimOptions",
     "LinearMap",
+    "MessageOptions",
     "NoOptions",
-    "OfUnit",
-    "OnDevice",
     "Options",
-    "Pairs",
-    "Post",
-    "Source",
+    "PermutationOptions",
+    "SourceOptions",
     "Tensors",
+    "UnitOptions",
     "add_row",
     "apply",
     "apply_along",
@@ -41,16 +41,16 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 
-ALONE = "alone"
+SINGLE_RANK = "alone"
 """The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""
-NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
+NO_AXIS = Axis("", 1, SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64))
 
 
 class NoOptions(NamedTuple):
     """The options of a map of full tensors: none."""
 
 
-class Along(NamedTuple):
+class DimOptions(NamedTuple):
     """The options of a map that splits or concatenates tensors along a dimension.
 
     Attributes:
@@ -60,19 +60,19 @@ class Along(NamedTuple):
     dim: int
 
 
-class Source(NamedTuple):
+class SourceOptions(NamedTuple):
     """The options of a map from one rank to all: that rank's index along the axis."""
 
     rank: int
 
 
-class Pairs(NamedTuple):
+class PermutationOptions(NamedTuple):
     """The options of a map from rank to rank: pairs `(from, to)`, with each rank at most once on either side."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
-class OfUnit(NamedTuple):
+class UnitOptions(NamedTuple):
     """The options of a map of units: the id of the unit's spec."""
 
     spec_id: int
@@ -84,13 +84,13 @@ class AssignmentOptions(NamedTuple):
     number: int
 
 
-class OnDevice(NamedTuple):
+class DeviceOptions(NamedTuple):
     """The options of a move to host memory or back: the device at the other end."""
 
     device: torch.device
 
 
-class Post(NamedTuple):
+class MessageOptions(NamedTuple):
     """The options of a message.
 
     Attributes:
@@ -106,7 +106,16 @@ class Post(NamedTuple):
     dtype: torch.dtype
 
 
-Options = NoOptions | Along | Source | Pairs | OfUnit | AssignmentOptions | OnDevice | Post
+Options = (
+    NoOptions
+    | DimOptions
+    | SourceOptions
+    | PermutationOptions
+    | UnitOptions
+    | AssignmentOptions
+    | DeviceOptions
+    | MessageOptions
+)
 
 
 class LinearMap(NamedTuple):
@@ -160,11 +169,11 @@ class _LinearMap(torch.autograd.Function):
         row, group = _ROWS[name], binding.group
         if not group:
             raise RuntimeError(f"{name} over the simulated axis {binding.axis!r} ran outside the axis's vmap")
-        if group == ALONE:
+        if group == SINGLE_RANK:
             ys = row.stacked(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.wire or row.invariant):
-            return _meet(row, binding, options, xs)
+            return _rendezvous(row, binding, options, xs)
         ys = tuple(row.local(binding, options, xs))
         _record.add(row.wire, binding, _numel(xs), _numel(ys), row.wire_dtype(options, xs[0]), row.unit(options))
         return ys
@@ -192,7 +201,7 @@ class _LinearMap(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
-            if any(maps_now(a.token) for a in bound()):
+            if any(is_current_vmap(a.token) for a in bound_axes()):
                 binding = binding._replace(mapped=binding.mapped * n)
             ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
@@ -215,11 +224,11 @@ def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
     return None
 
 
-def _meet(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row where all ranks are threads: one thread computes the stacked map for all."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
-        if row.invariant and not all(same(x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True)):
+        if row.invariant and not all(are_equal(x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True)):
             raise ValueError(_differs_message(row.name, binding.axis))
         ys = row.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
@@ -230,7 +239,7 @@ def _meet(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tu
 
     unit = row.unit(options)
     label = row.name + (f" of unit {unit!r}" if unit else row.detail(options, xs))
-    return meet(binding.group, binding.rank, label, xs, compute)
+    return rendezvous(binding.group, binding.rank, label, xs, compute)
 
 
 def _differs_message(name: str, axis: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._torch import line_of
 from fzero.graph._candidates import Candidate
 from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, values
@@ -183,7 +183,7 @@ def of_all_ranks(value: Any, mesh: Mesh, name: str) -> list[Any]:
         raise RuntimeError(
             f"fzero.jit: rank {mesh.rank} traces {name}, but rank {error.rank} did not within {error.seconds:g} s: "
             "its arguments kept their shapes, or it does not call the step. All ranks must make the same calls with "
-            f"equal shapes{see('a-hang')}"
+            f"equal shapes{trouble_link('a-hang')}"
         ) from error
 
 
@@ -201,5 +201,5 @@ def _raise_first_difference(descriptions: list[dict[str, list[str]]], name: str)
                         f"rank {other}, but {b} on rank {rank}. All ranks must trace the same code with the same "
                         "shapes. Only data may differ by rank (mesh.local, axis_index), never a branch or a number in "
                         "Python"
-                        f"{see('a-hang')}"
+                        f"{trouble_link('a-hang')}"
                     )

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph, Node
 
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero.graph._ir import full_bytes, is_collective, is_reduction, parameter_gathers
 from fzero.graph._pass_manager import FITTING, Choice, Knobs, PassContext, PassManager
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
@@ -154,7 +154,7 @@ def choose(schedules: Sequence[Candidate], budget: float | None, name: str) -> i
         warnings.warn(
             f"fzero.jit: {name} needs {smallest:,} bytes at its peak with the smallest of {len(schedules)} schedules, "
             f"{smallest - limit:,.0f} more than memory_budget={budget:,}; this smallest schedule is used. A higher "
-            f"stage, more ranks, more micro-batches or smaller units need less memory{see('out-of-memory')}",
+            f"stage, more ranks, more micro-batches or smaller units need less memory{trouble_link('out-of-memory')}",
             stacklevel=2,
         )
         fits = [i for i, c in enumerate(schedules) if c.peak_bytes == smallest]

@@ -9,7 +9,7 @@ import torch
 
 from fzero import _torch, tree
 from fzero._donated import check_not_donated, empty
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.graph import _dump
 from fzero.graph._agree import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
@@ -236,7 +236,7 @@ def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], opti
         with recorded(options.loop and not is_full_graph, pipelines=not is_full_graph):
             return trace(f, fakes, labels)
     except NotScannable as error:
-        notice(
+        warn_once(
             f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"
         )

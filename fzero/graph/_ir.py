@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OneNode, OpOverload, c10d, graph_of
 from fzero.axes import PLANNED
@@ -181,7 +180,7 @@ def is_cheap(node: Node) -> bool:
 def _is_cheap(operation: Any) -> bool:
     if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_viewing(operation):
         return True
-    if isinstance(operation, OpOverload) and operation.overloadpacket in flop_registry:
+    if isinstance(operation, OpOverload) and operation.overloadpacket in _flop_formulas():
         return False
     if not isinstance(operation, OpOverload | OneNode):
         return False
@@ -277,11 +276,19 @@ def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> 
     return order
 
 
+@functools.cache
+def _flop_formulas() -> Mapping[Any, Any]:
+    """Return torch's formulas for FLOPs. On CUDA builds their module imports triton, so it is imported when used."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def flops(node: Node) -> int:
     """Count the floating-point operations of a matrix product, a convolution or attention; 0 for other nodes."""
     packet = getattr(node.target, "overloadpacket", None)
     packet = ATTENTION.get(packet, packet)
-    if packet not in flop_registry:
+    if packet not in _flop_formulas():
         return 0
 
     def val(x: Any) -> Any:
@@ -292,7 +299,7 @@ def flops(node: Node) -> int:
         return cached[1]
     args = map_arg(node.args, val)
     kwargs = map_arg(node.kwargs, val)
-    count = int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    count = int(_flop_formulas()[packet](*args, **kwargs, out_val=node.meta.get("val")))
     node.meta["flops"] = (node.target, count)
     return count
 

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from fzero import _torch
-from fzero._notice import notice, see
+from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
@@ -230,7 +230,9 @@ class Jitted:
             return self.step(*args, **kwargs)
         step = self._options.step
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):
-            notice("fzero.jit: ranks in lockstep run eagerly, for debugging: threads cannot be compiled into one graph")
+            warn_once(
+                "fzero.jit: ranks in lockstep run eagerly, for debugging: threads cannot be compiled into one graph"
+            )
             return self.step(*args, **kwargs)
         with UserFrames():
             arguments = arguments_of(args, kwargs)
@@ -297,7 +299,7 @@ class Jitted:
             log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
-        reason = difference(last, arguments) + see("recompilation")
+        reason = difference(last, arguments) + trouble_link("recompilation")
         log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._torch.modules import attributes, forward_hooks, version_of
 
 __all__ = [
@@ -312,14 +312,14 @@ def check_leftovers(before: ModuleContents, module: torch.nn.Module) -> None:
         )
     changed = [name for name, ids in after.tensors.items() if ids - before.tensors.get(name, set())]
     for name in [*changed, *sorted(after.buffers - before.buffers)]:
-        notice(
+        warn_once(
             f"fzero.nn: {kind}'s forward pass left a tensor in its attribute {name!r}. apply runs a copy of the "
             "module, so your module does not get it: have forward return it. A cache belongs in a buffer that the "
             "constructor makes"
         )
     for name, value in after.numbers.items():
         if before.numbers.get(name, value) != value:
-            notice(
+            warn_once(
                 f"fzero.nn: {kind}'s forward pass changed the number in its attribute {name!r}. apply runs a copy of "
                 "the module, so your module does not see it, and a jitted step always uses the number at its trace: "
                 "make it a 0-d integer buffer, which apply returns"

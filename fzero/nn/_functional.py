@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, statistics
 from fzero._tracebacks import api_boundary
-from fzero.axes import bound, data_axes, in_lockstep
+from fzero.axes import bound_axes, data_axes, in_lockstep
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._copy import (
     check_functions,
@@ -320,7 +320,7 @@ class Apply:
         """Return the module to run: in lockstep each rank has a copy, since functional_call writes into the module."""
         if not in_lockstep():
             return self.module
-        rank, copies = tuple([axis.rank for axis in bound()]), self._cache.copies
+        rank, copies = tuple([axis.rank for axis in bound_axes()]), self._cache.copies
         if rank not in copies:
             shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # nothing writes to these
             copies[rank] = copy_module(self.module, shared)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch.watched import WatchedOperation, lines_of_nodes, place_now, watching
+from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
 __all__ = ["LineCost", "Span", "by_line", "spans"]
@@ -69,11 +69,11 @@ def spans() -> Iterator[list[Span]]:
     def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds, place = time.perf_counter() - start, place_now()
+        seconds, place = time.perf_counter() - start, current_call_site()
         phase = "backward" if place.backward else "forward" if place.forward else ""
         timed.append(TimedOperation(operation.name, place.line, phase, seconds))
 
-    with record_operations(timed.append), lines_of_nodes(), watching(before, after):
+    with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
         yield results
     results += _place_spans(timed)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._notice import notice, see
+from fzero._notice import trouble_link, warn_once
 from fzero.ranks import Mesh
 from fzero.sharding import is_box
 
@@ -113,10 +113,10 @@ class MetricsLog:
             for name, x in row.items():
                 if not math.isfinite(x) and name not in self._reported:
                     self._reported.add(name)
-                    notice(
+                    warn_once(
                         f"fzero: the metric {name!r} is {x} at step {step} of the log (reported once): "
                         "fzero.observe.nonfinite(step)(*args) shows the rank, the leaf and the line where it began"
-                        + see("nan-on-one-rank")
+                        + trouble_link("nan-on-one-rank")
                     )
 
     def __enter__(self) -> "MetricsLog":

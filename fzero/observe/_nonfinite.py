@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
-from fzero._torch.watched import lines_of_nodes, watching
+from fzero._torch.watched import record_node_lines, watch_operations
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, step_of
 from fzero.observe._trail import Birth, Trail, Watch, explain, kind_of, pack, unpack
@@ -254,7 +254,7 @@ def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         for part in nonfinite_parts(arguments, mesh):
             watch.argument(part.value, tree.place("argument", part.path), part.ranks)
-        with lines_of_nodes(), watching(watch.before, watch.after):
+        with record_node_lines(), watch_operations(watch.before, watch.after):
             out = step(*args, **kwargs)
         for part in nonfinite_parts(out, mesh):
             watch.result(part.value, tree.place("result", part.path))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch.watched import Memory, WatchedOperation, is_real, memory_of, place_now
-from fzero.axes import bound
+from fzero._torch.watched import Memory, WatchedOperation, current_call_site, is_real, memory_of
+from fzero.axes import bound_axes
 
 __all__ = [
     "Birth",
@@ -253,7 +253,7 @@ class Watch:
 
     def before(self, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the non-finite values that the operation may overwrite."""
-        return [] if operation.name in _OVERWRITE else self._edges(operation.written, operation)
+        return [] if operation.name in _OVERWRITE else self._edges(operation.mutated_arguments, operation)
 
     def after(self, operation: WatchedOperation, overwritten: list[Edge], results: Sequence[torch.Tensor]) -> None:
         """Record the non-finite results of an operation."""
@@ -262,12 +262,12 @@ class Watch:
             if not name.startswith("_c10d_functional::wait_tensor"):
                 self._record_messages(operation, results)
             return
-        if name == "aten::equal" and self.size > 1 and not bound():
+        if name == "aten::equal" and self.size > 1 and not bound_axes():
             # all ranks have ended: the first one's value stands for all as a result, so it descends from the others'
-            for e in self._edges(operation.given[1:], operation):
-                self._remember(operation.given[:1], e.number)
+            for e in self._edges(operation.arguments[1:], operation):
+                self._remember(operation.arguments[:1], e.number)
             return
-        storages = {memory_of(x).storage for x in operation.given if is_real(x)}
+        storages = {memory_of(x).storage for x in operation.arguments if is_real(x)}
         new = [x for x in results if is_real(x) and memory_of(x).storage not in storages]
         if "empty" in name:
             self._expect(new, self._record_early_read(operation))
@@ -296,11 +296,13 @@ class Watch:
     def _record_results(
         self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
     ) -> None:
-        kinds = [(x, kind_of(x)) for x in (*new, *operation.written)]
+        kinds = [(x, kind_of(x)) for x in (*new, *operation.mutated_arguments)]
         kind = Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
-        written = {id(x) for x in operation.written}
+        written = {id(x) for x in operation.mutated_arguments}
         parents = (
-            overwritten + self._edges([x for x in operation.given if id(x) not in written], operation) if kind else []
+            overwritten + self._edges([x for x in operation.arguments if id(x) not in written], operation)
+            if kind
+            else []
         )
         for x, _ in kinds:
             self._forget(x)
@@ -316,13 +318,15 @@ class Watch:
         collective = self.collective_count()
         is_receive = "recv" in operation.name
         if not is_receive:
-            self.trail.sent.setdefault(collective, []).extend(self._edges(operation.given, operation))
+            self.trail.sent.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
         birth = self._birth(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:
             return self._record(nan, [], birth, collective)
 
-        self._expect([*results, *operation.written, *(operation.given if is_receive else ())], record_received)
+        self._expect(
+            [*results, *operation.mutated_arguments, *(operation.arguments if is_receive else ())], record_received
+        )
 
     def _record_early_read(self, operation: WatchedOperation) -> Callable[[bool], int]:
         """Return a function that records a read of uninitialized memory. It must not keep the tensors alive."""
@@ -354,7 +358,7 @@ class Watch:
             self._prune(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
 
     def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_Region]:
-        regions = [r for r in self._regions.get(storage, ()) if not r.memory.gone and keep(r.memory)]
+        regions = [r for r in self._regions.get(storage, ()) if not r.memory.is_freed and keep(r.memory)]
         if regions:
             self._regions[storage] = regions
         else:
@@ -397,7 +401,7 @@ class Watch:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.trail.values)
 
     def _birth(self, operation: WatchedOperation, kind: Kind, with_inputs: bool = True) -> Birth:
-        place = place_now()
+        place = current_call_site()
         file, _, number = place.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
         return Birth(
@@ -416,7 +420,7 @@ class Watch:
         """Return the rank that runs now, as a tuple; an empty one if it is not known."""
         if self.rank is not None:
             return (self.rank,)
-        place, axes = 0, bound()
+        place, axes = 0, bound_axes()
         for axis in axes:
             place = place * axis.size + axis.rank
         return (place,) if axes or self.size == 1 else ()
@@ -424,7 +428,7 @@ class Watch:
 
 def _format_inputs(operation: WatchedOperation) -> str:
     """Format the inputs of an operation: dtypes, shapes, ranges of finite values, and kinds of non-finite ones."""
-    return ", ".join([_format_tensor(x) for x in operation.given[:3] if is_real(x)])
+    return ", ".join([_format_tensor(x) for x in operation.arguments[:3] if is_real(x)])
 
 
 def _format_tensor(x: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.collectives import psum, to_host
 from fzero.optim._base import (
     Optimizer,
@@ -171,7 +171,7 @@ def _check_params(params: Params, precision: Precision) -> None:
             )
         narrow += [path] if x.dtype.itemsize < 4 else []
     if narrow:
-        notice(
+        warn_once(
             f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are in half precision already, so their "
             f"masters in {precision.master} start from rounded values: if you have the parameters before the cast, "
             "pass those to step.init"

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import joint
-from fzero.collectives import NO_AXIS, Along, AssignmentOptions, all_gather, apply, own_part
+from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
 from fzero.optim._base import (
     Mask,
     Number,
@@ -132,7 +132,7 @@ def _map_shards(
 
 
 def _along(axis: Any, name: str, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    (y,) = apply(axis.token, name, axis.binding, Along(dim), x)
+    (y,) = apply(axis.token, name, axis.binding, DimOptions(dim), x)
     return y
 
 

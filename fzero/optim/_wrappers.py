@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import LayoutRules, lookup
+from fzero.axes import LayoutRules, bound_axis
 from fzero.collectives import all_gather, own_part
 from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, as_optimizer, wrap_pairs
 from fzero.sharding import (
@@ -286,7 +286,7 @@ def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: 
     constants = spec_info(unit.spec_id)
     rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
-    assignment = assign_units(by_path, [lookup(name) for name in constants.order], rules)
+    assignment = assign_units(by_path, [bound_axis(name) for name in constants.order], rules)
     shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
     for position, _ in unit.members:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._torch import default_store
 from fzero.ranks._mesh import Mesh
 from fzero.sharding import PerRank, axes_of, elements, is_box
@@ -202,7 +202,8 @@ def _message(label: str, one: int, other: int, axes: tuple[str, ...]) -> str:
     return (
         f"{label} differs between rank {one} and rank {other}, but a plain tensor must be equal on all ranks: "
         "reduce it with fzero.collectives.pmean, use one seed on all ranks when you make it, or box it "
-        f"with mesh.local (in a rank program fzero.PerRank) if it is meant to differ{see('a-loss-that-differs')}"
+        f"with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
+        f"{trouble_link('a-loss-that-differs')}"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from fzero._notice import see
+from fzero._notice import trouble_link
 
 __all__ = ["TIMEOUT", "AbsentError", "World", "check_device", "check_timeout", "find_world", "join", "rendezvous"]
 
@@ -252,7 +252,7 @@ def _open_store(world: World, timeout: float) -> Store:
     All later keys, also those of process groups, get a prefix that only this world has.
     """
     count = f"{world.size} process{'es' * (world.size > 1)}"
-    meeting = f"{count} should meet at {world.address}; launch them together, or free the port{see('a-hang')}"
+    meeting = f"{count} should meet at {world.address}; launch them together, or free the port{trouble_link('a-hang')}"
     end = time.monotonic() + timeout
     while True:
         remaining = max(end - time.monotonic(), RETRY)

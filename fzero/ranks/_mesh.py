@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
 from fzero.ranks._launch import TIMEOUT, check_device, check_timeout, find_world, join
@@ -330,7 +330,7 @@ class Mesh:
             if x.ndim == 0 or x.shape[0] % n:
                 raise ValueError(
                     f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must be divisible by the {n} ranks of "
-                    f"{self!r}; drop or pad the last batch{see('shapes-that-change')}"
+                    f"{self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return stacked if self.simulated else stacked[mine]
@@ -421,6 +421,7 @@ def _stack(parts: list[Any]) -> Any:
             if tree.show(x) != tree.show(xs[0]):
                 raise ValueError(
                     f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, but rank 0's is {tree.show(xs[0])}: "
-                    f"all ranks must hold tensors of one shape; pad or drop the rest{see('shapes-that-change')}"
+                    f"all ranks must hold tensors of one shape; pad or drop the rest"
+                    f"{trouble_link('shapes-that-change')}"
                 )
     return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
 from fzero._torch.levels import unwrapped, vmaps
 from fzero.axes import (
@@ -21,10 +21,10 @@ from fzero.axes import (
     LayoutRules,
     PerRankMemory,
     Scope,
+    call_in_scope,
     check_replicated,
     differs_message,
     lockstep,
-    within,
 )
 from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
 
@@ -77,7 +77,7 @@ class Spmd:
         args, kwargs = unwrap_per_rank(call)
         memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
         scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory)
-        return within(scope, lambda: self.program(*args, **kwargs))
+        return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
         axes, joint = self.mesh.bound_axes()
@@ -213,14 +213,14 @@ def _combined(mesh: Any, ranks: list[Any]) -> Any:
         for r, rank in enumerate(ranks):
             row = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
             first, y = rows.setdefault(row, (r, rank[1][i]))
-            if not lockstep.same(y, rank[1][i]):
+            if not lockstep.are_equal(y, rank[1][i]):
                 raise ValueError(differs_message(path, a, f": ranks {first} and {r} have {_difference(y, rank[1][i])}"))
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])
             raise ValueError(
                 f"{tree.place('result', path)} has another shape on each rank: {shown}; pad it to one shape"
-                f"{see('shapes-that-change')}"
+                f"{trouble_link('shapes-that-change')}"
             )
         out.append(torch.stack(values) if a and isinstance(x, torch.Tensor) else x)
     return tree.unflatten(structure, out)

@@ -16,7 +16,7 @@ from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import group_of, is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
-from fzero.axes import PLANNED, bound, is_lockstep
+from fzero.axes import PLANNED, bound_axes, is_lockstep
 from fzero.collectives import to_device
 from fzero.sharding._spec import Spec, intern, on_host, spec_info, spec_of
 from fzero.tree import Tree, is_box
@@ -415,7 +415,7 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
 
 def _device_of_the_mesh() -> torch.device:
     """Return the device on which the bound axes' process groups communicate; the CPU in a simulation."""
-    groups = [a.group for a in bound() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
+    groups = [a.group for a in bound_axes() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
     if any("nccl" in dist.get_backend(group_of(group)) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

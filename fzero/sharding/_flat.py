@@ -12,10 +12,10 @@ from fzero._torch import OneNode, allow_in_graph, raise_priority
 from fzero.axes import Axis, Binding, joint
 from fzero.collectives import (
     NO_AXIS,
-    Along,
+    DimOptions,
     LinearMap,
-    OfUnit,
     Tensors,
+    UnitOptions,
     add_row,
     apply,
     group_all_gather,
@@ -201,15 +201,15 @@ def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
 # group. A unit may be sharded over several axes: the slowest axis divides the unit, the other axes its shards.
 
 
-def _spec(options: OfUnit) -> Spec:
+def _spec(options: UnitOptions) -> Spec:
     return spec_of(options.spec_id)
 
 
-def _unit(options: OfUnit) -> str:
+def _unit(options: UnitOptions) -> str:
     return _spec(options).unit
 
 
-def _summed_dtype(options: OfUnit, x: torch.Tensor) -> torch.dtype:
+def _summed_dtype(options: UnitOptions, x: torch.Tensor) -> torch.dtype:
     return wire_dtype(_spec(options), x)
 
 
@@ -221,12 +221,12 @@ def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     return x.to(gathered_dtype(spec, x))
 
 
-def _stacked_gather(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _stacked_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return unpack(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
 
 
-def _local_gather(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return unpack(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
 
@@ -245,13 +245,13 @@ add_row(
 )
 
 
-def _stacked_reduce_scatter(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _stacked_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     summed = pack(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
     return [rearrange(to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
 
 
-def _local_reduce_scatter(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     buffer = pack(spec, xs)
     summed = group_psum_scatter(buffer.to(wire_dtype(spec, buffer)), binding, -1)
@@ -278,7 +278,7 @@ add_row(
     LinearMap(
         name="gather_flat",
         wire="all_gather",
-        stacked=lambda n, options, xs: stacked_gather(n, Along(-1), xs),
+        stacked=lambda n, options, xs: stacked_gather(n, DimOptions(-1), xs),
         local=lambda binding, options, xs: [group_all_gather(xs[0], binding, -1)],
         transpose="reduce_scatter_flat",
         replicated=True,
@@ -289,7 +289,7 @@ add_row(
     LinearMap(
         name="reduce_scatter_flat",
         wire="reduce_scatter",
-        stacked=lambda n, options, xs: stacked_scatter(n, Along(-1), xs),
+        stacked=lambda n, options, xs: stacked_scatter(n, DimOptions(-1), xs),
         local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, -1)],
         transpose="gather_flat",
         replicated=False,
@@ -301,16 +301,16 @@ add_row(
 # ---------------------------------------------------------------- partition and pad
 
 
-def _stacked_partition(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _stacked_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
-def _uniform_partition(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _uniform_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     return [rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]
 
 
-def _stacked_pad(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _stacked_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
     return unpack(_spec(options), parts.flatten(-2))
 
@@ -344,7 +344,7 @@ add_row(
 # summed over ranks afterwards, and not in a Function's backward, where a gradient of a gradient would sum it twice.
 
 
-def _stacked_sum(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+def _stacked_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return [to_gradient_dtype(spec, x.sum(0, dtype=wire_dtype(spec, x))) for x in xs]
 
@@ -353,7 +353,7 @@ def _local_sum(spec: Spec, x: torch.Tensor, binding: Binding) -> torch.Tensor:
     return to_gradient_dtype(spec, group_psum(x.to(wire_dtype(spec, x)), binding))
 
 
-def _local_all_reduce(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return unpack(spec, _local_sum(spec, pack(spec, xs, padded=False), binding))
 
@@ -395,11 +395,11 @@ def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tens
     first, *rest = axes or [NO_AXIS]
     if name == "gather":  # the inverse: the slowest axis last
         for a in rest[::-1]:
-            xs = apply(a.token, "all_gather", a.binding, Along(-1), *xs)
-        return apply(first.token, name, first.binding, OfUnit(spec_id), *xs)
-    xs = apply(first.token, name, first.binding, OfUnit(spec_id), *xs)
+            xs = apply(a.token, "all_gather", a.binding, DimOptions(-1), *xs)
+        return apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
+    xs = apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
     for a in rest:
-        options = Along(-1) if name in _OF_SHARDS else OfUnit(spec_id)
+        options = DimOptions(-1) if name in _OF_SHARDS else UnitOptions(spec_id)
         xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
     return tuple(xs)
 
@@ -407,7 +407,7 @@ def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tens
 def gather_flat(spec_id: int, shard: torch.Tensor) -> torch.Tensor:
     """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
     for a in reversed(joint(unit_axes(spec_id))):
-        (shard,) = apply(a.token, "gather_flat", a.binding, OfUnit(spec_id), shard)
+        (shard,) = apply(a.token, "gather_flat", a.binding, UnitOptions(spec_id), shard)
     return shard[: spec_info(spec_id).numel]
 
 

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fzero._torch import assume_constant_result
-from fzero.axes import Axis, Stacked, axis_index, bound, lookup
+from fzero.axes import Axis, Stacked, axis_index, bound_axes, bound_axis
 
 __all__ = [
     "ALIGN",
@@ -317,8 +317,8 @@ def unit_axes(spec_id: int) -> tuple[Axis, ...]:
         ValueError: if an axis is not bound, or its size is not the size in the unit's spec.
     """
     spec = spec_info(spec_id)
-    axes = [lookup(name) for name in spec.axes]
-    check_sharded_for(spec_id, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound()]))
+    axes = [bound_axis(name) for name in spec.axes]
+    check_sharded_for(spec_id, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound_axes()]))
     return tuple(axes)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, LayoutRules, Stacked, axis_names, bound, current_rules, lookup
+from fzero.axes import Axis, LayoutRules, Stacked, axis_names, bound_axes, bound_axis, current_rules
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
 from fzero.sharding._spec import Split, intern_parts
@@ -223,7 +223,7 @@ def assign_units(
         members = {k: part for key, at in members.items() for k, part in _divide_large(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
-    stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
+    stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, places, strict=True)]
@@ -244,7 +244,7 @@ def _divide_large(
     key: _Key, positions: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
 ) -> list[tuple[_Key, list[int]]]:
     """Divide a unit of the default rule into subtrees if this rank's part has more than `MAX_UNIT_NUMEL` elements."""
-    parts = {i: leaves[i].numel() // math.prod([lookup(name).size for name in split[i]]) for i in positions}
+    parts = {i: leaves[i].numel() // math.prod([bound_axis(name).size for name in split[i]]) for i in positions}
     if sum(parts.values()) <= MAX_UNIT_NUMEL or len(positions) == 1:
         return [(key, positions)]
     subtrees = divide_tree({paths[i]: parts[i] for i in positions}, MAX_UNIT_NUMEL // 2, MAX_UNIT_NUMEL)
@@ -267,9 +267,9 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
         is_valid = leaf.is_floating_point() and -leaf.ndim <= dim < leaf.ndim
         if is_valid:
             split[name] = dim % leaf.ndim
-            parts[split[name]] = parts.get(split[name], 1) * lookup(name).size
+            parts[split[name]] = parts.get(split[name], 1) * bound_axis(name).size
         if not is_valid or leaf.shape[dim] % parts[split[name]]:
-            n = parts[split[name]] if is_valid else lookup(name).size
+            n = parts[split[name]] if is_valid else bound_axis(name).size
             raise ValueError(
                 f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be split in {n} equal parts along dimension "
                 f"{dim} over {name!r}"
@@ -288,7 +288,7 @@ def _key_of(
         name = default_units(path, leaf) if split else rest
     over = shard_axes(path, leaf, axes, rules, tuple(split))
     # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
-    later_axes = shard_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
+    later_axes = shard_axes(path, leaf, bound_axes(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
     return _Key(name, dtype, over, tuple(split), later_axes) if name is not None and (over or split) else None
 
@@ -302,7 +302,7 @@ def shard_axes(
     if over is not None and not isinstance(over, tuple | list | set | frozenset):
         raise TypeError(f"over: the rule gave {over!r} for leaf {path!r}, expected names of axes")
     for name in over or ():
-        lookup(name)
+        bound_axis(name)
         if axes and name not in [a.name for a in axes]:
             raise ValueError(
                 f"over: leaf {path!r} is to be sharded over {name!r}, which is none of the axes "
@@ -333,7 +333,7 @@ def _unit(
         reduced,
         tuple(
             [
-                Split(name, lookup(name).size, tuple([split[i][name] for i in positions]), stacks.get(name))
+                Split(name, bound_axis(name).size, tuple([split[i][name] for i in positions]), stacks.get(name))
                 for name in key.split
             ]
         ),

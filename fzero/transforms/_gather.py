@@ -6,7 +6,7 @@ import torch
 
 from fzero._torch import is_tracing
 from fzero._torch.levels import unwrapped
-from fzero.axes import axis_names, joint, same
+from fzero.axes import are_equal, axis_names, joint
 from fzero.collectives import all_gather
 from fzero.sharding import (
     Shard,
@@ -88,7 +88,7 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
         return origin
     with torch.no_grad():
         (shard,) = apply_over_unit_axes("partition", joint(axes), box.spec_id, [unwrapped(x) for x in origin])
-    if not same(shard, unwrapped(box.data)):
+    if not are_equal(shard, unwrapped(box.data)):
         raise RuntimeError(
             f"{box!r} was written through .data, which torch does not count as a write, so the leaves gathered before "
             "may be stale: write into the tensor itself under torch.no_grad(), or return new values"

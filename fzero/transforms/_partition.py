@@ -14,7 +14,7 @@ from fzero.axes import (
     SplitRules,
     UnitRule,
     axis_names,
-    bound,
+    bound_axes,
     current_rules,
     layout_rules,
     resolve,
@@ -82,7 +82,7 @@ def partition(
     """
     if reduce not in ("each", "once"):
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
-    if not bound():
+    if not bound_axes():
         return params
     axes = resolve(axis)
     check_unsharded(params)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero._notebook import as_text
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
 from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
@@ -187,5 +187,5 @@ def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:
         remedy = "A higher stage, fzero.remat, more ranks, more micro-batches or smaller units need less memory"
     return (
         f"memory_budget={budget:,.0f}: with all of the state on the host the device still holds {peak:,} bytes at its "
-        f"peak, {peak - budget:,.0f} more than the budget: {parts}. {remedy}{see('out-of-memory')}"
+        f"peak, {peak - budget:,.0f} more than the budget: {parts}. {remedy}{trouble_link('out-of-memory')}"
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero.tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.graph import Plan, Settings, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
@@ -71,7 +71,7 @@ def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], F
         run: the function. Processes inherit it by the fork, since a user's function may not pickle.
     """
     if count > 1 and not _can_fork():
-        notice(
+        warn_once(
             f"fzero.tune: workers={count}: this process has computed gradients, and this build of torch can compute "
             "none in a fork of it. So it plans in one process; call tune before the first gradient to plan in several"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, Stacked
@@ -70,7 +70,7 @@ def check_arguments(
     check_means(entries, mean_axes, rules.apart)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
-        notice(
+        warn_once(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: split the global "
             "batch with mesh.split(batch), or wrap each rank's batch with mesh.local(batch)"
         )
@@ -223,7 +223,7 @@ def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: boo
     if not on_shards:
         return
     if optimizer.elementwise is None:
-        notice(
+        warn_once(
             f"fzero: {type(pair).__name__} does not declare whether it is elementwise, and is assumed to be: "
             "fzero.testing.check_elementwise(opt) checks it"
         )

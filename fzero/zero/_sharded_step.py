@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
@@ -422,7 +422,7 @@ def shard(
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
-            notice("fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used")
+            warn_once("fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch, tree
 from fzero._donated import empty
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.graph import is_random, values
 from fzero.sharding import PerRank, is_box
 
@@ -375,7 +375,7 @@ def _try_trace(init: Callable[[], Any]) -> TracedInit | None:
         random.setstate(states[0])
         torch.set_rng_state(states[1])
         name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
-        notice(
+        warn_once(
             f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
             "while it is sharded"
         )

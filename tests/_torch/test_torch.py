@@ -314,10 +314,10 @@ def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
 
 
 def test_levels_tell_what_tracks_a_tensor():
-    from fzero._torch.levels import is_differentiated, is_foreign, is_mapped_now, is_wrapped
+    from fzero._torch.levels import is_differentiated, is_foreign, is_mapped, is_wrapped
 
     def within(x):
-        assert is_wrapped(x) and is_mapped_now(x) and is_mapped_now(x + 1) and not is_mapped_now(torch.ones(2))
+        assert is_wrapped(x) and is_mapped(x) and is_mapped(x + 1) and not is_mapped(torch.ones(2))
         return x
 
     torch.vmap(lambda x: torch.func.grad(lambda y: (y * x).sum() if is_differentiated(y) else None)(x))(

@@ -8,11 +8,11 @@ from fzero._torch import watched
 from fzero._torch.watched import (
     CallSite,
     WatchedOperation,
+    current_call_site,
     is_real,
-    lines_of_nodes,
     memory_of,
-    place_now,
-    watching,
+    record_node_lines,
+    watch_operations,
     without_watchers,
 )
 
@@ -21,9 +21,10 @@ def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, CallSite]]:
     found: list[tuple[WatchedOperation, CallSite]] = []
     # code that is generated is nobody's, so that the line is that of `f`
     after = eval(
-        "lambda operation, *_: found.append((operation, place_now()))", {"found": found, "place_now": place_now}
+        "lambda operation, *_: found.append((operation, current_call_site()))",
+        {"found": found, "current_call_site": current_call_site},
     )
-    with lines_of_nodes(), watching(lambda operation: None, after):
+    with record_node_lines(), watch_operations(lambda operation: None, after):
         f(*args)
     assert not torch.is_anomaly_enabled()
     return found
@@ -38,9 +39,9 @@ def test_operations_are_shown_with_what_they_write_and_their_numbers():
 
     x = torch.ones(2)
     found = {operation.name: operation for operation, _ in shown(f, x)}
-    assert found["aten::masked_fill"].numbers == [-1.5] and not found["aten::masked_fill"].written
-    assert len(found["aten::add_"].written) == 1 and len(found["aten::_foreach_mul_"].written) == 2
-    assert len(found["aten::mul"].written) == 1 and len(found["aten::mul"].given) == 3
+    assert found["aten::masked_fill"].numbers == [-1.5] and not found["aten::masked_fill"].mutated_arguments
+    assert len(found["aten::add_"].mutated_arguments) == 1 and len(found["aten::_foreach_mul_"].mutated_arguments) == 2
+    assert len(found["aten::mul"].mutated_arguments) == 1 and len(found["aten::mul"].arguments) == 3
 
 
 def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
@@ -58,7 +59,7 @@ def test_memory_is_told_apart_by_bytes_and_not_kept():
     assert whole.storage == row.storage and (whole.first, whole.stop, row.first, row.stop) == (0, 48, 12, 24)
     assert memory_of(x.t())[:3] == whole[:3] and memory_of(x[:, 1])[1:3] == (4, 44)
     del x
-    assert whole.gone and row.gone
+    assert whole.is_freed and row.is_freed
 
 
 def test_what_has_no_values_is_not_real():
@@ -69,7 +70,7 @@ def test_what_has_no_values_is_not_real():
 
 def test_what_runs_unwatched_is_not_shown():
     found: list[str] = []
-    with watching(lambda operation: found.append(operation.name), lambda *_: None):
+    with watch_operations(lambda operation: found.append(operation.name), lambda *_: None):
         torch.ones(2).sin()
         with without_watchers():
             torch.ones(2).cos()

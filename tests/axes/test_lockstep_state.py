@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
 
 import fzero
-from fzero._torch.state import put_settings, settings
+from fzero._torch.state import settings, write_settings
 from fzero.axes._run import process_threads
 
 
@@ -98,7 +98,7 @@ def no_state_is_left():
     """A test that fails leaves the next one a clean process."""
     found = settings()
     yield
-    put_settings(found)
+    write_settings(found)
 
 
 def meet() -> None:

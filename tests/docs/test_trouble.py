@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import fzero
-from fzero._notice import see
+from fzero._notice import trouble_link
 
 ROOT = pathlib.Path(fzero.__file__).parent
 HEADINGS = re.findall(r"^## (.+)$", (ROOT.parent / "docs" / "trouble.md").read_text(), re.MULTILINE)
@@ -19,14 +19,14 @@ def test_every_pointer_has_its_heading():
     pointers = [
         (path, name)
         for path in ROOT.rglob("*.py")
-        for name in re.findall(r"""\bsee\(["']([\w-]+)["']\)""", path.read_text())
+        for name in re.findall(r"""\btrouble_link\(["']([\w-]+)["']\)""", path.read_text())
     ]
     anchors = {anchor(heading) for heading in HEADINGS}
     for path, name in pointers:
         assert name in anchors, f"{path}: docs/trouble.md has no heading for #{name}"
     silent = {"slow-steps", "a-long-traceback"}  # no error tells of them
     assert {name for _, name in pointers} == anchors - silent
-    assert see("a-hang") == "; see docs/trouble.md#a-hang"
+    assert trouble_link("a-hang") == "; see docs/trouble.md#a-hang"
 
 
 def test_every_link_to_a_heading_finds_it():

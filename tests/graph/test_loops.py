@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, random, tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.graph import _agree, _entry, _one_rank
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
@@ -210,7 +210,7 @@ def test_two_loops_in_one_step_are_two():
 
 
 def test_what_a_turn_leaves_behind_is_traced_turn_by_turn_and_said(caplog):
-    notice.cache_clear()
+    warn_once.cache_clear()
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         left = []

@@ -12,7 +12,7 @@ MUTANTS = [
     *File("collectives/_table.py").faults(
         Fault("an inner vmap is the axis", "_LinearMap.vmap", never("A[0] is None")),
         Fault("what differs is called invariant", "_LinearMap.vmap", never("A.invariant"), AXES),
-        Fault("ranks share results", "_meet.compute", bare("A.clone()"), STEP),
+        Fault("ranks share results", "_rendezvous.compute", bare("A.clone()"), STEP),
     ),
     *File("collectives/_invariant.py", AXES).faults(
         Fault("f adds nothing up", "", constant("psum_invariant", "pvary", at="2 of 4")),

@@ -33,7 +33,7 @@ MUTANTS = [
         Fault("ranks report for themselves", "_gather_trails", always("A is None or not A.distributed"), ON_GLOO),
     ),
     *File("_torch/watched.py", DEBUG).faults(
-        Fault("a backward pass has the caller's line", "place_now", always("in_backward")),
-        Fault("a backward of one's own has the caller's line", "place_now", never("in_backward")),
+        Fault("a backward pass has the caller's line", "current_call_site", always("in_backward")),
+        Fault("a backward of one's own has the caller's line", "current_call_site", never("in_backward")),
     ),
 ]

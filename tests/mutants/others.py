@@ -4,15 +4,15 @@ from tests.mutants.changes import always, becomes, before, dropped, never, skipp
 from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Fault, File
 
 MUTANTS = [
-    *File("_torch/dynamo.py", ("tests/test_import.py",)).faults(
-        Fault("Dynamo is imported with fzero", "", before("import importlib.util", "import torch._dynamo")),
-        Fault("Dynamo is not told", "_Loader.exec_module", skipped("A.B(f)")),
+    *File("_torch/on_import.py", ("tests/test_import.py",)).faults(
+        Fault("Dynamo is imported with fzero", "", before("import importlib.abc", "import torch._dynamo")),
+        Fault("Dynamo is not told", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
     ),
     *File("tree.py").faults(
         Fault("a tie breaks in tree.map", "map", always("A not in B")),
     ),
     *File("axes/_scope.py").faults(
-        Fault("an axis leaks", "within", skipped("A.stack.pop()")),
+        Fault("an axis leaks", "call_in_scope", skipped("A.stack.pop()")),
     ),
     *File("axes/_replicated.py", ("tests/test_errors.py",)).faults(
         Fault("results need no check", "_Replicated.vmap", always("not A")),

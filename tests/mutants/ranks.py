@@ -51,8 +51,8 @@ MUTANTS = [
         Fault("diverging calls meet", "_compute_for_all", never("len(A) > 1")),
     ),
     *File("_torch/state.py", SWITCHED).faults(
-        Fault("what a rank sets stays on", "RankSettings.take_off", skipped("A({B: self.C[B] for B in self.D})")),
-        Fault("a rank loses what it has set", "RankSettings.put_on", skipped("A(self.B)")),
+        Fault("what a rank sets stays on", "RankSettings.undo", skipped("A({B: self.C[B] for B in self.D})")),
+        Fault("a rank loses what it has set", "RankSettings.apply", skipped("A(self.B)")),
         Fault(
             "hooks are the caller's only",
             "_with_saved_tensor_hooks",
@@ -62,7 +62,7 @@ MUTANTS = [
         Fault("a thread counts as it did", "thread_state.inherit", never("torch.get_num_threads() != A")),
     ),
     *File("axes/_run.py", SWITCHED).faults(
-        Fault("no level is kept", "_keep_a_level.wait", skipped("A.wait()")),
+        Fault("no level is kept", "_hold_forward_level.wait", skipped("A.wait()")),
         Fault("a fork has its parent's threads", "process_threads", becomes("os.getpid()", "0")),
     ),
     *File("_torch/levels.py", TORCH).faults(

@@ -48,7 +48,7 @@ MUTANTS = [
         Fault("a whole weight is taken for a part", "check_part", never("A > 1")),
     ),
     *File("axes/_rules.py", AXES).faults(
-        Fault("two rules may cut over one axis", "Several.__call__", never("A in B")),
+        Fault("two rules may cut over one axis", "JoinedRules.__call__", never("A in B")),
         Fault("one of several rules is not looked into", "rules_in", becomes("A.B", "()", at="1 of 2"), MOE),
     ),
     *File("parallel/tensor/_layers.py", FUNCTIONS).faults(

@@ -9,14 +9,14 @@ from torch import nn
 
 import fzero
 from fzero import optim
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.nn import functional
 
 
 @pytest.fixture
 def notices(caplog):
     """The notices of a test, each of which is shown once in a process."""
-    notice.cache_clear()
+    warn_once.cache_clear()
     return lambda: [r.getMessage() for r in caplog.records if r.name == "fzero"]
 
 

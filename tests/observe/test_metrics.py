@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import observe
-from fzero._notice import notice
+from fzero._notice import warn_once
 
 
 class Kept:
@@ -94,7 +94,7 @@ def test_what_was_kept_is_written_after_an_error():
 
 
 def test_each_metric_that_is_no_number_is_told_once(caplog):
-    notice.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fzero"), observe.log(every=2) as log:
         for i in range(6):
             log(i + 1, {"loss": torch.tensor(math.nan if i > 2 else 1.0), "norm": math.inf if i > 0 else 1.0, "lr": i})

@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero._notice import notice
+from fzero._notice import warn_once
 from tests.helpers import train_step_for
 
 OPT = optim.sgd(0.1)
@@ -46,7 +46,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"micro_batches": 4}, {"reduce": "weighted"}], ids=str)
 @pytest.mark.parametrize("way", ["outside", "vmap", "lockstep", "jit"])
 def test_a_loss_without_parameters_is_told(way, options, loss, caplog):
-    notice.cache_clear()
+    warn_once.cache_clear()
     f, depends = LOSSES[loss]
     if options.get("reduce"):
         loss_fn = of_weighted(f)
@@ -70,7 +70,7 @@ def test_a_loss_without_parameters_is_told(way, options, loss, caplog):
 
 def test_it_is_not_told_of_what_reads_parameters_in_other_ways(caplog):
     """Frozen parts, two trees, rematerialised blocks, nothing to differentiate, and a derivative of the gradient."""
-    notice.cache_clear()
+    warn_once.cache_clear()
     fzero.value_and_grad(lambda head, body, x: reads({**body, **head}, x))({"b": PARAMS["b"]}, {"w": PARAMS["w"]}, X)
     fzero.value_and_grad(lambda a, b: a.sum(), argnums=(0, 1))(torch.ones(2), torch.ones(2))
     fzero.value_and_grad(fzero.remat(reads))(PARAMS, X)

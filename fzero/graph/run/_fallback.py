@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._torch import have_equal_strides
 from fzero.graph._ir import FUSED, nbytes, values
 from fzero.graph.planning._text import size
@@ -174,7 +174,7 @@ def notify(refusals: Sequence[Refusal], mesh: Mesh | None, strict: bool) -> None
     if mesh is not None and mesh.distributed and mesh.rank:
         return
     stored = next((f", and with up to {r.cost}" for r in refusals if r.cost), "")
-    notice(
+    warn_once(
         f"fzero.jit: {segments}: {reason}. So {'they run' if more else 'it runs'} operation by operation on every "
         f'rank, as with backend="fx": slower{stored}. strict=True raises instead'
     )

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch
-from fzero._notice import see
+from fzero._notice import trouble_link
 from fzero._torch import OpOverload
 from fzero.collectives import record
 from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, views_and_users, wire
@@ -124,7 +124,7 @@ def _data_dependent_errors() -> Iterator[None]:
         raise RuntimeError(
             f"fzero.jit: the step reads the value of a tensor in Python ({error}){where}; a graph is traced before "
             "values are known. Use torch.where, keep it a tensor, or return it and read it there"
-            + see("shapes-that-change")
+            + trouble_link("shapes-that-change")
         ) from error
 
 

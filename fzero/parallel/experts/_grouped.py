@@ -7,9 +7,8 @@ stand-ins, and cannot be mapped over `offsets` that differ by rank. The operatio
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
-from fzero._torch import allow_in_graph
+from fzero._torch import allow_in_graph, register_flop_formula
 
 __all__ = ["grouped_mm", "grouped_outer"]
 

@@ -10,7 +10,7 @@ from einops import einsum, rearrange
 
 from fzero import tree
 from fzero._torch.levels import may_differ
-from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, current_rules, data_axes, lookup, rules_in
+from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, bound_axis, current_rules, data_axes, rules_in
 from fzero.parallel.experts._dispatch import (
     Order,
     assign_positions,
@@ -131,7 +131,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
         ValueError: if all leaves are equal on the ranks along the axis.
     """
     n = axis_size(axis_if_bound(axis))
-    if leaves and n > 1 and not any(may_differ(leaf, lookup(axis).token) for leaf in leaves):
+    if leaves and n > 1 and not any(may_differ(leaf, bound_axis(axis).token) for leaf in leaves):
         raise ValueError(
             f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, but each rank must hold "
             f"its own of the {count} experts: split them over that axis, "

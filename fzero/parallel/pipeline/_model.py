@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import random, tree
-from fzero.axes import Scope, current_scope, in_micro_batch, within
+from fzero.axes import Scope, call_in_micro_batch, call_in_scope, current_scope
 from fzero.graph import loop
 from fzero.parallel.schedules import Schedule
 from fzero.transforms import gather, remat
@@ -212,7 +212,7 @@ class MicroBatchCall:
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
         """Call `f(*args)` as part of this micro-batch's loss."""
-        return in_micro_batch(self.number, f, *args)
+        return call_in_micro_batch(self.number, f, *args)
 
 
 def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
@@ -273,4 +273,4 @@ def without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
     names: Sequence[str] = [a.name for a in axes.each] if axes.default is None else axes.default
     default = tuple([n for n in names if n != name])
     inner: Scope = scope._replace(axes=axes._replace(default=default))
-    return within(inner, f, *args)
+    return call_in_scope(inner, f, *args)

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import derivatives
 from fzero._tracebacks import api_boundary
-from fzero.axes import SplitRule, SplitRules, axis_names, data_axes, join_rules, lookup, micro_batch
+from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, data_axes, join_rules, micro_batch
 from fzero.graph import loop
 from fzero.parallel.pipeline._checks import (
     PipelineSplit,
@@ -311,7 +311,7 @@ class Pipeline:
                 f"fzero.pipeline: the step averages over {axes[:-1]}, but ranks along {self.axis!r} share one loss: "
                 f"add this axis, fzero.shard(..., axis={axes})"
             )
-        check_shared(batch, axis := lookup(self.axis))
+        check_shared(batch, axis := bound_axis(self.axis))
         schedule, placement = self.schedule(axis.size), self._slot_placement(axis.size, len(slots))
         stages = Stages(model, schedule, placement, axis, call_of, self._cache)
         return without_axis(self.axis, on_ranks, stages, list(slots), rest)

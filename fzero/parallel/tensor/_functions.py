@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fzero._torch.levels import may_differ
-from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, lookup
-from fzero.collectives import Along, NoOptions, apply_along, dimension
+from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, bound_axis
+from fzero.collectives import DimOptions, NoOptions, apply_along, dimension
 
 __all__ = [
     "SEQUENCE",
@@ -34,7 +34,7 @@ SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Apply a collective that splits or joins a tensor along a dimension, over the axis if it is bound."""
-    return apply_along(name, x, _bound(axis), Along(dimension(name, x, dim) - x.ndim))
+    return apply_along(name, x, _bound(axis), DimOptions(dimension(name, x, dim) - x.ndim))
 
 
 def _bound(axis: str) -> list[Axis]:
@@ -51,7 +51,7 @@ def _bound(axis: str) -> list[Axis]:
             f"axis={axis!r}: its ranks compute one loss together, but the step averages over it, "
             f"fzero.shard(axis={averaged}): name only the data-parallel axes, {expected}"
         )
-    return [lookup(bound) for bound in axis_if_bound(axis)]
+    return [bound_axis(bound) for bound in axis_if_bound(axis)]
 
 
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
@@ -313,7 +313,7 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
         ValueError: if all ranks hold the same weight.
     """
     n = axis_size(axis_if_bound(axis))
-    if n > 1 and not may_differ(w, lookup(axis).token):
+    if n > 1 and not may_differ(w, bound_axis(axis).token):
         raise ValueError(
             f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
             f"own part: split it, fzero.shard(split=fzero.parallel.tensor.split({{name: dimension}}, axis={axis!r}))"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fzero import tree
-from fzero.axes import SplitRule, axis_if_bound, axis_size, check_inputs_replicated, lookup
+from fzero.axes import SplitRule, axis_if_bound, axis_size, bound_axis, check_inputs_replicated
 from fzero.parallel.tensor._styles import (
     NAMED,
     ColumnParallel,
@@ -190,7 +190,7 @@ class Layers:
             )
 
         paths, leaves, _ = tree.flatten_with_paths(inputs)
-        axes = [lookup(name) for name in axis_if_bound(self.axis)]
+        axes = [bound_axis(name) for name in axis_if_bound(self.axis)]
         check_inputs_replicated("the module's input", [a for a in axes if a.size > 1], paths, leaves, message)
 
 

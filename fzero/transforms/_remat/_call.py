@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch.levels import is_differentiated, is_mapped_now
-from fzero.axes import Axis, Scope, current_scope, within
+from fzero._torch.levels import is_differentiated, is_mapped
+from fzero.axes import Axis, Scope, call_in_scope, current_scope
 from fzero.collectives import DeferredCheck
 from fzero.sharding import Shard, Slot
 from fzero.transforms._gather import gather
@@ -255,7 +255,7 @@ class BlockCall:
                 )
 
         with self.autocast.restored():
-            out = run() if self.scope is None else within(self._rebound(self.scope, tensors), run)
+            out = run() if self.scope is None else call_in_scope(self._rebound(self.scope, tensors), run)
         distinct = DistinctTensors()
         stand_ins = result(out, distinct)
         return tuple(distinct.tensors), stand_ins
@@ -383,7 +383,7 @@ class Map:
 
         def one(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = f(*xs)
-            batched.append(tuple([is_mapped_now(y) for y in ys]))
+            batched.append(tuple([is_mapped(y) for y in ys]))
             return ys
 
         def mapped(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

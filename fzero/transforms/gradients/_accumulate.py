@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes import in_micro_batch
+from fzero.axes import call_in_micro_batch
 from fzero.graph import loop
 from fzero.sharding import PerRank, Shard, Slot, is_box
 
@@ -131,7 +131,7 @@ def _with_tensors(
     """Make a function `variables -> (loss, tensors of aux)` of micro-batch j, which appends its aux to `auxes`."""
 
     def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, aux = in_micro_batch(j, loss_of, xs)
+        loss, aux = call_in_micro_batch(j, loss_of, xs)
         auxes.append(aux)
         return loss, tree.tensors(aux)
 

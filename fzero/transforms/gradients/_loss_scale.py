@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import allow_in_graph
-from fzero.axes import scaled_by
+from fzero.axes import call_with_loss_scale
 from fzero.transforms.gradients._value_and_grad import value_and_grad
 
 __all__ = ["scaled_value_and_grad"]
@@ -98,7 +98,9 @@ class _Scaled:
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(scaled_by(self.scale, self.f, *args, **kwargs), lambda x: _scale_gradient(x, self.scale))
+        return _first(
+            call_with_loss_scale(self.scale, self.f, *args, **kwargs), lambda x: _scale_gradient(x, self.scale)
+        )
 
 
 def _first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, joint
-from fzero.collectives import NoOptions, apply_along, one_of_copies
+from fzero.collectives import NoOptions, apply_along, mark_invariant
 from fzero.optim import Precision
 from fzero.sharding import (
     PerRank,
@@ -189,7 +189,7 @@ class OneValuePrimal(Primal):
         return self.primal.inputs(leaves)
 
     def reduce(self, gradients: Tensors) -> Any:
-        return tree.map(lambda g: one_of_copies(g, joint(self.copies)), self.primal.reduce(gradients))
+        return tree.map(lambda g: mark_invariant(g, joint(self.copies)), self.primal.reduce(gradients))
 
 
 def as_one_value(primal: Primal) -> Primal:

@@ -9,12 +9,12 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
-from fzero.axes import Axis, AxisName, OneLoss, as_one_loss, bound, in_loss, joint, resolve
-from fzero.collectives import check_copies, one_of_copies, psum
+from fzero.axes import Axis, AxisName, OneLoss, bound_axes, call_as_one_loss, in_loss, joint, resolve
+from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import unwrap_per_rank
@@ -226,7 +226,7 @@ def value_and_grad(
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     _check_options(reduce, micro_batches, nums, precision)
     if precision is not None and precision.param is torch.float16 and not getattr(f, "scales_gradients", False):
-        notice(
+        warn_once(
             "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss with "
             "fzero.scaled_value_and_grad(f, opt_state.scale, ...) and optim.dynamic_loss_scale(...), or use bfloat16"
         )
@@ -259,7 +259,7 @@ def value_and_grad(
         )
         value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, is_looped, precision is not None)
         value = psum(value, axis)
-        value = one_of_copies(value, joint(axes)) if one_value else value
+        value = mark_invariant(value, joint(axes)) if one_value else value
         trees = [argument.reduce(gradients) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
@@ -302,7 +302,7 @@ def _one_value_along(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tu
     If every differentiated value is in a `PerRank` that differs along an axis, the loss differs along it too.
     """
     primals = [p for argument in arguments.values() for p in argument.primals if p.variables]
-    rest = [a.name for a in bound() if a.size > 1 and a.name not in [b.name for b in axes]]
+    rest = [a.name for a in bound_axes() if a.size > 1 and a.name not in [b.name for b in axes]]
     return tuple([a for a in rest if not all(isinstance(p, PerRankPrimal) and a in p.varies for p in primals)])
 
 
@@ -367,7 +367,7 @@ class _Loss:
     def _as_one_value(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
         """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""
         one_loss = OneLoss(self.shared_axes)
-        loss, aux = as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
+        loss, aux = call_as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
         if one_loss.hidden:
             rest = iter(variables)
             primals = [
@@ -383,7 +383,7 @@ class _Loss:
         if torch.compiler.is_dynamo_compiling() or not variables or loss.requires_grad:
             return
         names = " or ".join([f"argument {i}" for i in self.arguments])
-        notice(
+        warn_once(
             f"fzero.value_and_grad: the loss of {self.name} does not depend on {names}, so its gradients are zero: let "
             "it read the parameters in its arguments, not a module's parameters or detached tensors"
         )

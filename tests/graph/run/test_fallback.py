@@ -13,7 +13,7 @@ import fzero
 import fzero.graph.run._backends as lowering
 import fzero.graph.run._compile as compiling
 from fzero import optim
-from fzero._notice import notice
+from fzero._notice import warn_once
 from fzero.graph.run._compile import Code, CompileError, first_line
 from fzero.graph.run._fallback import Refusal, check_outputs, compile_checked, merge_refusals, serialize
 from tests.graph.test_compile import code_of
@@ -25,7 +25,7 @@ Inductor = Callable[[GraphModule, Any, Any], Any]
 
 @pytest.fixture(autouse=True)
 def nothing_noticed_yet():
-    notice.cache_clear()
+    warn_once.cache_clear()
 
 
 def interpreted(gm: GraphModule, fakes: Any, made: Any) -> Any:
