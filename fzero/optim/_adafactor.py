@@ -78,11 +78,11 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
 
 
 def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
-    places: dict[Any, list[int]] = {}  # identity of a leaf -> positions
+    positions_by_leaf: dict[Any, list[int]] = {}  # identity of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
-            places.setdefault(tree.identity(x), []).append(position)
-    for positions in places.values():
+            positions_by_leaf.setdefault(tree.identity(x), []).append(position)
+    for positions in positions_by_leaf.values():
         square = at_least_float32(entries[positions[0]]).square()
         rows, columns = (square.sum(-1), square.sum(-2)) if square.ndim > 1 else (square, None)
         yield Sums(positions, tuple(square.shape), rows, columns)
@@ -108,7 +108,7 @@ def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
 
 def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
-    squares, (row, column) = at_least_float32(box.data).square(), _places_of_sums(box)
+    squares, (row, column) = at_least_float32(box.data).square(), _indices_of_sums(box)
     sums = squares.new_zeros(_length(spec_info(box.spec_id).shapes) + 1)  # the last one collects elements without a sum
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
@@ -139,22 +139,22 @@ def spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Ten
     """
     parts = [x.flatten() for pair in zip(rows, columns, strict=True) for x in pair if x is not None]
     numbers = torch.cat([*parts, torch.ones(1, dtype=parts[0].dtype, device=parts[0].device)])
-    row, column = _places_of_sums(box)
+    row, column = _indices_of_sums(box)
     return numbers[row] * numbers[column]
 
 
 # ---------------------------------------------------------------- the vector of sums
 
 
-class _LeafPlace(NamedTuple):
-    """The place of a leaf in its unit, and the places of its sums in the unit's vector of sums.
+class _LeafRange(NamedTuple):
+    """The range of a leaf in its unit, and the indices of its sums in the unit's vector of sums.
 
     Attributes:
         offset: the offset of the leaf's first element in the unit.
         width: the length of a row.
         area: the number of elements of a matrix.
-        rows: the place of the first row's sum.
-        columns: the place of the first column's sum; the end of the vector for a leaf without columns.
+        rows: the index of the first row's sum.
+        columns: the index of the first column's sum; the end of the vector for a leaf without columns.
     """
 
     offset: int
@@ -169,29 +169,29 @@ def _length(shapes: Sequence[Shape]) -> int:
     return sum([math.prod(row_shape(shape)) + math.prod(column_shape(shape) or (0,)) for shape in shapes])
 
 
-def _leaf_places(shapes: Sequence[Shape]) -> list[_LeafPlace]:
-    """Return the place of each leaf, and the place of the padding last; the padding has no sums."""
+def _leaf_ranges(shapes: Sequence[Shape]) -> list[_LeafRange]:
+    """Return the range of each leaf, and the range of the padding last; the padding has no sums."""
     end = _length(shapes)
-    places, offset, start = [], 0, 0
+    ranges, offset, start = [], 0, 0
     for shape in shapes:
         rows, columns = math.prod(row_shape(shape)), math.prod(column_shape(shape) or (0,))
         if len(shape) > 1:
             width, area = max(shape[-1], 1), max(shape[-2] * shape[-1], 1)
-            places.append(_LeafPlace(offset, width, area, start, start + rows))
+            ranges.append(_LeafRange(offset, width, area, start, start + rows))
         else:
-            places.append(_LeafPlace(offset, 1, 1, start, end))
+            ranges.append(_LeafRange(offset, 1, 1, start, end))
         offset, start = offset + math.prod(shape), start + rows + columns
-    return [*places, _LeafPlace(0, 1, 1, end, end)]
+    return [*ranges, _LeafRange(0, 1, 1, end, end)]
 
 
-def _places_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each element of a shard the places of its row's and column's sums in the unit's vector: `[k]` each.
+def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each element of a shard the indices of its row's and column's sums in the unit's vector: `[k]` each.
 
-    Padding has no row, and elements of vectors and 0-d leaves have no column. Then the place is the end of the vector.
+    Padding has no row, and elements of vectors and 0-d leaves have no column. Then the index is the end of the vector.
     """
     device, k, shapes = box.data.device, spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).shapes
     position = unit_index(box.spec_id).to(device) * k + torch.arange(k, device=device)
-    table = torch.tensor([list(column) for column in zip(*_leaf_places(shapes), strict=True)], device=device)
+    table = torch.tensor([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
     offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]
     inner, end = position - offset, _length(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)

@@ -126,7 +126,7 @@ def leafwise(pair: Pair) -> Optimizer:
         leaves, structure = tree.flatten(grads)
         states = tree.leaves_up_to(grads, state)
         param_leaves = [None] * len(leaves) if params is None else tree.leaves_up_to(grads, params)
-        results: dict[Any, Any] = {}  # a tied leaf is updated once: two updates would untie its places
+        results: dict[Any, Any] = {}  # a tied leaf is updated once: two updates would untie it
         keys: list[Any] = []
         for i, (g, s, p) in enumerate(zip(leaves, states, param_leaves, strict=True)):
             keys.append(i if g is None or p is None else (tree.identity(g), tree.identity(p)))
@@ -282,7 +282,7 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
 
 
 def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptState]) -> None:
-    """Shard the states of a unit's leaves over the unit's ranks, and put them into the places of the leaves."""
+    """Shard the states of a unit's leaves over the unit's ranks, and put each at the position of its leaf."""
     constants = spec_info(unit.spec_id)
     rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}

@@ -95,7 +95,7 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "
 
 
 class _ShardedLeaf(_Box):
-    """The place of a sharded leaf. Its `shape` and `numel()` describe the full leaf, as in torch's DTensor."""
+    """A sharded leaf in a tree. Its `shape` and `numel()` describe the full leaf, as in torch's DTensor."""
 
     __slots__ = ()
     index = 0  # of the leaf in its unit
@@ -107,7 +107,7 @@ class _ShardedLeaf(_Box):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the full leaf at this place."""
+        """The shape of the full leaf."""
         _check_not_donated(self)
         return torch.Size(self.spec.full_shapes[self.index])
 
@@ -118,7 +118,7 @@ class _ShardedLeaf(_Box):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameter at this place."""
+        """The dtype of the parameter."""
         _check_not_donated(self)
         return self.spec.dtype
 
@@ -140,7 +140,7 @@ class _Origin(NamedTuple):
 class Shard(_ShardedLeaf):
     """This rank's shard of one unit: a pytree node with one child, `data`, and static data, `spec`.
 
-    It stands at the place of the unit's first leaf. Its `shape`, `dtype`, `device` and `numel()` describe that leaf.
+    It replaces the unit's first leaf. Its `shape`, `dtype`, `device` and `numel()` describe that leaf.
 
     Attributes:
         data: a tensor `[k]`, k elements with padding at the end of the unit. Outside the step, in a simulation, it is
@@ -223,7 +223,7 @@ def _version_of(data: torch.Tensor) -> VersionKey | None:
 
 def mark_donated(box: "Shard | Slot | PerRank", note: str) -> None:
     """Delete the value of a box that was donated, so that reading it raises `DonatedError` with the message `note`."""
-    if hasattr(box, "donated"):  # the same box stands at two places
+    if hasattr(box, "donated"):  # the tree holds the same box twice
         return
     if isinstance(box, Shard):
         del box.data
@@ -234,7 +234,7 @@ def mark_donated(box: "Shard | Slot | PerRank", note: str) -> None:
 
 
 class Slot(_ShardedLeaf):
-    """The place of a leaf whose elements lie in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
+    """A leaf whose elements lie in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
     __slots__ = ("donated", "index", "spec_id")
 

@@ -126,7 +126,7 @@ def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tenso
 
 
 def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """Put one part `[.., k]` at its place in a unit of zeros: the transpose of `own_range`."""
+    """Put one part `[.., k]` at its offset in a unit of zeros: the transpose of `own_range`."""
     *rows, k = shard.shape
     buffer = shard.new_zeros((*rows, spec.shard_numel * spec.ranks))
     buffer.narrow(len(rows), rank * k, k).copy_(shard)

@@ -28,7 +28,7 @@ __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 
 
 class Matrix(NamedTuple):
-    """A matrix that a rank will own: its unit, its place there, its shape and its kind.
+    """A matrix that a rank will own: its unit, its offset there, its shape and its kind.
 
     Attributes:
         unit: the number of its unit in the assignment.

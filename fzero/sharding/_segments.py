@@ -33,7 +33,7 @@ def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) 
 
 
 def zero_padding(box: Shard) -> torch.Tensor:
-    """Return a shard's data `[k]` with zeros in the padding, and in the places of a stacked list that hold no item.
+    """Return a shard's data `[k]` with zeros in the padding, and in the slots of a stacked list that hold no item.
 
     Raises:
         ValueError: if a part of the shard lies on the host.
@@ -89,7 +89,7 @@ def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
     One scalar psum for each set of axes sums the squares of the shards over their ranks. Replicated and tied leaves
-    count once; padding and a pipeline's idle places do not count. Sums are in float32 at least.
+    count once; padding and a pipeline's idle slots do not count. Sums are in float32 at least.
 
     Returns:
         A 0-d tensor, equal on all ranks if the replicated leaves are equal.

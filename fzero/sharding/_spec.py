@@ -353,7 +353,7 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
 
 
 class Item(NamedTuple):
-    """The place of a leaf in a stacked list.
+    """The position of a leaf in a stacked list.
 
     Attributes:
         list: the path of the list in the tree.
@@ -386,7 +386,7 @@ def prefix_of(path: str, own: str) -> str | None:
 
 
 def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
-    """Return the place of a leaf in a stacked list; None if the leaf is not in the list.
+    """Return the position of a leaf in a stacked list; None if the leaf is not in the list.
 
     Args:
         path: the path of the leaf.

@@ -199,8 +199,8 @@ def assign_units(
     """Assign the leaves of a tree to units that will be sharded over `axes`.
 
     Without `rules`, the running step's rules apply, or else the default rules. Leaves of one name that
-    differ in dtype or axes form separate units. Tied leaves, one tensor object at several places, are one leaf of the
-    unit of the first place. Integer and bool leaves belong to no unit.
+    differ in dtype or axes form separate units. Tied leaves, one tensor object with several paths, are one leaf of the
+    unit of the first path. Integer and bool leaves belong to no unit.
     Leaves that the rule names `None` belong to the unit `rest`. A leaf that is neither sharded nor split over an axis
     stays as it is.
     """
@@ -225,8 +225,8 @@ def assign_units(
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
-    places = [owner.get(tree.identity(x)) for x in leaves]
-    entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, places, strict=True)]
+    owners = [owner.get(tree.identity(x)) for x in leaves]
+    entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, owners, strict=True)]
     return UnitAssignment(entries, list(units.values()), structure)
 
 
@@ -351,7 +351,7 @@ class ShardedUnit(NamedTuple):
     Attributes:
         spec_id: the id of its spec.
         shard: its box.
-        members: `(position in the flattened tree, index in the unit)` of each leaf. The first is at the shard's place.
+        members: `(position in the flattened tree, index in the unit)` of each leaf. The first is the shard's.
     """
 
     spec_id: int
@@ -403,7 +403,7 @@ def sharded_units(paths: Sequence[str], entries: Sequence[Any]) -> list[ShardedU
             if x.spec_id not in by_spec_id:
                 raise ValueError(
                     f"leaf {paths[position]!r} lies in the shard of unit {x.spec.unit!r}, which is not in this tree; "
-                    "pass a tree that holds whole units, including the first place of a tied leaf, or make smaller "
+                    "pass a tree that holds whole units, including the first path of a tied leaf, or make smaller "
                     "units with units="
                 )
             by_spec_id[x.spec_id][max(counts.get(x.spec_id, 0) - 1, 0)].members.append((position, x.index))

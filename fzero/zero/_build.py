@@ -12,7 +12,7 @@ from fzero.zero._source import LeafSupply, TracedInit, supply_of
 
 __all__ = ["build", "lay_side_by_side", "supply_like"]
 
-# Filling a layout with full leaves: each leaf is copied into its place and dropped.
+# Filling a layout with full leaves: each leaf is copied into its unit's shard and dropped.
 
 
 def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh) -> Any:
@@ -113,7 +113,7 @@ class _Filler:
                 )
 
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
-        """Copy a leaf to its place, or to its places if it is tied."""
+        """Copy a leaf into its shard, or into several if it is tied."""
         for i in positions:
             if i in self.destinations:
                 self.destinations[i].store(leaf, self.mesh)
@@ -189,7 +189,7 @@ def _fill(leaves: list[Any], unit: ShardedUnit) -> None:
 
 
 def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSupply:
-    """Flatten a tree of full leaves into a supply, at the places where a sharded tree has its leaves and boxes.
+    """Flatten a tree of full leaves into a supply, in the structure of a sharded tree, where it has leaves and boxes.
 
     Args:
         label: the name of `values` in messages.
@@ -223,7 +223,7 @@ def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSuppl
 
 
 def _no_box(x: Any) -> Any:
-    """Replace a box of leaves by a tensor: `values` has a full leaf at its place."""
+    """Replace a box of leaves by a tensor: `values` has a full leaf there."""
     return torch.empty(0, device="meta") if isinstance(x, Shard | Slot) else x
 
 

@@ -81,8 +81,8 @@ def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None
     for s in spec_info(x.spec_id).split:
         if s.stacked is None or not rules.stacks:
             continue
-        places = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
-        expected = rules.stacked(places, dict(mesh.shape)).get(s.axis)
+        item_paths = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
+        expected = rules.stacked(item_paths, dict(mesh.shape)).get(s.axis)
         if expected != s.stacked:
             raise ValueError(
                 f"{where} is of the list {s.stacked.key!r}, which was stacked with the items {_rows(s.stacked)} on the "

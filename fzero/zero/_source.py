@@ -224,7 +224,7 @@ def trace_init(init: Callable[[], Any]) -> TracedInit:
     positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     nodes: dict[Node, list[int]] = {}
     devices: list[Any] = [None] * len(leaves)
-    first: dict[int, Node] = {}  # id of a leaf -> its first node: a captured tensor has a node for each place
+    first: dict[int, Node] = {}  # id of a leaf -> its first node: a captured tensor has a node for each path
     for i, n in zip(positions, output.args[0], strict=True):
         nodes.setdefault(first.setdefault(id(leaves[i]), n), []).append(i)
     for n, at in nodes.items():

@@ -45,8 +45,8 @@ MUTANTS = [
         Fault("hyperparameters in float32", "_number", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", PAIRS).faults(
-        Fault("columns of stacked matrices mix", "_places_of_sums", bare("A + B // C * D")),
-        Fault("padding counts as a row", "_leaf_places", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
+        Fault("columns of stacked matrices mix", "_indices_of_sums", bare("A + B // C * D")),
+        Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),
     *File("optim/_half_precision.py", HALF).faults(
         Fault(

@@ -600,7 +600,7 @@ def test_a_tied_block_says_where_its_leaves_lie():
     step = fzero.shard(train_step_for(loss, opt, gather=False), stage=3, mesh=fzero.mesh(dp=2))
     params, opt_state = step.init({"h": [{"w": w}, {"w": w}]}, opt)
     with pytest.raises(
-        ValueError, match=r"w' lies in the shard of unit 'h.0', which is not in this tree.*first place of a tied leaf"
+        ValueError, match=r"w' lies in the shard of unit 'h.0', which is not in this tree.*first path of a tied leaf"
     ):
         step(params, opt_state, step.mesh.split(torch.ones(2, 4)))
 
