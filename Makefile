@@ -22,7 +22,7 @@ endif
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test check lint types tests test-all sweep bench mutants faults docs format clean
+.PHONY: help train test check lint types tests test-all sweep bench mutants faults cuda docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -61,6 +61,21 @@ mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch e
 
 faults: $(VENV)/dev.stamp ## kill, starve and damage training on processes; ARGS="--cycles 100" to choose
 	$(BIN)/python -m tests.faults $(ARGS)
+
+# The laws of the GPU need PyPI's build of torch, which brings CUDA, and g++; they need no GPU, and run on one where it is.
+CUDA_TORCH ?= 2.14.1
+CUDA_PIP = PIP_CONSTRAINT=/dev/null .venv-cuda/bin/python -m pip install --disable-pip-version-check --constraint .venv-cuda/constraints.txt
+
+cuda: .venv-cuda/stamp ## the laws of the GPU, without one or on one; makes .venv-cuda, 3 GB to download; ARGS="-k wait"
+	.venv-cuda/bin/python -m tests.cuda $(ARGS)
+
+.venv-cuda/stamp: pyproject.toml constraints.txt
+	@echo 'This downloads 3 GB of torch $(CUDA_TORCH) with CUDA from PyPI, which take 5.5 GB in .venv-cuda.'
+	$(PYTHON) -m venv .venv-cuda
+	@sed 's/^torch==.*/torch==$(CUDA_TORCH)/' constraints.txt > .venv-cuda/constraints.txt
+	$(CUDA_PIP) torch numpy hatchling editables
+	$(CUDA_PIP) --quiet --no-build-isolation --editable '.[testing]' pytest pytest-xdist
+	@touch $@
 
 # The variable silences an advertisement; --strict makes every warning an error.
 docs: $(VENV)/docs.stamp ## build the documentation into site/

@@ -1,0 +1,25 @@
+"""Run the laws of the GPU, without one or on one, and write benchmarks/cuda.md.
+
+    python -m tests.cuda [pytest's arguments]       (`make cuda`)
+"""
+
+import subprocess
+import sys
+
+from tests.cuda import lane, report
+
+
+def main() -> int:
+    if not lane.is_here():
+        print("this torch is built without CUDA; `make cuda` makes an environment with one", file=sys.stderr)
+        return 2
+    lane.MEASURED.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "tests/cuda", "-n0", "-rxX", "-p", "no:cacheprovider", *sys.argv[1:]]
+    code = subprocess.run(command, cwd=lane.ROOT).returncode
+    if not sys.argv[1:]:  # all laws were tried
+        report.write()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Start the lane's processes, on the CUDA without a GPU or on a real one, and keep what they measured."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from tests.cuda import build
+
+ROOT = pathlib.Path(__file__).parents[2]
+ENVIRONMENT = ROOT / ".venv-cuda"
+RUNTIME = ENVIRONMENT / "runtime"
+MEASURED = ENVIRONMENT / "measured.jsonl"  # what `python -m tests.cuda` writes benchmarks/cuda.md from
+LAWS = ENVIRONMENT / "laws.json"
+SECONDS = 900
+
+
+def is_here() -> bool:
+    """Whether this Python has a CUDA build of torch, so that the lane can run."""
+    return torch.version.cuda is not None
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether there is a real GPU. This process never loads the CUDA without one."""
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def variables(lazy: bool = False) -> dict[str, str]:
+    """Return the environment of the lane's processes."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env |= {"LOCAL_RANK": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if has_gpu():
+        return env
+    built = build.libraries(RUNTIME)
+    env |= {"LD_PRELOAD": str(built["runtime"]), "LD_LIBRARY_PATH": str(RUNTIME), "TRITON_LIBCUDA_PATH": str(RUNTIME)}
+    return env | ({"CUDA_LOG_LAZY": "1"} if lazy else {})
+
+
+@functools.cache
+def facts(
+    task: str, backend: str, *stages: int, ranks: int = 8, lazy: bool = False, default_device: bool = False
+) -> dict[int, dict[str, Any]]:
+    """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
+
+    Args:
+        task: a name in `tests.cuda.steps.TASKS`.
+        backend: "eager", "fx" or "inductor".
+        *stages: by default all.
+        ranks: of the world, of which only rank 0 exists.
+        lazy: whether large copies are noted and not made, so that models of real size fit into this machine.
+        default_device: whether the process begins with `torch.set_default_device("cuda")`.
+
+    Raises:
+        AssertionError: if the process fails; with its last lines.
+    """
+    command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
+    command += ["--default-device"] * default_device
+    output = run([*command, "--stages", *map(str, stages or range(4))], lazy=lazy)
+    rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
+    with MEASURED.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({"task": task, "backend": backend, "ranks": ranks, "default": default_device, **row}) + "\n")
+    return {row["stage"]: row for row in rows}
+
+
+def run(command: list[str], lazy: bool = False, **more: str) -> str:
+    """Run a command in the lane's environment and return its output.
+
+    Raises:
+        AssertionError: if it fails; with its last lines.
+    """
+    env = variables(lazy) | more
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"{' '.join(command[1:])}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

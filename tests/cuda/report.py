@@ -1,0 +1,76 @@
+"""Write benchmarks/cuda.md from what the lane measured."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+
+from benchmarks.report import publish, table
+from tests.cuda import lane
+from tests.cuda.steps import SIZES
+
+MB = 1e6
+
+
+def write() -> None:
+    """Write the tables."""
+    rows = [json.loads(line) for line in lane.MEASURED.read_text().splitlines()]
+    card = torch.cuda.get_device_name() if lane.has_gpu() else "no GPU: the CUDA without one of tests/cuda/runtime"
+    parts = [
+        f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
+        "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
+        "## Laws",
+        _laws(),
+        "## Memory",
+        "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
+        "its segments, in a steady step.",
+        _memory([r for r in rows if r["task"] in SIZES and r["plan"]]),
+        "## What a steady step asks of CUDA",
+        "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
+        _counts([r for r in rows if r["task"] not in SIZES and not r["default"]]),
+    ]
+    publish(str(lane.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
+
+
+def _laws() -> str:
+    """List each law with the number of cases that hold, and the reason where it does not hold yet."""
+    found: dict[str, Counter[str]] = {}
+    reasons: dict[str, set[str]] = {}
+    for row in json.loads(lane.LAWS.read_text()):
+        name = row["law"].partition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
+        found.setdefault(name, Counter())[row["outcome"]] += 1
+        reasons.setdefault(name, set()).update({row["reason"]} - {""})
+    head = ["law", "cases that hold", "that do not hold yet", "why"]
+    lines = [
+        [name, n["passed"], n["xfailed"] + n["failed"] or "", "; ".join(sorted(reasons[name]))]
+        for name, n in found.items()
+    ]
+    return table(head, lines)
+
+
+def _memory(rows: list[dict[str, Any]]) -> str:
+    head = ["model", "backend", "stage", "plan MB", "requested MB", "peak MB", "peak / plan", "reserved / peak"]
+    lines = [
+        [
+            *(r["task"], r["backend"], r["stage"]),
+            *(f"{r[name] / MB:,.1f}" for name in ("plan", "requested", "peak")),
+            f"{r['peak'] / r['plan']:.4f}",
+            f"{r['reserved'] / r['peak']:.3f}",
+        ]
+        for r in rows
+    ]
+    return table(head, lines)
+
+
+def _counts(rows: list[dict[str, Any]]) -> str:
+    head = ["task", "backend", "stage", "kernels", "products", "collectives", "copies within the device", "waits"]
+    lines = []
+    for r in rows:
+        counts = r["counts"]
+        collectives = sum(n for name, n in counts.items() if name.startswith("collective"))
+        waits = ", ".join(f"{n} x {name}" for name, n in Counter(r["waits"]).items())
+        copies = counts.get("copy: device to device", 0)
+        numbers = [counts.get("kernel", 0), counts.get("product", 0), collectives, copies]
+        lines.append([r["task"], r["backend"], r["stage"], *numbers, waits or "none"])
+    return table(head, lines)

@@ -1,0 +1,206 @@
+"""The train steps that the lane runs: a perceptron, a GPT, experts, a pipeline, an offloaded optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fzero
+from fzero import optim
+from fzero.parallel import experts
+
+WIDTH = 64
+
+
+class Task(NamedTuple):
+    """A train step before it is sharded.
+
+    Attributes:
+        mesh: the axes and sizes of its mesh.
+        shard: what `fzero.shard` takes beside the stage and the mesh.
+        train_step: the step.
+        opt: its optimizer.
+        params: makes the parameters on the default device, given the mesh.
+        batch: makes a rank's batch on the default device.
+        batch_axes: the axes over which batches differ; None for all.
+    """
+
+    mesh: dict[str, int]
+    shard: dict[str, Any]
+    train_step: Callable[..., Any]
+    opt: optim.Optimizer
+    params: Callable[[fzero.ranks.Mesh], Any]
+    batch: Callable[[], Any]
+    batch_axes: str | None = None
+
+
+def train_step_of(loss_fn: Callable[..., Any], opt: optim.Optimizer, **how: Any) -> Callable[..., Any]:
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = fzero.value_and_grad(loss_fn, **how)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, loss
+
+    return train_step
+
+
+def adamw() -> optim.Optimizer:
+    return optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
+
+
+def perceptron(ranks: int, opt: optim.Optimizer | None = None, **how: Any) -> Task:
+    """Four layers, each a product, a gelu and a sum."""
+    opt = opt or adamw()
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        for p in params["blocks"]:
+            x = F.gelu(x @ p["w"] + p["b"]) + x
+        return ((x - batch["y"]) ** 2).mean()
+
+    def params(mesh: fzero.ranks.Mesh) -> Any:
+        return {"blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.zeros(WIDTH)} for _ in range(4)]}
+
+    def batch() -> Any:
+        return {"x": torch.randn(32, WIDTH), "y": torch.randn(32, WIDTH)}
+
+    return Task({"dp": ranks}, {}, train_step_of(loss_fn, opt, **how), opt, params, batch)
+
+
+class GPT(NamedTuple):
+    """The sizes of a transformer without embeddings.
+
+    Attributes:
+        width: of the stream.
+        hidden: of the feed-forward part.
+        layers: of them.
+        context: tokens of a sequence.
+        sequences: of a rank's batch.
+    """
+
+    width: int
+    hidden: int
+    layers: int
+    context: int
+    sequences: int
+
+
+SIZES = {
+    "toy": GPT(256, 1024, 4, 64, 2),
+    "gpt-1.5b": GPT(1600, 6400, 48, 1024, 4),
+    "bert-large": GPT(1024, 4096, 24, 128, 64),
+    "vit-g": GPT(1664, 8192, 48, 257, 16),
+}
+
+
+def transformer(ranks: int, size: GPT) -> Task:
+    """Make a transformer with AdamW in float32."""
+    w, opt = size.width, adamw()
+
+    def block() -> Any:
+        return {
+            **{"ln1": torch.empty(w), "qkv": torch.empty(w, 3 * w), "o": torch.empty(w, w)},
+            **{"ln2": torch.empty(w), "up": torch.empty(w, size.hidden), "down": torch.empty(size.hidden, w)},
+        }
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (w // 64, 64)).transpose(1, 2)
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        for p in params["blocks"]:
+            q, k, v = (F.layer_norm(x, (w,), p["ln1"]) @ p["qkv"]).chunk(3, -1)
+            attended = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
+            x = x + attended.transpose(1, 2).reshape(x.shape) @ p["o"]
+            x = x + F.gelu(F.layer_norm(x, (w,), p["ln2"]) @ p["up"]) @ p["down"]
+        return (x**2).mean()
+
+    return Task(
+        {"dp": ranks},
+        {},
+        train_step_of(loss_fn, opt),
+        opt,
+        lambda mesh: {"blocks": [block() for _ in range(size.layers)]},
+        lambda: {"x": torch.empty(size.sequences, size.context, w)},
+    )
+
+
+def mixture(ranks: int, capacity: float | None) -> Task:
+    """Two layers of four experts, two of them for each token; without a capacity no token is dropped."""
+    count, hidden, opt = 4, 2 * WIDTH, adamw()
+
+    def ffn(p: Any, rows: Tensor, linear: Any) -> Tensor:
+        return linear(torch.tanh(linear(rows, p["up"])), p["down"])
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x, balance = batch["x"], 0.0
+        for p in params["layers"]:
+            routes = experts.route(x @ p["router"], k=2, normalise=True)
+            x = x + experts.layer(ffn, p["experts"], x, routes, axis="ep", capacity=capacity)
+            balance = balance + experts.balance_loss(routes)
+        return (x @ params["out"] - batch["y"]).square().mean() + 0.1 * balance
+
+    def layer() -> Any:
+        up, down = torch.randn(count, WIDTH, hidden), torch.randn(count, hidden, WIDTH)
+        return {"router": torch.randn(WIDTH, count), "experts": {"up": up, "down": down}}
+
+    return Task(
+        {"dp": ranks // 2, "ep": 2},
+        {"split": experts.split("experts", axis="ep")},
+        train_step_of(loss_fn, opt),
+        opt,
+        lambda mesh: {"layers": [layer() for _ in range(2)], "out": torch.randn(WIDTH, 3)},
+        lambda: {"x": torch.randn(8, 16, WIDTH), "y": torch.randn(8, 16, 3)},
+    )
+
+
+def pipeline(ranks: int) -> Task:
+    """Four blocks on two stages, four micro-batches by 1F1B."""
+    opt, words = adamw(), 50
+
+    def last(rest: Any, x: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = (x @ rest["embedding"].T).flatten(0, 1)
+        losses = F.cross_entropy(logits, batch["y"].flatten(), reduction="none")
+        return losses.sum(), torch.ones_like(losses).sum()
+
+    loss = fzero.pipeline(
+        block=lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]),
+        first=lambda rest, batch: rest["embedding"][batch["x"]],
+        last=last,
+        axis="pp",
+        micro_batches=4,
+        schedule="1f1b",
+    )
+
+    def params(mesh: fzero.ranks.Mesh) -> Any:
+        blocks = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(4)]
+        return loss.stack({"embedding": torch.randn(words, WIDTH), "blocks": blocks}, mesh)
+
+    return Task(
+        {"dp": ranks // 2, "pp": 2},
+        {"axis": ("dp", "pp"), "split": loss.split},
+        train_step_of(loss, opt, reduce="weighted"),
+        opt,
+        params,
+        lambda: {"x": torch.randint(0, words, (16, 8)), "y": torch.randint(0, words, (16, 8))},
+        "dp",
+    )
+
+
+def offloaded(ranks: int, update: str) -> Task:
+    """The perceptron with half of AdamW's state on the host, updated there or on the device."""
+    half = optim.offload(optim.adamw(3e-4), 0.5, update=update)
+    return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "dense": perceptron,
+    "dense, 4 micro-batches": lambda ranks: perceptron(ranks, micro_batches=4),
+    "experts, capacity": lambda ranks: mixture(ranks, 1.25),
+    "experts, dropless": lambda ranks: mixture(ranks, None),
+    "pipeline": pipeline,
+    "offload, host update": lambda ranks: offloaded(ranks, "host"),
+    "offload, device update": lambda ranks: offloaded(ranks, "device"),
+    **{name: lambda ranks, size=size: transformer(ranks, size) for name, size in SIZES.items()},
+}

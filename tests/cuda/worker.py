@@ -1,0 +1,106 @@
+"""One process of the lane: rank 0 of a world whose other ranks do not exist. It prints what its steps did, as JSON.
+
+    python -m tests.cuda.worker TASK --backend fx --ranks 8 --stages 0 1 2 3
+
+Memory, kernels, copies, waits and collectives are those of a real rank; the numbers mean nothing. On a GPU the
+collectives are torch's "fake" ones, since one card has no others to talk to.
+"""
+
+import argparse
+import gc
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+import fzero
+from tests.cuda import log
+from tests.cuda.steps import TASKS, Task
+
+WARM_UP = 3  # calls before the one that is recorded
+
+
+def answer_for_absent_ranks() -> None:
+    """Let ranks that do not exist say what this one says, wherever fzero asks all ranks by the store."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fzero") and hasattr(module, "gather_texts"):
+            module.gather_texts = lambda mine, mesh, *_, **__: [mine] * mesh.size
+
+
+@contextmanager
+def rank_0_of(axes: dict[str, int]) -> Iterator[fzero.ranks.Mesh]:
+    """Make this process rank 0 of a mesh."""
+    backend = "cpu:fake,cuda:nccl" if log.without_gpu() else "fake"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=math.prod(axes.values()))
+    answer_for_absent_ranks()
+    try:
+        yield fzero.mesh(simulate=False, **axes)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh) -> dict[str, Any]:
+    """Run a step at a stage, and return its facts; bytes."""
+    torch.manual_seed(0)
+    step = fzero.shard(task.train_step, stage=stage, mesh=mesh, check=False, **task.shard)
+    with torch.device("cuda"):
+        params, local = task.params(mesh), task.batch()
+    state: list[Any] = list(step.init(params, task.opt, donate=True))
+    batch = mesh.local(local, task.batch_axes)
+    del params, local
+    jitted = step if backend == "eager" else fzero.jit(step, backend=backend)
+    run: Callable[..., Any] = jitted
+
+    def call() -> None:
+        state[:] = run(*state, batch)[:2]
+
+    plan = None if backend == "eager" else jitted.plan(*state, batch)
+    for _ in range(WARM_UP):
+        call()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    _, events = log.record(call)
+    memory = torch.cuda.memory_stats()
+    return {
+        "stage": stage,
+        "plan": plan and plan.peak_bytes,
+        "requested": memory["requested_bytes.all.peak"],
+        "peak": memory["allocated_bytes.all.peak"],
+        "reserved": memory["reserved_bytes.all.peak"],
+        "waits": log.waits(events),
+        "counts": log.counts(events),
+        "kernels": sorted({e.name for e in events if e.kind in ("kernel", "product")}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--backend", choices=("eager", "fx", "inductor"), default="fx")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--default-device", action="store_true", help="call torch.set_default_device first")
+    args = parser.parse_args()
+    if log.without_gpu():  # cuDNN asks the card for more than there is
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cudnn.enabled = False
+    if args.default_device:
+        torch.set_default_device("cuda")
+    task = TASKS[args.task](args.ranks)
+    with rank_0_of(task.mesh) as mesh:
+        for stage in args.stages:
+            print("FACTS", json.dumps(measured(task, stage, args.backend, mesh)), flush=True)
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
