@@ -172,7 +172,7 @@ def check_elementwise(opt: Any, steps: int = 3) -> bool:
 
     def random_tree() -> dict[str, torch.Tensor]:
         shapes = {"a": (4, 6), "b": (5,), "c": (3, 2, 2)}
-        return {k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in shapes.items()}
+        return {k: torch.randn(s, generator=g, dtype=torch.float64, device="cpu") for k, s in shapes.items()}
 
     def train(params: Any, grads: Sequence[Any]) -> Any:
         state = opt.init(params)
@@ -232,8 +232,8 @@ def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8)
     def leaf(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
         g = torch.Generator().manual_seed(seed)
         if dtype.is_floating_point:
-            return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
-        return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=g).to(dtype)
+            return torch.randn(shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
+        return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=g, device="cpu").to(dtype)
 
     leaves = st.builds(leaf, shapes(), st.sampled_from(list(dtypes)), st.integers(0, 2**31))
     nested = st.recursive(

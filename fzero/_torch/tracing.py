@@ -308,6 +308,6 @@ def _keeps_base(x: torch.Tensor, users: int) -> bool:
 @functools.cache
 def _references_alone() -> int:
     """Count the references to a base's object that only a view holds. The number differs between versions of torch."""
-    view = torch.empty(2)[:1]
+    view = torch.empty(2, device="cpu")[:1]
     base = view._base
     return sys.getrefcount(base)

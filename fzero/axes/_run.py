@@ -96,7 +96,7 @@ def _hold_forward_level(ready: Future[None], end: threading.Event) -> None:
         return x
 
     try:
-        zero = torch.zeros(())
+        zero = torch.zeros((), device="cpu")
         torch.func.jvp(wait, (zero,), (zero,))
     except BaseException as error:  # such as a level that is already open
         ready.set_exception(error)

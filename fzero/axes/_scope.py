@@ -303,7 +303,7 @@ def axis_index(axis: AxisName = None) -> torch.Tensor:
         >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
         tensor([0, 1, 2])
     """
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
     for a in resolve(axis):
         index = index * a.size + a.token
     return index

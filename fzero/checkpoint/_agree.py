@@ -39,7 +39,7 @@ def all_or_none(task: str, run: Callable[[], T], mesh: Mesh | None) -> T:
     result, error = _try(run)
     if mesh is not None and mesh.distributed:
         kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
-        kinds = [kind for (kind,) in all_gather_numbers(torch.tensor([kind]), mesh)]
+        kinds = [kind for (kind,) in all_gather_numbers(torch.tensor([kind], device="cpu"), mesh)]
         if any(kinds):
             _raise_together(task, error, kinds, mesh)
     if error is not None:
@@ -64,7 +64,7 @@ def check_same(task: str, text: bytes, mesh: Mesh | None) -> None:
     """
     if mesh is None or not mesh.distributed:
         return
-    sums = [n for (n,) in all_gather_numbers(torch.tensor([zlib.crc32(text)]), mesh)]
+    sums = [n for (n,) in all_gather_numbers(torch.tensor([zlib.crc32(text)], device="cpu"), mesh)]
     outliers = [r for r, n in enumerate(sums) if n != sums[0]]
     if outliers:
         raise CheckpointError(f"{task}: rank {outliers[0]} has another tree, or other names, than rank 0")
@@ -94,7 +94,7 @@ def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | Non
     if mesh is None or not mesh.distributed:
         return Reports(nonce, 0, 1, None, timeout)
     halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # because the collective exchanges int64
-    all_numbers = all_gather_numbers(torch.tensor([zlib.crc32(text), *halves]), mesh)
+    all_numbers = all_gather_numbers(torch.tensor([zlib.crc32(text), *halves], device="cpu"), mesh)
     nonce = "".join([f"{half:08x}" for half in all_numbers[0][1:]])
     reports = Reports(nonce, mesh.rank, mesh.size, default_store(), timeout)
     outliers = [r for r, numbers in enumerate(all_numbers) if numbers[0] != all_numbers[0][0]]

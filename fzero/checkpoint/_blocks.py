@@ -104,7 +104,7 @@ def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     (a, stop), (b, end) = _span(x), _span(y)
     first = min(a, b)
-    mask = torch.zeros(max(stop, end) - first, dtype=torch.bool)
+    mask = torch.zeros(max(stop, end) - first, dtype=torch.bool, device="cpu")
     _bytes_in(mask, x, a - first).fill_(True)
     return bool(_bytes_in(mask, y, b - first).any())
 

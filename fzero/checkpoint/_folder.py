@@ -232,7 +232,7 @@ class Checkpoints:
         """Return the newest step that is complete on disk. Rank 0 looks for it, and all ranks get its answer."""
         step = all_or_none(f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged), self._mesh)
         if self._mesh is not None and self._mesh.distributed:
-            step = all_gather_numbers(torch.tensor([step]), self._mesh)[0][0]
+            step = all_gather_numbers(torch.tensor([step], device="cpu"), self._mesh)[0][0]
         return None if step < 0 else step
 
     def newest(self) -> int | None:

@@ -78,7 +78,7 @@ def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
         is_new = False
     if mesh is None or not mesh.distributed:
         return is_new
-    return any(x for (x,) in all_gather_numbers(torch.tensor([int(is_new)]), mesh))
+    return any(x for (x,) in all_gather_numbers(torch.tensor([int(is_new)], device="cpu"), mesh))
 
 
 def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, checksums: list[int]) -> Any:
@@ -95,7 +95,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
 
     crc = all_or_none(f"loading {files.path!r}", prepare, mesh)
     if mesh is not None and mesh.distributed:
-        sums = [crc for (crc,) in all_gather_numbers(torch.tensor([crc]), mesh)]
+        sums = [crc for (crc,) in all_gather_numbers(torch.tensor([crc], device="cpu"), mesh)]
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     manifest, result, mine = results[0]
@@ -273,7 +273,7 @@ def _views(
         if is_direct(request.to):
             views.append(bytes_of(request.to.detach().view(-1)[request.start : request.start + numel]))
         else:
-            data = torch.empty(numel, dtype=request.to.dtype)
+            data = torch.empty(numel, dtype=request.to.dtype, device="cpu")
             views.append(bytes_of(data))
             finish.append(lambda request=request, data=data: put_elements(request.to.detach(), request.start, data))
         at = request.at + request.nbytes

@@ -69,7 +69,7 @@ def read(path: Any, name: str) -> Any:
         examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
         raise CheckpointError(f"{files.path!r} has no leaf {name!r}: it has {len(paths)} leaves, such as {examples}")
     leaf = tree.leaves[tree.number[name]]
-    return fill_leaf(files, manifest, tree.number[name], torch.empty(leaf.shape, dtype=leaf.dtype))
+    return fill_leaf(files, manifest, tree.number[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
 
 
 def _above(path: str) -> Iterator[str]:
@@ -124,7 +124,7 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, tota
     files = files_at(path)
     manifest, nbytes = read_complete(files), 0
     for rank, at, size in _blocks(manifest.tree, manifest):
-        block = torch.empty(size, dtype=torch.uint8)
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
         read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
         nbytes += size
         progress(nbytes, manifest.nbytes)
@@ -231,7 +231,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def _leaf(files: Files, manifest: Manifest, number: int) -> torch.Tensor:
     leaf = manifest.tree.leaves[number]
-    return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype)).view(-1)
+    return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
 
 
 def _nan_last(x: float) -> tuple[bool, float]:
@@ -381,7 +381,7 @@ def _leaves(
     leaves = [manifest.tree.leaves[i] for _, i in names]
     nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
-        x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype))
+        x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
         yield name, x.to(_dtype(leaf, dtype))
         nbytes += leaf.nbytes
         progress(nbytes, total)

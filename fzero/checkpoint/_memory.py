@@ -54,7 +54,11 @@ class Machines:
 
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """All-gather numbers, equally many on all ranks; return each rank's numbers, in rank order."""
-        return [list(mine)] if len(self.hosts) == 1 else all_gather_numbers(torch.tensor(list(mine)), self._mesh())
+        return (
+            [list(mine)]
+            if len(self.hosts) == 1
+            else all_gather_numbers(torch.tensor(list(mine), device="cpu"), self._mesh())
+        )
 
     def _mesh(self) -> Mesh:
         assert self.mesh is not None
@@ -72,7 +76,11 @@ class Machines:
             tail = size % 4 or 4
             return b"".join([n.to_bytes(4, "big") for n in received[:-1]]) + received[-1].to_bytes(tail, "big")
         (size,) = self.numbers([len(data)])[source]
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else torch.empty(size).byte()
+        x = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.rank == source
+            else torch.empty(size, device="cpu").byte()
+        )
         dist.broadcast(x, source, group=self.group)
         return bytes(bytes_of(x))
 
@@ -129,19 +137,19 @@ class SharedMemory(LocalFolder):
     def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
         """Send a file to a rank: its size, and then its blocks. For None send the size 0 alone."""
         size = 0 if name is None else os.path.getsize(self._at(name))
-        messages = [torch.tensor([size])]
+        messages = [torch.tensor([size], device="cpu")]
         if size and name is not None:
             messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(BLOCK)
         return [(dist.isend(x, to, group=self.machines.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
         """Receive a file from a rank."""
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(size, source, group=self.machines.group)
         self.make()
         with open(self._at(f".{name}.tmp"), "wb") as f:
             for at in range(0, int(size), BLOCK):
-                block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8)
+                block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8, device="cpu")
                 dist.recv(block, source, group=self.machines.group)
                 f.write(bytes_of(block))
         if int(size):

@@ -76,13 +76,13 @@ class Staging:
     """A buffer that a save copies the tree into, so that a step may overwrite the tree. It is reused between saves."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def room(self, nbytes: int) -> torch.Tensor:
         """Return a buffer `[nbytes]`. It reuses the previous memory if that is large enough."""
         if len(self._buffer) < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old buffer first
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu")
         return self._buffer[:nbytes]
 
 
@@ -180,7 +180,7 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
         return
     plain = {i: x for memory in mine.memory if isinstance(memory, Plain) for i, x in memory.leaves.items()}
     small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
-    sums = torch.stack([torch.zeros((), dtype=torch.int64), *[checksum(plain[i]).cpu() for i in small]])
+    sums = torch.stack([torch.zeros((), dtype=torch.int64, device="cpu"), *[checksum(plain[i]).cpu() for i in small]])
     all_numbers = all_gather_numbers(sums, mesh)
     for n, i in enumerate(small, 1):
         rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)

@@ -187,7 +187,7 @@ class SavePlanner(DefaultSavePlanner):
         for path, i in sharded_tree.number.items():
             leaf, leaf_chunks = sharded_tree.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in mine.ranks:  # the leaf has no elements to write, but needs its name
-                empty = torch.empty(leaf.shape, dtype=leaf.dtype)
+                empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
             for chunk in leaf_chunks:
                 data = TensorWriteData(chunk.metadata, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))

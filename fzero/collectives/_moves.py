@@ -27,7 +27,7 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("fzero::to_device", mutates_args=())
 def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":  # a copy from pageable memory would wait for all of the device's work
-        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
 
 

@@ -43,7 +43,7 @@ Tensors = Sequence[torch.Tensor]
 
 SINGLE_RANK = "alone"
 """The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""
-NO_AXIS = Axis("", 1, SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64))
+NO_AXIS = Axis("", 1, SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 class NoOptions(NamedTuple):

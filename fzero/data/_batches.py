@@ -105,10 +105,12 @@ def load_batches(
         dataset if pad is None else _PaddedDataset(dataset, pad),  # pyright: ignore
         batch_sampler=map(local_examples, indices),  # pyright: ignore  DataLoader iterates over it only once
         collate_fn=collate,
-        generator=torch.Generator(),  # the default would draw from the user's global generator
+        generator=torch.Generator("cpu"),  # the default would draw from the user's global generator
         **options,
     )
-    return map(target.box, loader)
+    with torch.device("cpu"):  # the loader draws a number, which it reads at once
+        loaded = iter(loader)
+    return map(target.box, loaded)
 
 
 def check_sized(dataset: Any) -> None:
@@ -255,10 +257,10 @@ class Batches:
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(len(self.dataset))
+            return torch.arange(len(self.dataset), device="cpu")
         # Python hashes the text to a seed, so that neighbouring epochs and seeds are unrelated
-        generator = torch.Generator().manual_seed(Random(f"{self.seed}/{epoch}").getrandbits(63))
-        return torch.randperm(len(self.dataset), generator=generator)
+        generator = torch.Generator("cpu").manual_seed(Random(f"{self.seed}/{epoch}").getrandbits(63))
+        return torch.randperm(len(self.dataset), generator=generator, device="cpu")
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, PerRank]]:
         """Load the batches from `start` to before `stop`, or without end, each with its number.
@@ -284,7 +286,7 @@ class Batches:
 
     def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:
         """Yield the indices of one batch after another. Each epoch's order is drawn once."""
-        epoch, order = -1, torch.empty(0)
+        epoch, order = -1, torch.empty(0, device="cpu")
         for i in count(start) if stop is None else range(start, stop):
             batch_epoch, position = divmod(i, self.per_epoch)
             if batch_epoch != epoch:
@@ -381,5 +383,5 @@ def once(
     length = len(dataset)
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
-    rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
+    rows = (torch.tensor(min(global_batch, length - start), device="cpu") for start in starts)
     return zip(load_batches(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)

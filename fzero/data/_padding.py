@@ -113,9 +113,11 @@ class Padding:
             ValueError: if the example has no sequence, or one longer than `length`. The message names the sequence.
         """
         if not isinstance(example, Mapping):
-            return self._pad("", torch.as_tensor(example), length)
+            return self._pad("", torch.as_tensor(example, device="cpu"), length)
         tensors = {
-            name: torch.as_tensor(x) for name, x in example.items() if isinstance(x, torch.Tensor | list | tuple)
+            name: torch.as_tensor(x, device="cpu")
+            for name, x in example.items()
+            if isinstance(x, torch.Tensor | list | tuple)
         }
         sequences = {name: x for name, x in tensors.items() if x.dim()}
         if not sequences:
@@ -124,7 +126,7 @@ class Padding:
         padded = {name: self._pad(name, x, length) for name, x in sequences.items() if len(x) == tokens}
         result = {**example, **tensors, **padded}
         if self.mask is not None and self.mask not in example:
-            result[self.mask] = (torch.arange(length) < tokens).long()
+            result[self.mask] = (torch.arange(length, device="cpu") < tokens).long()
         return result
 
     def _pad(self, name: str, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -194,8 +196,8 @@ def _best_buckets(candidates: Sequence[int], chances: Sequence[float], count: in
 
     By dynamic programming: `least[j]` is the least expected length of batches up to candidate j, if j is chosen.
     """
-    n = torch.tensor([0, *candidates], dtype=torch.float64)
-    below = torch.tensor([0.0, *accumulate(chances)], dtype=torch.float64)
+    n = torch.tensor([0, *candidates], dtype=torch.float64, device="cpu")
+    below = torch.tensor([0.0, *accumulate(chances)], dtype=torch.float64, device="cpu")
     cost = n[None, :] * (below[None, :] - below[:, None])  # [i, j]: batches above candidate i, rounded up to j
     cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(1), cost, torch.inf)
     least, before = cost[0], []

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     return lines
 
 
+_DEVICE = re.compile(r"device\(type=('\w+'), index=\d+\)")  # a rank of a host has the GPU of its own number
+
+
 def _signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
         return _Shown(dtypes_and_shapes(a))
@@ -46,7 +50,7 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
         args = (_permuted(*node.args), {})
     if is_collective(node):
         args = ([groups.get(a, a) if isinstance(a, str) else a for a in args[0]], args[1])
-    return f"{node.target}{args} at {line_of(node)}"
+    return _DEVICE.sub(r"\1", f"{node.target}{args} at {line_of(node)}")
 
 
 def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:

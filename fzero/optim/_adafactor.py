@@ -259,7 +259,7 @@ def adafactor(
 
     def init(params: Params) -> AdafactorState:
         rows, columns = _zeros(params)
-        return AdafactorState(torch.zeros((), dtype=torch.int64), rows, columns)
+        return AdafactorState(torch.zeros((), dtype=torch.int64, device="cpu"), rows, columns)
 
     def update(grads: Updates, state: AdafactorState, params: Params | None = None) -> tuple[Updates, AdafactorState]:
         if params is None:
@@ -288,17 +288,18 @@ def _zeros(params: Params) -> tuple[Tree, Tree]:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
     keys: list[Any] = [id(x) for x in entries]  # the identity of each leaf
+    devices = [x.device if isinstance(x, torch.Tensor) else None for x in entries]
     for spec_id, box, members in sharded_units(paths, entries):
         for position, index in members:
-            keys[position] = (spec_id, id(box), index)
+            keys[position], devices[position] = (spec_id, id(box), index), box.data.device
     zeros: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
     rows: list[Any] = [None] * len(entries)
     columns: list[Any] = [None] * len(entries)
-    for position, (key, x, like) in enumerate(zip(keys, entries, shapes, strict=True)):
+    for position, (key, device, like) in enumerate(zip(keys, devices, shapes, strict=True)):
         if like is None:
             continue
         if key not in zeros:
-            zeros[key] = _zeros_like(like, x.device if isinstance(x, torch.Tensor) else None)
+            zeros[key] = _zeros_like(like, device)
         rows[position], columns[position] = zeros[key]
     return tree.unflatten(structure, rows), tree.unflatten(structure, columns)
 

@@ -144,7 +144,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
 
 
 def _init(params: Params) -> AdamState:
-    count = torch.zeros((), dtype=torch.int64)
+    count = torch.zeros((), dtype=torch.int64, device="cpu")
     return AdamState(count, tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
 
 

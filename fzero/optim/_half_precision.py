@@ -275,8 +275,10 @@ def dynamic_loss_scale(
         )
 
     def init(params: Params) -> LossScaleState:
-        zero = torch.zeros((), dtype=torch.int64)
-        return LossScaleState(torch.tensor(initial, dtype=torch.float32), zero, zero.clone(), pair.init(params))
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
+        return LossScaleState(
+            torch.tensor(initial, dtype=torch.float32, device="cpu"), zero, zero.clone(), pair.init(params)
+        )
 
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         good = all_finite(grads)
@@ -348,7 +350,7 @@ def all_finite(grads: Updates) -> torch.Tensor:
         elif isinstance(x, torch.Tensor):
             nonfinite[()].append(_has_nonfinite(x))
     counts = [psum(torch.stack(flags).sum(), axes) for axes, flags in nonfinite.items() if flags]
-    return torch.stack(counts).sum() == 0 if counts else torch.tensor(True)
+    return torch.stack(counts).sum() == 0 if counts else torch.tensor(True, device="cpu")
 
 
 def _has_nonfinite(x: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """
 
     def init(params: Params) -> ScaleByScheduleState:
-        return ScaleByScheduleState(torch.zeros((), dtype=torch.int64))
+        return ScaleByScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def update(
         grads: Updates, state: ScaleByScheduleState, params: Params | None = None
@@ -217,7 +217,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
     def init(params: Params) -> EmaState:
         # copies: a jitted step overwrites parameters and state, each in its own memory
         copies = tree.map(lambda p: p.to(accumulator_dtype or p.dtype, copy=True), params)
-        return EmaState(torch.zeros((), dtype=torch.int64), copies)
+        return EmaState(torch.zeros((), dtype=torch.int64, device="cpu"), copies)
 
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         if params is None:
@@ -260,7 +260,7 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
 
     def init(params: Params) -> EmaState:
         zeros = tree.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params)
-        return EmaState(torch.zeros((), dtype=torch.int64), zeros)
+        return EmaState(torch.zeros((), dtype=torch.int64, device="cpu"), zeros)
 
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         count = state.count + 1

@@ -252,7 +252,7 @@ def muon(
 
     def init(params: Params) -> MuonState:
         _check_mask(params, mask, fallback is not None)
-        return MuonState(torch.zeros((), dtype=torch.int64), tree.map(torch.zeros_like, params))
+        return MuonState(torch.zeros((), dtype=torch.int64, device="cpu"), tree.map(torch.zeros_like, params))
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
         is_matrix = _check_mask(grads, mask, fallback is not None)

@@ -63,7 +63,7 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
 
     def init(params: Params) -> SgdState:
         return SgdState(
-            torch.zeros((), dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64, device="cpu"),
             tree.map(torch.zeros_like, params) if has_momentum else None,
         )
 
@@ -119,7 +119,9 @@ def adagrad(
 
     def init(params: Params) -> AdagradState:
         sums = tree.map(lambda p: torch.zeros_like(p) + initial_accumulator_value, params)
-        return AdagradState(torch.zeros((), dtype=torch.int64), tree.map(lambda s, p: s.to(p.dtype), sums, params))
+        return AdagradState(
+            torch.zeros((), dtype=torch.int64, device="cpu"), tree.map(lambda s, p: s.to(p.dtype), sums, params)
+        )
 
     def update(grads: Updates, state: AdagradState, params: Params | None = None) -> tuple[Updates, AdagradState]:
         rate = rate_at(learning_rate, state.count)

@@ -362,7 +362,7 @@ def inject_hyperparams(
             return factory(*bound.args, **bound.kwargs)
 
         def init(params: Params) -> InjectHyperparamsState:
-            count = torch.zeros((), dtype=torch.int64)
+            count = torch.zeros((), dtype=torch.int64, device="cpu")
             hyperparams = {k: _number(k, v, count) for k, v in numbers.items()} | values_at(count)
             return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
 
@@ -375,7 +375,9 @@ def inject_hyperparams(
             updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
 
-        pair = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # plain numbers, so that `factory` checks them
+        pair = pair_with(
+            values_at(torch.zeros((), dtype=torch.int64, device="cpu"))
+        )  # plain numbers, so that `factory` checks them
         return wrap_pairs(init, update, pair)
 
     return make

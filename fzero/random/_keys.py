@@ -79,7 +79,7 @@ def key(seed: int) -> torch.Tensor:
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed={seed!r}: expected an int")
-    return _mix(torch.tensor(SECOND), _signed(seed))
+    return _mix(torch.tensor(SECOND, device="cpu"), _signed(seed))
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:

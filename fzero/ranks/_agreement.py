@@ -223,6 +223,6 @@ _MAX_BYTES = 1024  # a text is truncated to this length
 def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Exchange short texts between all ranks, encoded as numbers, without pickle."""
     padded = text.encode()[:_MAX_BYTES].ljust(_MAX_BYTES, b"\0")
-    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)])
+    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)], device="cpu")
     all_numbers = all_gather_numbers(mine, mesh)
     return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in all_numbers]

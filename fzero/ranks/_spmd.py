@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -174,7 +174,7 @@ def _vmapped(
             in_dims=(0, *[0 if name in a else None for a in axes]),
             out_dims=tuple([None if unbatched else 0 for unbatched in is_unbatched]),  # pyright: ignore[reportArgumentType]
             randomness="different",
-        )(torch.arange(size), *leaves)
+        )(torch.arange(size, device=_device_of(leaves)), *leaves)
         return tuple(
             [
                 [x[0] for x in group] if not unbatched and name not in kind else group
@@ -183,6 +183,12 @@ def _vmapped(
         )
 
     return over_axis
+
+
+def _device_of(leaves: Iterable[Any]) -> torch.device:
+    """Return the accelerator on which simulated ranks lie, or the CPU."""
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta")]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _rank_value(x: Any, axes: Names, bound: tuple[Axis, ...], copies: dict[Any, Any]) -> Any:

@@ -113,7 +113,7 @@ def global_norm(params: Tree) -> torch.Tensor:
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
             plain[id(x)] = _square(x)
     squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> fl
 
 def bytes_to_host(device: torch.device, budget: float) -> float:
     """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
-    host = torch.empty(64 << 18, pin_memory=True)
+    host = torch.empty(64 << 18, pin_memory=True, device="cpu")
     on_device = torch.empty_like(host, device=device)
     up = _seconds(lambda: on_device.copy_(host), device, budget / 2)
     down = _seconds(lambda: host.copy_(on_device), device, budget / 2)

@@ -100,7 +100,7 @@ def _can_fork() -> bool:
 
 
 def _differentiate() -> None:
-    torch.func.grad(torch.sin)(torch.zeros(()))
+    torch.func.grad(torch.sin)(torch.zeros((), device="cpu"))
 
 
 _functions: list[Callable[[Any], Any]] = []  # in a forked process: the functions that it inherited

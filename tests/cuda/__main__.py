@@ -1,6 +1,6 @@
 """Run the laws of the GPU, without one or on one, and write benchmarks/cuda.md.
 
-    python -m tests.cuda [pytest's arguments]       (`make cuda`)
+python -m tests.cuda [pytest's arguments]       (`make cuda`)
 """
 
 import subprocess

@@ -49,7 +49,9 @@ def library(path: pathlib.Path, sources: list[str], wanted: set[str]) -> pathlib
     with tempfile.TemporaryDirectory() as temporary:
         objects = [pathlib.Path(temporary, source).with_suffix(".o") for source in sources]
         for source, target in zip(sources, objects, strict=True):
-            _output("g++", *FLAGS, *(f"-I{folder}" for folder in headers), "-c", str(SOURCES / source), "-o", str(target))
+            _output(
+                "g++", *FLAGS, *(f"-I{folder}" for folder in headers), "-c", str(SOURCES / source), "-o", str(target)
+            )
         defined = set(re.findall(r" [TtWD] (\w+)", _output("nm", *map(str, objects))))
         stubs = pathlib.Path(temporary, "stubs.cpp")
         stub = 'extern "C" __attribute__((visibility("default"))) int {}() {{ return 0; }}\n'

@@ -66,7 +66,9 @@ def facts(
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     with MEASURED.open("a") as file:
         for row in rows:
-            file.write(json.dumps({"task": task, "backend": backend, "ranks": ranks, "default": default_device, **row}) + "\n")
+            file.write(
+                json.dumps({"task": task, "backend": backend, "ranks": ranks, "default": default_device, **row}) + "\n"
+            )
     return {row["stage"]: row for row in rows}
 
 

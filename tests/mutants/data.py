@@ -23,11 +23,13 @@ MUTANTS = [
         Fault("seeds have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
         Fault("an epoch begins anew", "Batches._from", becomes("A != B", "B < 0")),
         Fault("a run goes on at the beginning", "Batches._from", becomes("range(A, B)", "range(B - A)")),
-        Fault("draws are the user's", "load_batches", becomes("torch.Generator()", "None")),
+        Fault("draws are the user's", "load_batches", becomes("torch.Generator('cpu')", "None")),
     ),
     *File("data/_padding.py", DATA).faults(
         Fault("padding counts in the loss", "Padding._pad", becomes("self.fill.get(A, 0)", "0")),
-        Fault("padding is seen", "Padding.example", becomes("torch.arange(A) < B", "torch.arange(A) < A")),
+        Fault(
+            "padding is seen", "Padding.example", becomes("torch.arange(A, device='cpu') < B", "torch.arange(A) < A")
+        ),
         Fault("batches are as long as their first", "Padding.length_of", becomes("max", "min")),
         Fault(
             "the last length is chosen first", "_best_buckets", becomes("(A[:, None] + B).min", "(A[:, None] + B).max")

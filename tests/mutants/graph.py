@@ -283,6 +283,9 @@ MUTANTS = [
     *File("ranks/_spmd.py", JIT).faults(
         Fault("a vmap around the world breaks", "Spmd._by_vmap", dropped("is_outermost")),
     ),
+    *File("graph/_agree.py", ("tests/graph/test_ops.py",)).faults(
+        Fault("the numbers of GPUs differ", "_signature", bare("_DEVICE.sub(B, A)")),
+    ),
     *File("graph/_agree.py", GRAPH).faults(
         Fault(
             "schedules in another order are taken for the same", "order", becomes("names = A", "names: list[str] = []")

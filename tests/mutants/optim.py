@@ -44,6 +44,9 @@ MUTANTS = [
     *File("optim/_wrappers.py", PAIRS).faults(
         Fault("hyperparameters in float32", "_number", becomes("torch.float64", "torch.float32")),
     ),
+    *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
+        Fault("sharded means are on the default device", "_zeros", becomes("A.data.device", "None")),
+    ),
     *File("optim/_adafactor.py", PAIRS).faults(
         Fault("columns of stacked matrices mix", "_indices_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),

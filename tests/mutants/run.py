@@ -38,7 +38,9 @@ MUTANTS = [
         Fault("the last turn is left out", "running.run", becomes("range(A.iterations)", "range(A.iterations - 1)")),
         Fault("all turns have the first part", "running.run", becomes("A * B.size", "0")),
         Fault("all rows are the first", "_write_rows", becomes("iteration", "0")),
-        Fault("all turns fold the same number", "running.run", becomes("torch.tensor(A)", "torch.tensor(0)")),
+        Fault(
+            "all turns fold the same number", "running.run", becomes("torch.tensor(A, device='cpu')", "torch.tensor(0)")
+        ),
         Fault("a row is kept for a turn", "running.run", skipped("del A")),
     ),
     *File("graph/run/_backends.py", COMPILE).faults(

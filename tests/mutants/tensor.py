@@ -59,7 +59,7 @@ MUTANTS = [
     *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
         Fault("what layers are given is handed to each", "Region.enter_once", never("A is B")),
         Fault("a region forgets nothing", "Region.__call__", skipped("self._entered.clear()"), LAYERS + TRANSFORMERS),
-        Fault("shared heads are the first ones", "Layer._own_heads", bare("B(self.axis) * C + A")),
+        Fault("shared heads are the first ones", "Layer._own_heads", bare("B(self.axis).to(D) * C + A")),
         Fault("shared heads are used alike", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
             "norms of heads do not enter",

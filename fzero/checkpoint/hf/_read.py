@@ -292,7 +292,11 @@ def read(
     task = f"reading {files.path!r}"
     all_or_none(task, prepare, mesh)
     tensors, result, mine, leaves = results[0]
-    crcs = all_gather_numbers(torch.tensor([tensors.crc]), mesh) if mesh is not None and mesh.distributed else []
+    crcs = (
+        all_gather_numbers(torch.tensor([tensors.crc], device="cpu"), mesh)
+        if mesh is not None and mesh.distributed
+        else []
+    )
     if any(crc != [tensors.crc] for crc in crcs):
         raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
     check_same(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
@@ -402,7 +406,7 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     assert source.dtype is not None
     size = source.dtype.itemsize
     step = max(CHUNK // max(size, part.to.element_size()), 1)
-    buffer = torch.empty(min(step, part.numel), dtype=source.dtype)
+    buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]
         files.read_into(source.file, source.at + (part.first + at) * size, [bytes_of(values)])

@@ -151,7 +151,7 @@ def is_marker(node: Node) -> bool:
 
 
 def _no_result() -> torch.Tensor:
-    return torch.empty((0,), dtype=torch.int64)
+    return torch.empty((0,), dtype=torch.int64, device="cpu")
 
 
 @needs.register_fake

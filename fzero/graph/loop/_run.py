@@ -39,7 +39,7 @@ def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[
         rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
         for i in range(loop.iterations):
-            number = torch.tensor(i) if first_argument.users else None
+            number = torch.tensor(i, device="cpu") if first_argument.users else None
             parts = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.parts, strict=False)]
             args = [number, *parts, *sums, *rest, *carried]
             del number, parts, carried
@@ -164,7 +164,7 @@ class _Iterations:
                 received[value] = self.messages.take(value)
             return received[value][source.leaf]
         if source == 0:
-            return torch.tensor(m)
+            return torch.tensor(m, device="cpu")
         x = self.inputs[source - 1]
         if source > len(self.loop.parts):
             return x

@@ -238,7 +238,7 @@ def _fake_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @iteration.register_fake
 def _(iterations: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @part.register_fake
@@ -263,7 +263,7 @@ def _(x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> torch.Tensor
 
 @run_again.register_fake
 def _(iteration: torch.Tensor) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @check_equal_runs.register_fake

@@ -169,7 +169,9 @@ class Model:
             )
         # a count in half precision would have 8 or 11 bits only
         total = total.to(torch.promote_types(total.dtype, torch.float32))
-        weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
+        weight = (
+            torch.ones_like(total) if weight is None else torch.as_tensor(weight, device=total.device).to(total.dtype)
+        )
         return total, weight.detach()
 
     def run_outputs(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> Any:

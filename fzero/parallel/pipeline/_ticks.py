@@ -33,7 +33,7 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
         The sums of the totals and of the weights on the rank of the last stage; zeros on the others.
     """
     is_last = axis_index(stages.axis.name) == stages.schedule.rank_of_stage[stages.last]
-    total = weight = torch.zeros(())
+    total = weight = torch.zeros((), device="cpu")
     for call, x in _run_stages(stages, blocks, rest):
         params, x = _mask_gradients(is_last, rest), _mask_gradients(is_last, x)
         a, w = call.run(stages.model.run_last, params, x, call, stages.placement.depth)
@@ -88,7 +88,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
 
 def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
     """Return this rank's entry of a list over all ranks, as a tensor. Under vmap it differs by rank."""
-    return torch.tensor(column).index_select(0, rank.reshape(1)).squeeze(0)
+    return torch.tensor(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
 
 
 def _first(model: Model, rest: Any, call: MicroBatchCall) -> Any:

@@ -75,7 +75,8 @@ def scaled_value_and_grad(
     if not isinstance(scale, torch.Tensor | float | int):
         advice = "; pass its scale, opt_state.scale" if hasattr(scale, "scale") else ""
         raise TypeError(f"scale is a {type(scale).__name__}, expected a positive number, or a 0-d tensor{advice}")
-    factor = torch.as_tensor(scale, dtype=torch.float32)
+    factor = scale if isinstance(scale, torch.Tensor) else torch.tensor(scale, device="cpu")
+    factor = factor.to(torch.float32)
     if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
         raise ValueError(f"scale={scale!r}: expected a positive number, or a 0-d tensor")
     differentiated = value_and_grad(_Scaled(f, factor), argnums, **options)

@@ -92,7 +92,7 @@ def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[t
                 'reduce="weighted": f must return (total, weight), the sum of its losses and the sum of their weights '
                 f"(for example its number of tokens); it returned {type(pair).__name__}"
             )
-        weight = torch.as_tensor(pair[1])
+        weight = pair[1] if isinstance(pair[1], torch.Tensor) else torch.tensor(pair[1], device="cpu")
         if weight.ndim:
             raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: sum it')
         return _zero_dimensional(pair[0], "total"), (weight.detach(), aux)
@@ -342,7 +342,7 @@ class _Loss:
         return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
 
     def _of(self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        args, rest, anchor = list(parts), iter(variables), torch.zeros(0)
+        args, rest, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
         inputs: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.arguments.items():
             leaves = []
