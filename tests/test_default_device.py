@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "lamb": optim.lamb(1e-2, eps=1e-3),
     "adafactor": optim.adafactor(0.1, eps=1e-2),
     "full leaves": optim.on_full_leaves(optim.adamw(1e-2, eps=1e-3)),
-    "muon": optim.muon(0.1, others=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
+    "muon": optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
     "ema": optim.chain(optim.clip_by_block_rms(0.5), optim.sgd(0.1), optim.params_ema(0.9)),
     "hyperparameters": optim.inject_hyperparams(optim.adamw)(optim.linear(1e-2, 1e-3, 4), eps=1e-3),
     "offload": optim.offload(optim.adamw(1e-2), 0.5),
@@ -34,9 +34,9 @@ def test_calls_that_make_tensors_name_the_device(path):
     if path.match(ASKS_FOR_THE_DEFAULT):
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in MAKERS:
-            if ast.unparse(node.func).startswith("torch."):
-                assert {"device", None} & {k.arg for k in node.keywords}, f"line {node.lineno}: {ast.unparse(node)}"
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and name.startswith("torch.") and name.removeprefix("torch.") in MAKERS:
+            assert {"device", None} & {k.arg for k in node.keywords}, f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def trained(opt, stage, *, backend=None, simulate=True, **how):
