@@ -2,39 +2,59 @@
 
 from fzero.collectives import gloo
 from fzero.collectives._copies import DeferredCheck, check_copies
-from fzero.collectives._exchange import all_to_all, broadcast, ppermute
-from fzero.collectives._invariant import all_gather_invariant, mark_invariant, own_part, psum_invariant, pvary
 from fzero.collectives._messages import StageMessages, receive, send
-from fzero.collectives._moves import start_to_host, to_device, to_host, wait_to_host
+from fzero.collectives._moves import (
+    all_to_all,
+    broadcast,
+    ppermute,
+    start_to_host,
+    to_device,
+    to_host,
+    wait_to_host,
+)
 from fzero.collectives._record import Log, record
 from fzero.collectives._sums import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
     all_gather,
+    all_gather_invariant,
     dimension,
     group_all_gather,
     group_psum,
     group_psum_scatter,
+    mark_invariant,
+    own_part,
     pmean,
     psum,
+    psum_invariant,
     psum_scatter,
-    stacked_gather,
-    stacked_scatter,
+    pvary,
 )
 from fzero.collectives._table import (
+    COPIES,
+    INVARIANT,
     NO_AXIS,
+    VARYING,
     AssignmentOptions,
     DimOptions,
     LinearMap,
     NoOptions,
+    RankOperation,
     Tensors,
     UnitOptions,
-    add_row,
+    add_rows,
     apply,
     apply_along,
 )
 from fzero.collectives.gloo import PendingMessages
 
 __all__ = [
+    "ALL_GATHER",
+    "COPIES",
+    "INVARIANT",
     "NO_AXIS",
+    "REDUCE_SCATTER",
+    "VARYING",
     "AssignmentOptions",
     "DeferredCheck",
     "DimOptions",
@@ -42,10 +62,11 @@ __all__ = [
     "Log",
     "NoOptions",
     "PendingMessages",
+    "RankOperation",
     "StageMessages",
     "Tensors",
     "UnitOptions",
-    "add_row",
+    "add_rows",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
@@ -69,8 +90,6 @@ __all__ = [
     "receive",
     "record",
     "send",
-    "stacked_gather",
-    "stacked_scatter",
     "start_to_host",
     "to_device",
     "to_host",

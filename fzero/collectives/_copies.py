@@ -15,7 +15,7 @@ import torch
 from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
 from fzero.axes import Axis, LossCollective, OneLoss, current_one_loss
-from fzero.collectives._table import LinearMap, row_of
+from fzero.collectives._table import COPIES, INVARIANT, VARYING, LinearMap, row_of
 
 __all__ = ["DeferredCheck", "check_copies", "note_call"]
 
@@ -64,7 +64,7 @@ def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, varying: Ma
 def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]) -> None:
     for node, output in _walk(start, axis):
         row = _row_over(node, axis)
-        if row is not None and row.replicated and not row.one:
+        if row is not None and row.output is COPIES:
             differs, blocks = _differs(node.next_functions, axis, leaves)
             if differs:
                 raise ValueError(_message(row.name, axis, node, one_loss.noted))
@@ -141,7 +141,7 @@ def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, 
     blocks = []
     for node, output in _walk(start, axis):
         row, leaf = _row_over(node, axis), _leaf(node)
-        if (row is not None and not row.replicated) or (leaf is not None and id(leaf) in leaves):
+        if (row is not None and row.output is VARYING) or (leaf is not None and id(leaf) in leaves):
             return True, []
         if hasattr(node, "exposed"):
             blocks.append((node, output))
@@ -156,7 +156,7 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
         node, output = stack.pop()
         yield node, output
         row = _row_over(node, axis)
-        if not hasattr(node, "exposed") and (row is None or not row.one):
+        if not hasattr(node, "exposed") and (row is None or row.output is not INVARIANT):
             new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
             seen.update(new)
             stack += new

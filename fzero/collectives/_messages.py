@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fzero._torch import group_of, is_tracing
 from fzero.axes import Axis, Binding, is_lockstep, mailbox, resolve
 from fzero.collectives import _record
-from fzero.collectives._table import LinearMap, MessageOptions, Tensors, add_row, apply
+from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, Tensors, add_rows, apply
 from fzero.collectives.gloo import PendingMessages, wait
 from fzero.parallel.schedules import Instruction, Message, Schedule, Value
 
@@ -94,8 +94,10 @@ def _transposed(options: MessageOptions) -> MessageOptions:
     return options._replace(tag=options.tag ^ 1)
 
 
-add_row(LinearMap("send", "", _by_vmap, _send, transpose="receive", replicated=False, dual=_transposed))
-add_row(LinearMap("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_transposed))
+add_rows(
+    LinearMap("send", RankOperation("", _by_vmap, _send), "receive", transpose_options=_transposed),
+    LinearMap("receive", RankOperation("", _by_vmap, _receive), "send", transpose_options=_transposed),
+)
 
 
 def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:

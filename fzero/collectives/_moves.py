@@ -1,22 +1,263 @@
-"""Moves: copies of a tensor from device memory to host memory, and back. Each is the transpose of the other.
+"""Move tensors without summing: between ranks (all_to_all, ppermute, broadcast), and between device and host memory.
 
-| row | forward | transpose |
-| --- | --- | --- |
-| to_host | copy a tensor from a device to host memory | to_device |
-| to_device | copy a tensor from host memory to a device | to_host |
-
-On a machine without accelerators a move still is a copy, and one operation of a graph. So graphs, plans and laws are
-the same on every machine.
+`to_host` and `to_device` are each other's transposes. On a machine without accelerators they still are copies, and each
+is one operation of a graph. So graphs, plans and laws are the same on every machine.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.collectives._table import NO_AXIS, DeviceOptions, LinearMap, Tensors, add_row, apply
+from fzero import tree
+from fzero._torch import c10d
+from fzero.axes import AxisName, Binding, axis_size, joint, resolve
+from fzero.collectives._copies import note_call
+from fzero.collectives._sums import dimension, group_psum, tensor
+from fzero.collectives._table import (
+    COPIES,
+    NO_AXIS,
+    DeviceOptions,
+    DimOptions,
+    LinearMap,
+    PermutationOptions,
+    RankOperation,
+    SourceOptions,
+    Tensors,
+    add_rows,
+    apply,
+    apply_along,
+)
+from fzero.tree import Tree
 
-__all__ = ["PendingCopy", "start_to_host", "to_device", "to_host", "wait_to_host"]
+__all__ = [
+    "PendingCopy",
+    "all_to_all",
+    "broadcast",
+    "ppermute",
+    "start_to_host",
+    "to_device",
+    "to_host",
+    "wait_to_host",
+]
+
+# ---------------------------------------------------------------- between ranks
+
+
+def _stacked_ppermute(n: int, options: PermutationOptions, xs: Tensors) -> Tensors:
+    source = {to: sender for sender, to in options.pairs}
+    return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
+
+
+def _group_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) -> Tensors:
+    """Send and receive at most one tensor, by an all_to_all with empty parts."""
+    (x,), rank = xs, binding.rank
+    send_counts = [int((rank, r) in options.pairs) for r in range(binding.size)]
+    receive_counts = [int((r, rank) in options.pairs) for r in range(binding.size)]
+    if x.numel() == 0:
+        return [x.clone()]
+    parts = x.unsqueeze(0).contiguous() if sum(send_counts) else x.new_empty((0, *x.shape))
+    y = c10d.wait_tensor(c10d.all_to_all_single(parts, receive_counts, send_counts, binding.group))
+    return [y.squeeze(0) if sum(receive_counts) else torch.zeros_like(x)]
+
+
+def _group_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+    x = xs[0].movedim(options.dim, 0).contiguous()
+    if x.numel() == 0:
+        return [xs[0].clone()]
+    ones = [1] * binding.size
+    return [c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, binding.group)).movedim(0, options.dim)]
+
+
+def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
+    """Return the sum for the source, and zeros for all other ranks."""
+    rank = torch.arange(len(xs), device=xs.device).reshape(-1, *[1] * (xs.ndim - 1))
+    total = xs.sum(0, dtype=xs.dtype)
+    return torch.where(rank == source, total, torch.zeros_like(total))
+
+
+def _group_broadcast(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
+    (x,) = xs
+    if not x.numel():
+        return [x.clone()]
+    return [c10d.wait_tensor(c10d.broadcast(x.contiguous(), options.rank, binding.group))]
+
+
+def _group_psum_to_one(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
+    total = group_psum(xs[0], binding)
+    return [total if binding.rank == options.rank else torch.zeros_like(total)]
+
+
+add_rows(
+    LinearMap(
+        "ppermute",
+        RankOperation(
+            "ppermute",
+            stacked=_stacked_ppermute,
+            local=_group_ppermute,
+            detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
+        ),
+        "ppermute",
+        transpose_options=lambda options: PermutationOptions(tuple([(to, sender) for sender, to in options.pairs])),
+    ),
+    LinearMap(
+        "all_to_all",
+        RankOperation(
+            "all_to_all",
+            stacked=lambda n, options, xs: [
+                xs[0].transpose(0, options.dim)
+            ],  # [from, .., to, ..] -> [to, .., from, ..]
+            local=_group_all_to_all,
+            detail=lambda options, xs: f"({options.dim % xs[0].ndim})",
+        ),
+        "all_to_all",
+    ),
+    LinearMap(
+        "broadcast",
+        RankOperation(
+            "broadcast",
+            stacked=lambda n, options, xs: [xs[0][options.rank]],
+            local=_group_broadcast,
+            detail=lambda options, xs: f"({options.rank})",
+        ),
+        "psum_to_one",
+        output=COPIES,
+    ),
+    LinearMap(
+        "psum_to_one",
+        RankOperation(
+            "all_reduce",
+            stacked=lambda n, options, xs: [_only(xs[0], options.rank)],
+            local=_group_psum_to_one,
+            detail=lambda options, xs: f"({options.rank})",
+        ),
+        "broadcast",
+    ),
+)
+
+
+def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+    """Split a tensor into n equal parts along `split_dim`, send part r to rank r, and concatenate the received parts.
+
+    Expert parallelism dispatches tokens with it (arXiv:2006.16668). It is JAX's `all_to_all(tiled=True)`.
+
+    Args:
+        x: a tensor `[.., n k, ..]`, of one shape on every rank.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+        split_dim: the dimension of size n k.
+        concat_dim: the dimension along which the received parts are concatenated, in rank order.
+
+    Returns:
+        A tensor whose `split_dim` is n times smaller and whose `concat_dim` is n times larger. The transpose is
+        all_to_all with the two dimensions exchanged.
+
+    Raises:
+        ValueError: if an axis is not bound, a dimension does not exist, or its size is not divisible by n.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([[1, 2], [3, 4]]))
+        >>> fzero.mesh(dp=2).spmd(lambda x: fzero.PerRank(fzero.collectives.all_to_all(x)))(x).value
+        tensor([[1, 3],
+                [2, 4]])
+    """
+    axes = joint(resolve(axis))
+    split, concat = dimension("all_to_all", x, split_dim), dimension("all_to_all", x, concat_dim)
+    sizes = [a.size for a in axes]
+    n = math.prod(sizes)
+    if x.shape[split] % n:
+        raise ValueError(
+            f"all_to_all splits dimension {split} of a tensor {list(x.shape)} into {n} equal parts, "
+            f"but {x.shape[split]} is not divisible by {n}; pad it"
+        )
+    if not axes:
+        return x
+    # [.., n k, ..] -> [to.., .., k, ..]: one dimension per axis, each exchanged by itself
+    y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
+    for i, a in enumerate(axes):
+        (y,) = apply(a.token, "all_to_all", a.binding, DimOptions(i - y.ndim), y)
+    return y.flatten(0, len(sizes) - 1).movedim(0, concat).flatten(concat, concat + 1)
+
+
+def _front(first: int, count: int) -> tuple[list[int], list[int]]:
+    """Return the arguments of movedim that put `count` dimensions from `first` in front."""
+    return list(range(first, first + count)), list(range(count))
+
+
+def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send a tensor from rank to rank, as at the boundary of a pipeline stage or in a step of a ring.
+
+    Args:
+        x: a tensor of one shape on every rank.
+        axis: the name of one axis; `None` for the axis of the running step.
+        perm: pairs `(from, to)` of ranks along the axis. No rank sends twice, and none receives twice.
+
+    Returns:
+        The tensor that was sent to this rank, or zeros. The transpose sends in the other direction.
+
+    Raises:
+        ValueError: if the axis is not bound or is several axes, or `perm` lists a rank twice or a rank off the axis.
+
+    Example:
+        >>> import fzero, torch
+        >>> ring = [(0, 1), (1, 2), (2, 0)]
+        >>> f = lambda x: fzero.PerRank(fzero.collectives.ppermute(x, "dp", perm=ring))
+        >>> fzero.mesh(dp=3).spmd(f)(fzero.PerRank(torch.tensor([10, 11, 12]))).value
+        tensor([12, 10, 11])
+    """
+    dimension("ppermute", x, 0, least=0)
+    axes = resolve(axis)
+    if len(axes) > 1:
+        raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
+    n = axis_size(axis)
+    for verb, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
+        if len(set(ranks)) != len(ranks) or any(not 0 <= r < n for r in ranks):
+            raise ValueError(
+                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {verb} twice"
+            )
+    if not axes:
+        return x if perm else torch.zeros_like(x)
+    return apply_along("ppermute", x, axes, PermutationOptions(tuple([(sender, to) for sender, to in perm])))
+
+
+def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
+    """Send one rank's tensor, or tree of tensors, to all ranks.
+
+    Args:
+        x: a tree of tensors, of one shape and dtype on every rank.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+        source: the rank whose values are sent, counted along the axis (along a tuple of axes the first is slowest).
+
+    Returns:
+        A tree of tensors, equal on all ranks. The transpose sums to the source, and gives all other ranks zeros.
+
+    Raises:
+        ValueError: if an axis is not bound, or `source` is not a rank along it.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([5, 6, 7]))
+        >>> fzero.mesh(dp=3).spmd(lambda x: fzero.collectives.broadcast(x, source=1))(x)
+        tensor(6)
+    """
+    n, axes = axis_size(axis), joint(resolve(axis))
+    if not 0 <= source < n:
+        raise ValueError(f"source={source}: expected a rank, 0 to {n - 1}")
+
+    def one(path: str, x: Any) -> torch.Tensor:
+        x, rank = tensor(path, x), source
+        for a in reversed(axes):
+            rank, i = divmod(rank, a.size)
+            (x,) = apply(a.token, "broadcast", a.binding, SourceOptions(i), x)
+        return note_call("broadcast", axes, x)
+
+    return tree.map_with_path(one, x, tree.is_box)
+
+
+# ---------------------------------------------------------------- between device and host memory
 
 
 @torch.library.custom_op("fzero::to_host", mutates_args=())
@@ -46,15 +287,17 @@ def _(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.new_empty(x.shape, device="meta" if x.is_meta else device)
 
 
-def _add_row(name: str, transpose: str, move: Callable[[torch.Tensor, DeviceOptions], torch.Tensor]) -> None:
-    def moved(_: Any, options: DeviceOptions, xs: Tensors) -> Tensors:
+def _per_tensor(move: Callable[[torch.Tensor, DeviceOptions], torch.Tensor]) -> RankOperation:
+    def move_all(_: Any, options: DeviceOptions, xs: Tensors) -> Tensors:
         return [move(x, options) for x in xs]
 
-    add_row(LinearMap(name=name, wire="", stacked=moved, local=moved, transpose=transpose, replicated=False))
+    return RankOperation("", stacked=move_all, local=move_all)
 
 
-_add_row("to_host", "to_device", lambda x, options: _to_host(x))
-_add_row("to_device", "to_host", lambda x, options: _to_device(x, options.device))
+add_rows(
+    LinearMap("to_host", _per_tensor(lambda x, options: _to_host(x)), "to_device"),
+    LinearMap("to_device", _per_tensor(lambda x, options: _to_device(x, options.device)), "to_host"),
+)
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
@@ -95,10 +338,6 @@ class PendingCopy(NamedTuple):
 
 def start_to_host(x: torch.Tensor) -> PendingCopy:
     """Start a copy to the host, after the device's work so far, and return without waiting for it."""
-    return _enqueued(x)
-
-
-def _enqueued(x: torch.Tensor) -> PendingCopy:
     value = _empty_on_host(x).copy_(x, non_blocking=True)
     if x.device.type != "cuda":
         return PendingCopy(value, None)

@@ -1,25 +1,52 @@
 """Sums and gathers over ranks as linear maps: rows of the table, and their public functions.
 
-A transpose is the transpose of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
-rank program computes d(sum over ranks of the loss) / d(this rank's inputs), like JAX's `pmap` and
-`shard_map(check_vma=False)`. For values that are equal on all ranks, as in tensor parallelism, see
-`collectives/_invariant.py`.
+`psum`, `all_gather` and `psum_scatter` have the transposes of the joint map over all ranks, where each rank's copy of a
+replicated value is a separate input. So `psum` is its own transpose, like in JAX's `pmap` and
+`shard_map(check_vma=False)`. `torch.func.grad` inside a rank program computes d(sum over ranks of the loss) / d(this
+rank's inputs).
+
+If the ranks compute one loss together, each from its part of the weights, a replicated value is one value. `pvary`,
+Megatron's f (arXiv:1909.08053), uses it on every rank; its transpose is the sum. Megatron's g, `psum_invariant`, sums
+partial results; its transpose is `pvary`. With `psum` the gradients would be n times too large. JAX's
+`shard_map(check_vma=True)` tells the two families apart by type. Here they have separate names, and a simulation checks
+that invariant inputs are equal on all ranks.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.axes import AxisName, Binding, axis_size, joint, resolve
+from fzero.axes import Axis, AxisName, Binding, axis_size, joint, resolve
 from fzero.collectives import gloo
 from fzero.collectives._copies import note_call
-from fzero.collectives._table import DimOptions, LinearMap, NoOptions, Tensors, add_row, apply_along
+from fzero.collectives._table import (
+    COPIES,
+    INVARIANT,
+    DimOptions,
+    LinearMap,
+    NoOptions,
+    RankOperation,
+    Tensors,
+    add_rows,
+    apply_along,
+)
 from fzero.tree import Tree
 
-__all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_invariant",
+    "mark_invariant",
+    "own_part",
+    "pmean",
+    "psum",
+    "psum_invariant",
+    "psum_scatter",
+    "pvary",
+]
 
 # ---------------------------------------------------------------- one rank of a process group
 
@@ -47,56 +74,116 @@ def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Ten
     return gloo.wait(gloo.reduce_scatter(x, "sum", binding.size, binding.group)).movedim(0, dim)
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- operations
 
 
 def _dim_text(options: DimOptions, xs: Tensors) -> str:
     return f"({options.dim % max(xs[0].ndim, 1)})"
 
 
-def stacked_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
-    """Concatenate the ranks' tensors, stacked along dimension 0, along dimension `options.dim` of each."""
+def _stacked_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     dim = options.dim
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
-def stacked_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
-    """Sum the ranks' tensors, stacked along dimension 0, and split the sum along its dimension `options.dim`."""
-    total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
-    return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
+def _stacked_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+    return [
+        _parts(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)
+    ]  # [n, .., n k, ..] -> [.., n k, ..] -> [n, .., k, ..]
 
 
-add_row(
-    LinearMap(
-        name="psum",
-        wire="all_reduce",
-        stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
-        local=lambda binding, options, xs: [group_psum(xs[0], binding)],
-        transpose="psum",
-        replicated=True,
-    )
+def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """View `[.., n k, ..]` as `[n, .., k, ..]`; `dim` is counted from the end."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
+
+
+def _diagonal(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+    parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
+    return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
+
+
+def _own(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+    k = xs[0].shape[options.dim] // binding.size
+    return [xs[0].narrow(options.dim, binding.rank * k, k).clone()]
+
+
+def _pad(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+    (x,), (dim,) = xs, options
+    shape = list(x.shape)
+    shape[dim] *= binding.size
+    full = x.new_zeros(shape)
+    full.narrow(dim, binding.rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return [full]
+
+
+def _stacked_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+    parts, dim = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1), options.dim  # [n ranks, n parts, .., k, ..]
+    return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
+
+
+def _same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
+    return [xs[0].view_as(xs[0])]
+
+
+ALL_REDUCE = RankOperation(
+    "all_reduce",
+    stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+    local=lambda binding, options, xs: [group_psum(xs[0], binding)],
 )
-add_row(
-    LinearMap(
-        name="all_gather",
-        wire="all_gather",
-        stacked=stacked_gather,
-        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
-        transpose="psum_scatter",
-        replicated=True,
-        detail=_dim_text,
-    )
+ALL_GATHER = RankOperation(
+    "all_gather",
+    stacked=_stacked_gather,
+    local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
+    detail=_dim_text,
 )
-add_row(
-    LinearMap(
-        name="psum_scatter",
-        wire="reduce_scatter",
-        stacked=stacked_scatter,
-        local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
-        transpose="all_gather",
-        replicated=False,
-        detail=_dim_text,
-    )
+REDUCE_SCATTER = RankOperation(
+    "reduce_scatter",
+    stacked=_stacked_scatter,
+    local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
+    detail=_dim_text,
+)
+_VARY = RankOperation(
+    "",
+    stacked=lambda n, options, xs: [xs[0]],
+    uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
+    local=_same,
+)
+_JOIN_COPIES = RankOperation(
+    "",
+    stacked=lambda n, options, xs: [xs[0][0]],
+    uniform=lambda n, options, xs: [xs[0]],
+    local=_same,
+)
+_DIVIDE = RankOperation(
+    "",
+    stacked=lambda n, options, xs: [xs[0][0] / n],
+    uniform=lambda n, options, xs: [xs[0] / n],
+    local=lambda binding, options, xs: [xs[0] / binding.size],
+)
+_OWN_PART = RankOperation(
+    "",
+    stacked=_diagonal,
+    uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
+    local=_own,
+)
+_PAD = RankOperation("", stacked=_stacked_pad, local=_pad)
+
+
+# ---------------------------------------------------------------- the table
+
+add_rows(
+    LinearMap("psum", ALL_REDUCE, "psum", output=COPIES),
+    LinearMap("psum_invariant", ALL_REDUCE, "pvary", output=INVARIANT),
+    LinearMap("pvary", _VARY, "psum_invariant", input=INVARIANT),
+    LinearMap("all_gather", ALL_GATHER, "psum_scatter", output=COPIES),
+    LinearMap("psum_scatter", REDUCE_SCATTER, "all_gather"),
+    LinearMap("all_gather_invariant", ALL_GATHER, "own_part_invariant", output=INVARIANT),
+    LinearMap("own_part_invariant", _OWN_PART, "all_gather_invariant", input=INVARIANT),
+    LinearMap("own_part", _OWN_PART, "own_part_padded"),  # in the joint map: the ranks' inputs may differ
+    LinearMap("own_part_padded", _PAD, "own_part"),
+    # from the joint map to one value: equal copies become one value, whose gradient they share
+    LinearMap("mark_invariant", _JOIN_COPIES, "share_gradient", input=COPIES, output=INVARIANT),
+    LinearMap("share_gradient", _DIVIDE, "mark_invariant", input=INVARIANT, output=INVARIANT),
 )
 
 
@@ -249,3 +336,88 @@ def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
 def along(name: str, x: Any, dim: int) -> DimOptions:
     """Check a dimension of a tensor, and return it as a row's options."""
     return DimOptions(dimension(name, x, dim) - x.ndim)
+
+
+def pvary(x: Tree, axis: AxisName = None) -> Tree:
+    """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
+
+    It is the identity. Its transpose sums the ranks' gradients, so that the gradient is replicated too.
+
+    Args:
+        x: a tree of tensors, equal on all ranks of `axis`.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The tree, to combine with values that differ by rank.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation also if `x` differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x, w: fzero.collectives.psum_invariant((fzero.collectives.pvary(x, "tp") * w).sum(), "tp")
+        >>> x, w = torch.ones(2), fzero.PerRank(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
+        tensor([4., 6.])
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, NoOptions()), x, tree.is_box
+    )
+
+
+def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
+    """Sum a tensor, or each tensor of a tree, over ranks that compute one result together: Megatron's g.
+
+    It is like `psum`, but its transpose is `pvary`: the result is one value, and every rank holds its gradient.
+
+    Args:
+        x: a tree of tensors, each rank's part of the sum.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The sums, equal on all ranks.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation, when differentiated, if the gradient of the result
+            differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([1.0, 2.0]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.collectives.psum_invariant(x, "tp"))(x)
+        tensor(3.)
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, NoOptions()), x, tree.is_box
+    )
+
+
+def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
+    """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
+
+    It is like `all_gather`, but its transpose takes this rank's part of the gradient, which is equal on all ranks,
+    without communication. See `all_gather` for arguments and errors.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x: fzero.collectives.all_gather_invariant(x, "tp").square().sum()
+        >>> x = fzero.PerRank(torch.tensor([[1.0], [2.0]]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(torch.func.grad(f)(x)))(x).value
+        tensor([[2.],
+                [4.]])
+    """
+    return apply_along("all_gather_invariant", x, joint(resolve(axis))[::-1], along("all_gather_invariant", x, dim))
+
+
+def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
+    """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
+    return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
+
+
+def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    """Mark equal copies on the ranks of `axes` as one replicated value, so that the ranks share one gradient."""
+    return apply_along("mark_invariant", x, axes, NoOptions())

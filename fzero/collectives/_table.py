@@ -1,8 +1,9 @@
 """Linear maps over ranks: a table with one row per map, and one autograd Function for all rows.
 
-A row defines the map on the stacked values of all ranks (simulation), the code for one rank (a process group), and the
-row of the transpose. The Function makes every row differentiable to any order in both directions, vmappable, and
-traceable by make_fx and torch.compile.
+A row has an operation, the kinds of its input and result, and the row of its transpose. The operation is the map on the
+stacked values of all ranks (simulation), and the code for one rank (a process group). So `psum` and `psum_invariant`
+are two rows of one operation: they compute and send the same, and have different transposes. One autograd Function
+makes every row differentiable to any order in both directions, vmappable, and traceable by make_fx and torch.compile.
 
 A transpose is the transpose of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
 rank program computes d(sum over ranks of the loss) / d(this rank's inputs), like JAX's `pmap` and
@@ -10,6 +11,7 @@ rank program computes d(sum over ranks of the loss) / d(this rank's inputs), lik
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,11 @@ from fzero.axes import Axis, Binding, are_equal, bound_axes, is_lockstep, rendez
 from fzero.collectives import _record
 
 __all__ = [
+    "COPIES",
+    "INVARIANT",
     "NO_AXIS",
     "SINGLE_RANK",
+    "VARYING",
     "AssignmentOptions",
     "DeviceOptions",
     "DimOptions",
@@ -30,10 +35,12 @@ __all__ = [
     "NoOptions",
     "Options",
     "PermutationOptions",
+    "RankOperation",
     "SourceOptions",
     "Tensors",
     "UnitOptions",
-    "add_row",
+    "ValueKind",
+    "add_rows",
     "apply",
     "apply_along",
     "row_of",
@@ -77,6 +84,11 @@ class UnitOptions(NamedTuple):
 
     spec_id: int
 
+    @property
+    def dim(self) -> int:
+        """The dimension of a flat unit `[numel]` that is split or concatenated."""
+        return -1
+
 
 class AssignmentOptions(NamedTuple):
     """The options of a map of several units' matrices to the ranks that own them: the number of the assignment."""
@@ -118,47 +130,75 @@ Options = (
 )
 
 
+class RankOperation(NamedTuple):
+    """What the ranks of one axis compute and send, whatever the kinds of the values.
+
+    Attributes:
+        kind: the operation on the wire, such as "all_gather" (see `fzero.collectives.record`), or "" for none.
+        stacked: `(n, options, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
+            dimension when they are equal on all ranks.
+        local: `(binding, options, xs) -> ys`, one rank of a process group.
+        uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
+        detail: `(options, xs) -> text` that tells this use of the operation from other uses, for messages.
+    """
+
+    kind: str
+    stacked: Callable[[int, Any, Tensors], Tensors]
+    local: Callable[[Binding, Any, Tensors], Tensors]
+    uniform: Callable[[int, Any, Tensors], Tensors] | None = None
+    detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
+
+
+class ValueKind(Enum):
+    """How a value depends on the rank, and what its gradient counts: a type, as in JAX's `shard_map(check_vma=True)`.
+
+    A varying value may differ by rank. Copies are equal on all ranks, and each rank's copy has a gradient of its own.
+    An invariant value is one value, whose gradient all ranks share.
+    """
+
+    VARYING = "varying"
+    COPIES = "copies"
+    INVARIANT = "invariant"
+
+
+VARYING, COPIES, INVARIANT = ValueKind
+
+
 class LinearMap(NamedTuple):
-    """A linear map over the ranks of one axis.
+    """A linear map over the ranks of one axis: a row of the table.
 
     Attributes:
         name: the row's key.
-        wire: the operation on the wire, such as "all_gather" (see `fzero.collectives.record`), or "" for none.
-        stacked: `(n, options, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
-            dimension when `replicated`.
-        local: `(binding, options, xs) -> ys`, one rank of a process group.
+        operation: what the ranks compute and send.
         transpose: the name of the transposed row.
-        replicated: whether the results are equal on all ranks.
-        dual: `options -> options` of the transposed row.
-        invariant: whether the inputs must be equal on all ranks, like the inputs of Megatron's f.
-        one: whether the results are one value, whose gradient all ranks share. Otherwise each rank has a copy.
-        uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
+        input: the kind of the inputs. A simulation checks that inputs that should be equal on all ranks are.
+        output: the kind of the results.
+        transpose_options: `options -> options` of the transposed row.
         unit: `options -> name` of the unit that the map moves, for the recorder; "" for a user's collective.
-        detail: `(options, xs) -> text` that tells this use of the row from other uses, for messages.
         wire_dtype: `(options, first input) -> dtype` on the wire; by default the input's dtype.
     """
 
     name: str
-    wire: str
-    stacked: Callable[[int, Any, Tensors], Tensors]
-    local: Callable[[Binding, Any, Tensors], Tensors]
+    operation: RankOperation
     transpose: str
-    replicated: bool
-    dual: Callable[[Any], Options] = lambda options: options
-    invariant: bool = False
-    one: bool = False
-    uniform: Callable[[int, Any, Tensors], Tensors] | None = None
+    input: ValueKind = VARYING
+    output: ValueKind = VARYING
+    transpose_options: Callable[[Any], Options] = lambda options: options
     unit: Callable[[Any], str] = lambda options: ""
-    detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
     wire_dtype: Callable[[Any, torch.Tensor], torch.dtype] = lambda options, x: x.dtype
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether the results are equal on all ranks."""
+        return self.output is not VARYING
 
 
 _ROWS: dict[str, LinearMap] = {}
 
 
-def add_row(row: LinearMap) -> None:
-    """Put a linear map into the table."""
-    _ROWS[row.name] = row
+def add_rows(*rows: LinearMap) -> None:
+    """Put linear maps into the table."""
+    _ROWS.update({row.name: row for row in rows})
 
 
 class _LinearMap(torch.autograd.Function):
@@ -168,14 +208,17 @@ class _LinearMap(torch.autograd.Function):
     def forward(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
         row, group = _ROWS[name], binding.group
         if not group:
-            raise RuntimeError(f"{name} over the simulated axis {binding.axis!r} ran outside the axis's vmap")
+            raise RuntimeError(
+                f"{name} over the simulated axis {binding.axis!r} ran after its rank program had ended: call it, and "
+                "the transforms that differentiate it, inside the function that mesh.spmd or fzero.shard runs"
+            )
         if group == SINGLE_RANK:
-            ys = row.stacked(1, options, [x.unsqueeze(0) for x in xs])
-            return tuple(ys) if row.replicated else tuple([y.squeeze(0) for y in ys])
-        if is_lockstep(group) and (row.wire or row.invariant):
+            ys = row.operation.stacked(1, options, [x.unsqueeze(0) for x in xs])
+            return tuple(ys) if row.is_replicated else tuple([y.squeeze(0) for y in ys])
+        if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
             return _rendezvous(row, binding, options, xs)
-        ys = tuple(row.local(binding, options, xs))
-        _record.add(row.wire, binding, _numel(xs), _numel(ys), row.wire_dtype(options, xs[0]), row.unit(options))
+        ys = tuple(row.operation.local(binding, options, xs))
+        _record_call(row, binding, options, xs[0], _numel(xs), _numel(ys))
         return ys
 
     @staticmethod
@@ -186,7 +229,7 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         row = _ROWS[ctx.name]
-        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.binding, row.dual(ctx.options), *grads)
+        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.binding, row.transpose_options(ctx.options), *grads)
         return (None, None, None, None, *transposed)
 
     @staticmethod
@@ -205,16 +248,16 @@ class _LinearMap(torch.autograd.Function):
                 binding = binding._replace(mapped=binding.mapped * n)
             ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
-        if row.invariant and any(d is not None for d in dims):
+        if row.input is not VARYING and any(d is not None for d in dims):
             raise ValueError(_differs_message(name, binding.axis))
-        if row.uniform is not None and all(d is None for d in dims):
-            sent, ys = _numel(xs), tuple(row.uniform(n, options, xs))
+        if row.operation.uniform is not None and all(d is None for d in dims):
+            sent, ys = _numel(xs), tuple(row.operation.uniform(n, options, xs))
         else:
             stacked = _in_front(xs, dims, n)
-            sent, ys = _numel(stacked) // n, tuple(row.stacked(n, options, stacked))
-        received = _numel(ys) if row.replicated else _numel(ys) // n
-        _record.add(row.wire, binding, sent, received, row.wire_dtype(options, xs[0]), row.unit(options))
-        return ys, (None if row.replicated else 0,) * len(ys)
+            sent, ys = _numel(stacked) // n, tuple(row.operation.stacked(n, options, stacked))
+        received = _numel(ys) if row.is_replicated else _numel(ys) // n
+        _record_call(row, binding, options, xs[0], sent, received)
+        return ys, (None if row.is_replicated else 0,) * len(ys)
 
 
 def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
@@ -228,18 +271,24 @@ def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors)
     """Apply a row where all ranks are threads: one thread computes the stacked map for all."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
-        if row.invariant and not all(are_equal(x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True)):
+        pairs = ((x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True))
+        if row.input is not VARYING and not all(are_equal(x, y) for x, y in pairs):
             raise ValueError(_differs_message(row.name, binding.axis))
-        ys = row.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
+        ys = row.operation.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
-            received = _numel(ys) if row.replicated else _numel(ys) // len(ranks)
-            _record.add(row.wire, binding, _numel(xs), received, row.wire_dtype(options, xs[0]), row.unit(options))
+            received = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)
+            _record_call(row, binding, options, xs[0], _numel(xs), received)
         # copies, so that no rank writes into another rank's result
-        return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
+        return [tuple([(y if row.is_replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
     unit = row.unit(options)
-    label = row.name + (f" of unit {unit!r}" if unit else row.detail(options, xs))
+    label = row.name + (f" of unit {unit!r}" if unit else row.operation.detail(options, xs))
     return rendezvous(binding.group, binding.rank, label, xs, compute)
+
+
+def _record_call(row: LinearMap, binding: Binding, options: Any, x: torch.Tensor, sent: int, received: int) -> None:
+    """Record the collective of a row. Each rank sends `sent` elements, and has results of `received` elements."""
+    _record.add(row.operation.kind, binding, sent, received, row.wire_dtype(options, x), row.unit(options))
 
 
 def _differs_message(name: str, axis: str) -> str:

@@ -11,18 +11,20 @@ from einops import rearrange
 from fzero._torch import OneNode, allow_in_graph, raise_priority
 from fzero.axes import Axis, Binding, joint
 from fzero.collectives import (
+    ALL_GATHER,
+    COPIES,
     NO_AXIS,
+    REDUCE_SCATTER,
     DimOptions,
     LinearMap,
+    RankOperation,
     Tensors,
     UnitOptions,
-    add_row,
+    add_rows,
     apply,
     group_all_gather,
     group_psum,
     group_psum_scatter,
-    stacked_gather,
-    stacked_scatter,
 )
 from fzero.sharding._boxes import Shard
 from fzero.sharding._spec import Spec, spec_info, spec_of, unit_axes
@@ -231,20 +233,6 @@ def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensor
     return unpack(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
 
 
-add_row(
-    LinearMap(
-        name="gather",
-        wire="all_gather",
-        stacked=_stacked_gather,
-        local=_local_gather,
-        transpose="reduce_scatter",
-        replicated=True,
-        unit=_unit,
-        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
-    )
-)
-
-
 def _stacked_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     summed = pack(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
@@ -256,46 +244,6 @@ def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -
     buffer = pack(spec, xs)
     summed = group_psum_scatter(buffer.to(wire_dtype(spec, buffer)), binding, -1)
     return [to_gradient_dtype(spec, summed)]
-
-
-add_row(
-    LinearMap(
-        name="reduce_scatter",
-        wire="reduce_scatter",
-        stacked=_stacked_reduce_scatter,
-        local=_local_reduce_scatter,
-        transpose="gather",
-        replicated=False,
-        unit=_unit,
-        wire_dtype=_summed_dtype,
-    )
-)
-
-
-# The same for a unit that stays flat: between steps of stages 0 to 2, a box holds a full split unit.
-
-add_row(
-    LinearMap(
-        name="gather_flat",
-        wire="all_gather",
-        stacked=lambda n, options, xs: stacked_gather(n, DimOptions(-1), xs),
-        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, -1)],
-        transpose="reduce_scatter_flat",
-        replicated=True,
-        unit=_unit,
-    )
-)
-add_row(
-    LinearMap(
-        name="reduce_scatter_flat",
-        wire="reduce_scatter",
-        stacked=lambda n, options, xs: stacked_scatter(n, DimOptions(-1), xs),
-        local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, -1)],
-        transpose="gather_flat",
-        replicated=False,
-        unit=_unit,
-    )
-)
 
 
 # ---------------------------------------------------------------- partition and pad
@@ -313,29 +261,6 @@ def _uniform_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
 def _stacked_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
     return unpack(_spec(options), parts.flatten(-2))
-
-
-add_row(
-    LinearMap(
-        name="partition",
-        wire="",
-        stacked=_stacked_partition,
-        uniform=_uniform_partition,
-        local=lambda binding, options, xs: [own_range(_spec(options), xs, binding.rank, binding.size)],
-        transpose="pad",
-        replicated=False,
-    )
-)
-add_row(
-    LinearMap(
-        name="pad",
-        wire="",
-        stacked=_stacked_pad,
-        local=lambda binding, options, xs: pad_own(_spec(options), xs[0], binding.rank),
-        transpose="partition",
-        replicated=False,
-    )
-)
 
 
 # ---------------------------------------------------------------- all_reduce
@@ -358,29 +283,54 @@ def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Te
     return unpack(spec, _local_sum(spec, pack(spec, xs, padded=False), binding))
 
 
-add_row(
-    LinearMap(
-        name="all_reduce",
-        wire="all_reduce",
-        stacked=_stacked_sum,
-        local=_local_all_reduce,
-        transpose="all_reduce",
-        replicated=True,
-        unit=_unit,
-        wire_dtype=_summed_dtype,
-    )
+# ---------------------------------------------------------------- the rows
+
+_PARTITION = RankOperation(
+    "",
+    stacked=_stacked_partition,
+    uniform=_uniform_partition,
+    local=lambda binding, options, xs: [own_range(_spec(options), xs, binding.rank, binding.size)],
 )
-add_row(
+_PAD = RankOperation(
+    "",
+    stacked=_stacked_pad,
+    local=lambda binding, options, xs: pad_own(_spec(options), xs[0], binding.rank),
+)
+_ALL_REDUCE_SHARD = RankOperation(
+    "all_reduce",
+    stacked=_stacked_sum,
+    local=lambda binding, options, xs: [_local_sum(_spec(options), xs[0], binding)],
+)
+_SUMMED = {"unit": _unit, "wire_dtype": _summed_dtype}
+
+add_rows(
     LinearMap(
-        name="all_reduce_shard",
-        wire="all_reduce",
-        stacked=_stacked_sum,
-        local=lambda binding, options, xs: [_local_sum(_spec(options), xs[0], binding)],
-        transpose="all_reduce_shard",
-        replicated=True,
+        "gather",
+        RankOperation("all_gather", _stacked_gather, _local_gather),
+        "reduce_scatter",
+        output=COPIES,
         unit=_unit,
-        wire_dtype=_summed_dtype,
-    )
+        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
+    ),
+    LinearMap(
+        "reduce_scatter",
+        RankOperation("reduce_scatter", _stacked_reduce_scatter, _local_reduce_scatter),
+        "gather",
+        **_SUMMED,
+    ),
+    # the same for a unit that stays flat: between steps of stages 0 to 2, a box holds a full split unit
+    LinearMap("gather_flat", ALL_GATHER, "reduce_scatter_flat", output=COPIES, unit=_unit),
+    LinearMap("reduce_scatter_flat", REDUCE_SCATTER, "gather_flat", unit=_unit),
+    LinearMap("partition", _PARTITION, "pad"),
+    LinearMap("pad", _PAD, "partition"),
+    LinearMap(
+        "all_reduce",
+        RankOperation("all_reduce", _stacked_sum, _local_all_reduce),
+        "all_reduce",
+        output=COPIES,
+        **_SUMMED,
+    ),
+    LinearMap("all_reduce_shard", _ALL_REDUCE_SHARD, "all_reduce_shard", output=COPIES, **_SUMMED),
 )
 
 

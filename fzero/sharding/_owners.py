@@ -21,7 +21,7 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes import Binding
-from fzero.collectives import AssignmentOptions, LinearMap, Tensors, add_row
+from fzero.collectives import AssignmentOptions, LinearMap, RankOperation, Tensors, add_rows
 from fzero.sharding._spec import Registry
 
 __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
@@ -246,7 +246,7 @@ def _add_row(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tenso
     def local(binding: Binding, options: AssignmentOptions, xs: Tensors) -> Tensors:
         return f(assignment_of(options.number), binding.rank, xs)
 
-    add_row(LinearMap(name, wire="", stacked=stacked, local=local, transpose=transpose, replicated=False))
+    add_rows(LinearMap(name, RankOperation("", stacked, local), transpose))
 
 
 _add_row("shards_to_parts", "parts_to_shards", _shards_to_parts)

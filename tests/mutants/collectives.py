@@ -5,23 +5,21 @@ from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File
 
 MUTANTS = [
     *File("collectives/_sums.py").faults(
+        Fault("f adds nothing up", "", constant("psum_invariant", "pvary", at="3 of 4"), AXES),
+        Fault("g adds up twice", "", constant("pvary", "psum_invariant", at="2 of 4"), AXES),
         Fault("half-precision sums", "pmean.mean", becomes("A('psum', B / C, D, E())", "A('psum', B, D, E()) / C")),
         Fault("a user's vmap shifts a dimension", "along", bare("A - B.ndim")),
         Fault("integer means become floats", "pmean.mean", becomes("(A // B).to(C.dtype)", "A / B")),
     ),
     *File("collectives/_table.py").faults(
         Fault("an inner vmap is the axis", "_LinearMap.vmap", never("A[0] is None")),
-        Fault("what differs is called invariant", "_LinearMap.vmap", never("A.invariant"), AXES),
+        Fault("what differs is called invariant", "_LinearMap.vmap", never("A.input is not VARYING"), AXES),
         Fault("ranks share results", "_rendezvous.compute", bare("A.clone()"), STEP),
-    ),
-    *File("collectives/_invariant.py", AXES).faults(
-        Fault("f adds nothing up", "", constant("psum_invariant", "pvary", at="2 of 4")),
-        Fault("g adds up twice", "", constant("pvary", "psum_invariant", at="3 of 4")),
     ),
     *File("collectives/_record.py", AXES).faults(
         Fault("count the other axis's ranks", "add", bare("A // B.C")),
     ),
-    *File("collectives/_exchange.py").faults(
+    *File("collectives/_moves.py").faults(
         Fault("nobody receives from others", "", bare("A.transpose(0, B.dim)")),
         Fault("the way back is the way there", "", becomes("(to, A)", "(A, to)")),
         Fault("a broadcast's gradient goes to all", "_only", becomes("A == B", "A >= 0")),

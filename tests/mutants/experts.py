@@ -181,7 +181,7 @@ MUTANTS = [
         Fault("in a loop nobody knows the layers", "layers", dropped("body_weights")),
     ),
     *File("sharding/_flat.py", ("tests/parallel/experts/test_plan.py",)).faults(
-        Fault("what gathers new experts has no name", "", dropped("unit=A", at="3 of 6")),
+        Fault("what gathers new experts has no name", "", dropped("unit=A", at="2 of 3")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
         Fault("a plan keeps the parts of experts", "_spec_on_mesh", skipped("A[B] = C // D")),

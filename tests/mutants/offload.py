@@ -18,9 +18,9 @@ MUTANTS = [
         Fault(
             "the fake of a copy keeps the strides",
             "",
-            (becomes("A.new_empty", "torch.empty_like", at="1 of 2"), bare("A.shape", at="4 of 5")),
+            becomes("A.new_empty(B.shape, device=C)", "torch.empty_like(B, device=C)", at="1 of 2"),
         ),
-        Fault("moves count as collectives", "_add_row", constant("", "all_gather")),
+        Fault("moves count as collectives", "_per_tensor", constant("", "all_gather")),
         Fault("an arrival is not waited for", "wait_to_host", skipped("A.event.synchronize()"), ARRIVALS),
     ),
     *File("sharding/_spec.py", OFFLOAD).faults(

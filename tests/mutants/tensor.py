@@ -93,7 +93,7 @@ MUTANTS = [
             "_differs",
             (constant(False, True), becomes("(True, blocks)", "(True, [])")),
         ),
-        Fault("what makes one value is looked through", "_walk", always("A is None or not A.B")),
+        Fault("what makes one value is looked through", "_walk", always("A is None or A.B is not INVARIANT")),
         Fault("split leaves do not differ", "_differs", never("A is not None and id(A) in B")),
         Fault("blocks are looked through", "_walk", dropped("not hasattr(A, 'exposed')")),
         Fault(
