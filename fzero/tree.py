@@ -195,8 +195,8 @@ def show(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
 
-def place(label: str, path: str) -> str:
-    """Return the name of a leaf for messages: `place("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
+def leaf_name(label: str, path: str) -> str:
+    """Return the name of a leaf for messages: `leaf_name("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
     first, _, rest = path.partition(".")
     if not first.isdigit() or label not in ("argument", "result"):
         return f"{label} leaf {path!r}" if path else label

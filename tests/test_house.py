@@ -34,7 +34,6 @@ FLOORS = [
 # Files of a room that others may import beside its face: a namespace of its own, or what is imported when it is used.
 OPEN = {
     "axes.lockstep",
-    "axes.mailbox",
     "checkpoint.dcp",
     "checkpoint.hf",
     "collectives.gloo",

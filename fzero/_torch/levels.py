@@ -30,7 +30,7 @@ __all__ = [
     "profiling",
     "quiet_vmap_fallback",
     "raise_priority",
-    "unwrapped",
+    "unwrap",
     "version_key",
     "vmaps",
     "without_function_modes",
@@ -172,7 +172,7 @@ def differentiates_now() -> bool:
     return any(i.key() in kinds for i in functorch.get_interpreter_stack() or ())
 
 
-def unwrapped(x: torch.Tensor) -> torch.Tensor:
+def unwrap(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor below all transforms of torch.func, with ranks stacked and gradients untracked."""
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
@@ -194,7 +194,7 @@ def version_key(x: torch.Tensor) -> VersionKey:
 
     Torch does not count writes through `x.data`, nor writes into inference tensors.
     """
-    x = unwrapped(x)  # torch counts writes only in the tensor below all transforms
+    x = unwrap(x)  # torch counts writes only in the tensor below all transforms
     return VersionKey(0 if x.is_inference() else x._version, StorageWeakRef(x.untyped_storage()))
 
 

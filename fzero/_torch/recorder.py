@@ -61,7 +61,7 @@ def user_line() -> str:
     return ""
 
 
-def _place(lines: dict[int, str]) -> dict[str, Any]:
+def _source(lines: dict[int, str]) -> dict[str, Any]:
     """Return the source line of the running operation, and whether autograd's engine runs it.
 
     An operation of the backward pass has the line of its forward operation.
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
                 return _record(mode.tracer, func, args, kwargs, nodes, self.lines)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate(_place(self.lines)):
+        with annotate(_source(self.lines)):
             return func(*args, **kwargs)
 
 
@@ -206,7 +206,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
     """Run an operation or a `OneNode` on stand-ins, and add its node to the graph."""
     with disable_proxy_modes_tracing():
         out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_place(lines)}
+    meta = {**get_current_meta().get("custom", {}), **_source(lines)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
-from fzero._torch.levels import unwrapped
+from fzero._torch.levels import unwrap
 from fzero._torch.modules import in_buffers, storage_id
 from fzero._torch.recorder import Recorder, is_user_code, user_line
 
@@ -278,7 +278,7 @@ class _WithConstants(torch.fx.Interpreter):
 
 def is_fake(x: Any) -> bool:
     """Return whether a value is a stand-in without memory, or a transform's tensor around one."""
-    return isinstance(unwrapped(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
+    return isinstance(unwrap(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
 
 
 def holders(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,22 +1,25 @@
 """Axes of ranks: the state that a running rank program sees, on processes, under vmap, or in lockstep."""
 
-from fzero.axes import lockstep, mailbox
-from fzero.axes._axis import PLANNED, Axis, AxisName, Binding
+from fzero.axes import lockstep
 from fzero.axes._replicated import assume_replicated, check_inputs_replicated, check_replicated, differs_message
 from fzero.axes._rules import (
     DEFAULT_RULES,
+    AxisName,
     LayoutRules,
     OverRule,
     SplitRule,
     SplitRules,
-    Stacked,
+    StackedList,
     UnitRule,
     join_rules,
     layout_rules,
     rules_in,
 )
 from fzero.axes._scope import (
+    PLANNED,
     Axes,
+    Axis,
+    Binding,
     LossCollective,
     OneLoss,
     PerRankMemory,
@@ -38,9 +41,9 @@ from fzero.axes._scope import (
     current_scope,
     data_axes,
     in_loss,
-    joint,
+    join_axes,
     micro_batch,
-    resolve,
+    resolve_axes,
 )
 from fzero.axes.lockstep import DivergedError, are_equal, in_lockstep, is_lockstep, rendezvous
 
@@ -60,7 +63,7 @@ __all__ = [
     "Scope",
     "SplitRule",
     "SplitRules",
-    "Stacked",
+    "StackedList",
     "UnitRule",
     "are_equal",
     "assume_replicated",
@@ -86,13 +89,12 @@ __all__ = [
     "in_lockstep",
     "in_loss",
     "is_lockstep",
+    "join_axes",
     "join_rules",
-    "joint",
     "layout_rules",
     "lockstep",
-    "mailbox",
     "micro_batch",
     "rendezvous",
-    "resolve",
+    "resolve_axes",
     "rules_in",
 ]

@@ -11,9 +11,8 @@ import torch
 
 from fzero import tree
 from fzero._torch import allow_in_graph, storage_id
-from fzero._torch.levels import unwrapped
-from fzero.axes._axis import Axis
-from fzero.axes._scope import bound_axes, varying_axes
+from fzero._torch.levels import unwrap
+from fzero.axes._scope import Axis, bound_axes, varying_axes
 from fzero.axes.lockstep import are_equal, is_lockstep, rendezvous
 from fzero.tree import Tree
 
@@ -115,7 +114,7 @@ def check_inputs_replicated(
     axes: Sequence[Axis],
     paths: Sequence[str],
     leaves: Sequence[Any],
-    says: Callable[[str, str], str] = _gradient_would_be_summed,
+    message: Callable[[str, str], str] = _gradient_would_be_summed,
 ) -> None:
     """Check that the plain tensors of an argument are equal on all ranks of `axes`.
 
@@ -126,7 +125,7 @@ def check_inputs_replicated(
         axes: the axes along which its tensors must be equal.
         paths: the paths of its leaves.
         leaves: its leaves.
-        says: returns the error message, given the name of the tensor and of the axis.
+        message: returns the error message, given the name of the tensor and of the axis.
 
     Raises:
         ValueError: if a tensor differs by rank.
@@ -137,26 +136,26 @@ def check_inputs_replicated(
             continue
         checked.add(tree.identity(x))
         where = name + (f", leaf {path!r}" if path else "")
-        own_axes = () if torch.compiler.is_dynamo_compiling() else varying_axes(storage_id(unwrapped(x)))
+        own_axes = () if torch.compiler.is_dynamo_compiling() else varying_axes(storage_id(unwrap(x)))
         for axis in axes:
-            message = says(where, axis.name)
+            text = message(where, axis.name)
             if axis.name in own_axes:
-                raise ValueError(message)
+                raise ValueError(text)
             if not axis.group or is_lockstep(axis.group):
-                _as_replicated(x, axis.token, axis.group, message)
+                _as_replicated(x, axis.token, axis.group, text)
 
 
 def differs_message(path: str, names: tuple[str, ...], how: str = "") -> str:
     """Return the error message for a result that differs by rank although its layout says that it does not."""
     if names:
         return (
-            f"{tree.place('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it differs "
-            f"along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own part of "
-            "it, else call fzero.collectives.pvary where a replicated value first meets a value that differs by rank. "
-            "If it is a PerRank: reduce it over the other axes, or name them in the box"
+            f"{tree.leaf_name('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it "
+            f"differs along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own "
+            "part of it, else call fzero.collectives.pvary where a replicated value first meets a value that differs by "
+            "rank. If it is a PerRank: reduce it over the other axes, or name them in the box"
         )
     return (
-        f"{tree.place('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
+        f"{tree.leaf_name('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
         "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's value, or, "
         "if it is equal on all ranks for a reason that fzero cannot see, return fzero.axes.assume_replicated(x)"
     )

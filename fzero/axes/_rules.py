@@ -6,24 +6,24 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fzero.axes._axis import AxisName
-
 __all__ = [
     "DEFAULT_RULES",
+    "AxisName",
     "DtypeRule",
     "LayoutRules",
-    "NonDataRule",
     "OverRule",
+    "PipelineRule",
     "SplitRule",
     "SplitRules",
-    "Stacked",
-    "Stacks",
+    "StackRule",
+    "StackedList",
     "UnitRule",
     "join_rules",
     "layout_rules",
     "rules_in",
 ]
 
+AxisName = str | tuple[str, ...] | None
 UnitRule = Callable[[str, torch.Tensor], str | None]
 OverRule = Callable[[str, torch.Tensor], AxisName]
 DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
@@ -32,14 +32,14 @@ SplitRules = SplitRule | Sequence[SplitRule]
 
 
 @runtime_checkable
-class NonDataRule(Protocol):
+class PipelineRule(Protocol):
     """A rule of `split` along whose axes ranks do different work on the same data, such as stages of a pipeline.
 
     Losses are averaged over these axes all the same: each rank contributes its share of the loss and the gradients.
     """
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def pipeline_axes(self) -> tuple[str, ...]:
         """The names of these axes."""
         ...
 
@@ -53,7 +53,7 @@ class NonDataRule(Protocol):
         ...
 
 
-class Stacked(NamedTuple):
+class StackedList(NamedTuple):
     """A list whose items are stacked along an axis of ranks, such as a pipeline's blocks; each rank has some items.
 
     In a leaf `[ranks, ...]` of item s of the stacked list, row r belongs to item `items[s][r]` of the full list.
@@ -68,10 +68,10 @@ class Stacked(NamedTuple):
 
 
 @runtime_checkable
-class Stacks(Protocol):
+class StackRule(Protocol):
     """A rule of `split` for trees that hold a stacked list."""
 
-    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, StackedList]:
         """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
         ...
 
@@ -84,7 +84,7 @@ class LayoutRules(NamedTuple):
         over: lists the axes that the unit is sharded over; None for all axes of the step.
         split: names the axes that split the leaf itself, with the dimension for each; None for no such axes.
         dtype: returns the dtype of the leaf's unit, to which the leaf will be cast; None for the leaf's own dtype.
-        apart: the axes along which ranks do different work on the same data, such as stages of a pipeline.
+        pipeline_axes: the axes along which ranks do different work on the same data, such as stages of a pipeline.
         stacks: the rules of `split` that say which lists are stacked along which axes.
     """
 
@@ -92,10 +92,10 @@ class LayoutRules(NamedTuple):
     over: OverRule | None = None
     split: SplitRule | None = None
     dtype: DtypeRule | None = None
-    apart: tuple[str, ...] = ()
-    stacks: tuple[Stacks, ...] = ()
+    pipeline_axes: tuple[str, ...] = ()
+    stacks: tuple[StackRule, ...] = ()
 
-    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Stacked]:
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> dict[str, StackedList]:
         """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
         return {axis: stack for rule in self.stacks for axis, stack in rule.stacked(paths, sizes).items()}
 
@@ -138,7 +138,7 @@ def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     """List the rules that a rule consists of; the rule itself is among them unless it only joins others."""
     if isinstance(split, JoinedRules):
         return tuple([inner_rule for rule in split.rules for inner_rule in rules_in(rule)])
-    inner = rules_in(split.rule) if isinstance(split, NonDataRule) else ()
+    inner = rules_in(split.rule) if isinstance(split, PipelineRule) else ()
     return () if split is None else (split, *inner)
 
 
@@ -155,10 +155,12 @@ def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: Split
     ):
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {expected}")
-    apart = tuple([name for rule in rules_in(split_rule) if isinstance(rule, NonDataRule) for name in rule.apart])
-    stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, Stacks)])
+    pipeline_axes = tuple(
+        [name for rule in rules_in(split_rule) if isinstance(rule, PipelineRule) for name in rule.pipeline_axes]
+    )
+    stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, StackRule)])
     if over is None or callable(over):
-        return LayoutRules(units, over, split_rule, apart=apart, stacks=stacks)
+        return LayoutRules(units, over, split_rule, pipeline_axes=pipeline_axes, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
         raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
-    return LayoutRules(units, lambda path, leaf: over, split_rule, apart=apart, stacks=stacks)
+    return LayoutRules(units, lambda path, leaf: over, split_rule, pipeline_axes=pipeline_axes, stacks=stacks)

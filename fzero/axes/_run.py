@@ -191,7 +191,7 @@ class LockstepRun:
         waiting: for each rank that waits, the operation in which it waits.
         deliveries: for each rank that can go on, the result of the operation in which it waited.
         results: for each rank that has ended without an error, its result.
-        gone: the ranks whose threads have ended, with a result or without.
+        ended: the ranks whose threads have ended, with a result or without.
         error: the first failure, after which all ranks end.
     """
 
@@ -200,7 +200,7 @@ class LockstepRun:
         self.waiting: dict[int, RankStatus] = {}
         self.deliveries: dict[int, Any] = {}
         self.results: dict[int, Any] = {}
-        self.gone: set[int] = set()
+        self.ended: set[int] = set()
         self.error: BaseException | None = None
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._settings = [RankSettings() for _ in range(size)]
@@ -218,7 +218,7 @@ class LockstepRun:
         """Let the next rank that can go on run; if there is none, the ranks have diverged."""
         process_threads().record_changes(self._settings[rank].undo())
         next_rank = self._next_rank(rank)
-        if next_rank is None and len(self.gone) < self.size:
+        if next_rank is None and len(self.ended) < self.size:
             self.fail(DivergedError(self.report()))
             next_rank = self._next_rank(rank)
         if next_rank is not None:
@@ -227,7 +227,7 @@ class LockstepRun:
     def _next_rank(self, rank: int) -> int | None:
         """Return the next rank that can go on: one that does not wait, or any rank after a failure."""
         ranks = ((rank + i) % self.size for i in range(1, self.size + 1))
-        return next((r for r in ranks if r not in self.gone and (self.error or r not in self.waiting)), None)
+        return next((r for r in ranks if r not in self.ended and (self.error or r not in self.waiting)), None)
 
     def pause(self, rank: int, status: RankStatus) -> None:
         """Record that a rank waits in an operation, until a result is delivered to it."""

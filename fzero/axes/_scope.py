@@ -1,5 +1,9 @@
 """The scope of a running rank program: the bound axes, the rules that shard trees, and the current micro-batch.
 
+An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)`, mapped by the axis's own
+vmap. The token is batched only there, so a collective that takes it can distinguish this vmap from a user's. In a
+distributed run, and in lockstep, the token is a constant and the axis has a group.
+
 Each rank program runs within a `Scope`. The scopes of nested programs form a stack, and each thread has its own stack.
 The functions here read its top. Outside any rank program they answer as if there were no axis.
 """
@@ -10,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.axes._axis import Axis, AxisName, joined
-from fzero.axes._rules import DEFAULT_RULES, LayoutRules
+from fzero.axes._rules import DEFAULT_RULES, AxisName, LayoutRules
 
 __all__ = [
+    "PLANNED",
     "Axes",
+    "Axis",
+    "Binding",
     "LossCollective",
     "OneLoss",
     "PerRankMemory",
@@ -36,11 +42,55 @@ __all__ = [
     "current_scope",
     "data_axes",
     "in_loss",
-    "joint",
+    "join_axes",
     "micro_batch",
-    "resolve",
+    "resolve_axes",
     "varying_axes",
 ]
+
+
+PLANNED = "fzero.plan/"  # prefix of the names of groups whose ranks do not exist here
+
+
+class Binding(NamedTuple):
+    """The constants of a bound axis, which a traced collective can carry.
+
+    Attributes:
+        axis: the name of the axis; "" for an axis that is not recorded.
+        group: the key of its process group or of its ranks in lockstep; "" under vmap.
+        size: the number of ranks.
+        rank: the index of this process, or of this thread in lockstep; 0 under vmap.
+        mapped: the number of ranks of other simulated axes that a collective is mapped over.
+    """
+
+    axis: str
+    group: str
+    size: int
+    rank: int
+    mapped: int = 1
+
+
+class Axis(NamedTuple):
+    """A bound axis: its name, size, group ("" under vmap), this process's rank on it, and token.
+
+    An axis may stand for several, such as "dp,ep". An axis with the name "" is not recorded.
+    """
+
+    name: str
+    size: int
+    group: str
+    rank: int
+    token: torch.Tensor
+
+    @property
+    def binding(self) -> Binding:
+        """The constants of the axis: everything but the token."""
+        return Binding(self.name, self.group, self.size, self.rank)
+
+    @staticmethod
+    def of(binding: Binding, token: torch.Tensor) -> "Axis":
+        """Return the axis that has this binding and this token."""
+        return Axis(binding.axis, binding.size, binding.group, binding.rank, token)
 
 
 class Axes(NamedTuple):
@@ -83,14 +133,14 @@ class OneLoss:
 
     Attributes:
         axes: these axes.
-        noted: the collectives over these axes that were called on differentiated values.
-        hidden: whether other collectives were called: on constants, or in a rematerialised block.
+        calls: the collectives over these axes that were called on differentiated values.
+        has_other_calls: whether other collectives were called: on constants, or in a rematerialised block.
     """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = axes
-        self.noted: list[LossCollective] = []
-        self.hidden = False
+        self.calls: list[LossCollective] = []
+        self.has_other_calls = False
 
 
 class Scope(NamedTuple):
@@ -220,7 +270,7 @@ def bound_axis(name: str) -> Axis:
     )
 
 
-def resolve(axis: AxisName) -> tuple[Axis, ...]:
+def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
     """Return the bound axes that `axis` means.
 
     `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
@@ -242,9 +292,19 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
     return axes.each
 
 
-def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return the axes that a collective over `axes` runs over: a single axis if there is a group of their product."""
-    return joined(axes, _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ())
+def join_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that a collective over `axes` runs over, the slowest first.
+
+    If there is a group of their product, it is one axis that stands for all. Else the collective runs over one axis
+    after the other, and the first one is recorded for all.
+    """
+    if len(axes) < 2:
+        return tuple(axes)
+    name = ",".join([a.name for a in axes])
+    for a in _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ():
+        if a.name == name:
+            return (a,)
+    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
 
 
 def axis_names() -> tuple[str, ...]:
@@ -304,7 +364,7 @@ def axis_index(axis: AxisName = None) -> torch.Tensor:
         tensor([0, 1, 2])
     """
     index = torch.zeros((), dtype=torch.int64, device="cpu")
-    for a in resolve(axis):
+    for a in resolve_axes(axis):
         index = index * a.size + a.token
     return index
 
@@ -320,6 +380,6 @@ def axis_size(axis: AxisName = None) -> int:
         1
     """
     size = 1
-    for a in resolve(axis):
+    for a in resolve_axes(axis):
         size *= a.size
     return size

@@ -3,12 +3,16 @@
 Ranks run in rank order from one collective to the next; the last rank to arrive computes for all. So a run is
 deterministic, random numbers included. Any Python code runs, and a debugger stops one rank while the others wait.
 Diverging ranks are detected at once: when no rank can go on, the error says where each rank is.
+
+A rank may also send a message to one other rank. It goes on at once, like a buffered send between processes. A rank
+that receives a message waits until it is sent. Messages that were never received raise an error at the end.
 """
 
 import contextvars
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,11 +20,11 @@ import torch
 
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
-from fzero.axes._axis import Axis
 from fzero.axes._run import (
     GROUPS,
     DivergedError,
     LockstepRun,
+    MessageKey,
     RankCancelled,
     RankGroup,
     RankStatus,
@@ -29,10 +33,9 @@ from fzero.axes._run import (
     group_of,
     process_threads,
 )
-from fzero.axes._scope import bound_axes
-from fzero.axes.mailbox import check_received
+from fzero.axes._scope import Axis, bound_axes
 
-__all__ = ["DivergedError", "are_equal", "in_lockstep", "is_lockstep", "rendezvous", "run"]
+__all__ = ["DivergedError", "are_equal", "in_lockstep", "is_lockstep", "receive", "rendezvous", "run", "send"]
 
 _NUMBERS = itertools.count()
 
@@ -125,7 +128,7 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
             del GROUPS[key]
     if lockstep_run.error is not None:
         raise lockstep_run.error
-    check_received(groups.values())
+    _check_received(groups.values())
     return [lockstep_run.results[rank] for rank in range(lockstep_run.size)]
 
 
@@ -140,7 +143,7 @@ def _run_all(run: LockstepRun, run_program: Callable[[int], Any]) -> None:
             future.result()
     except BaseException as error:  # Ctrl-C, or no more threads
         run.fail(error)
-        run.gone.update(range(len(futures), run.size))
+        run.ended.update(range(len(futures), run.size))
         raise
 
 
@@ -157,7 +160,7 @@ def _run_rank(run: LockstepRun, rank: int, run_program: Callable[[int], Any]) ->
         error.add_note(f"fzero: rank {rank} of {run.size} raised this" + (f"; waiting: {peers}" if peers else ""))
         run.fail(error)
     finally:
-        run.gone.add(rank)
+        run.ended.add(rank)
         run.end_turn(rank)
 
 
@@ -192,3 +195,73 @@ def _ranks_at(shape: Sequence[tuple[str, int]], fixed: dict[int, int]) -> list[i
             rank = rank * size + c
         ranks.append(rank)
     return ranks
+
+
+# ---------------------------------------------------------------- messages from one rank to another
+
+
+def send(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:
+    """Send a tensor to another rank of a group.
+
+    Args:
+        group: the group's key.
+        rank: the sender's index in the group.
+        to: the receiver's index in the group.
+        tag: a number that identifies the message for the receiver.
+        x: a tensor of any shape.
+    """
+    g, key = group_of(group), MessageKey(rank, to, tag)
+    receiver = g.members[to]
+    if g.expected.get(receiver) == key:
+        del g.expected[receiver]
+        g.run.deliver(receiver, x.detach().clone())
+    else:
+        g.mail.setdefault(key, deque()).append(x.detach().clone())
+
+
+def receive(group: str, rank: int, source: int, tag: int, like: torch.Tensor) -> torch.Tensor:
+    """Wait for a tensor from another rank of a group.
+
+    Args:
+        group: the group's key.
+        rank: the receiver's index in the group.
+        source: the sender's index in the group.
+        tag: the tag of the message.
+        like: a tensor of the expected shape and dtype.
+
+    Raises:
+        ValueError: if the message has another shape or dtype.
+        DivergedError: if no rank sends the message.
+    """
+    g, key = group_of(group), MessageKey(source, rank, tag)
+    if g.mail.get(key):
+        x = g.mail[key].popleft()
+    else:
+        me = g.members[rank]
+        name = (
+            f"receive of a message from rank {g.members[source]} with tag {tag} over {g.axis!r} of {describe([like])}"
+        )
+        g.run.pause(me, RankStatus(name, user_line()))
+        g.expected[me] = key
+        x = g.run.await_delivery(me)
+    if x.shape != like.shape or x.dtype != like.dtype:
+        raise ValueError(
+            f"the message from rank {g.members[source]} to rank {g.members[rank]} with tag {tag} over {g.axis!r} is "
+            f"{describe([x])}, and the receiver expects {describe([like])}"
+        )
+    return x
+
+
+def _check_received(groups: Iterable[RankGroup]) -> None:
+    """Check that each message was received, after all ranks have ended.
+
+    Raises:
+        DivergedError: if a message was not received. The text names its sender and receiver.
+    """
+    for g in groups:
+        for key, messages in g.mail.items():
+            if messages:
+                raise DivergedError(
+                    f"ranks diverged: rank {g.members[key.sender]} sent rank {g.members[key.receiver]} a message "
+                    f"with tag {key.tag} over {g.axis!r} of {describe(messages)}, and all ended before it was received"
+                )

@@ -36,11 +36,11 @@ def note_call(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
     if one_loss is not None and y.is_floating_point():
         shared = tuple([part for a in axes for part in a.name.split(",") if part in one_loss.axes])
         if shared and is_differentiated(y):
-            one_loss.noted.append(LossCollective(name, shared, user_line()))
+            one_loss.calls.append(LossCollective(name, shared, user_line()))
             node: Any = y.grad_fn
             if row_of(node) is not None:  # a list of nodes would keep the nodes' residuals alive
-                node.note = one_loss.noted[-1]
-        one_loss.hidden |= bool(shared)
+                node.note = one_loss.calls[-1]
+        one_loss.has_other_calls |= bool(shared)
     return y
 
 
@@ -57,7 +57,7 @@ def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, varying: Ma
     Raises:
         ValueError: if it does. The message names the line and the function to use.
     """
-    for axis in one_loss.axes if one_loss.hidden else ():
+    for axis in one_loss.axes if one_loss.has_other_calls else ():
         _check([(y.grad_fn, y.output_nr) for y in results], axis, one_loss, varying[axis])
 
 
@@ -67,19 +67,19 @@ def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]
         if row is not None and row.output is COPIES:
             differs, blocks = _differs(node.next_functions, axis, leaves)
             if differs:
-                raise ValueError(_message(row.name, axis, node, one_loss.noted))
+                raise ValueError(_message(row.name, axis, node, one_loss.calls))
             for block, index in blocks:
-                _exposed(block, axis, one_loss, leaves).summed[index] = (row.name, node)
-        if hasattr(node, "exposed"):
-            _exposed(node, axis, one_loss, leaves).results.add(output)
+                _deferred_check(block, axis, one_loss, leaves).summed[index] = (row.name, node)
+        if hasattr(node, "deferred_checks"):
+            _deferred_check(node, axis, one_loss, leaves).results.add(output)
 
 
-def _exposed(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "DeferredCheck":
-    if block.exposed is None:
-        block.exposed = {}
-    if axis not in block.exposed:
-        block.exposed[axis] = DeferredCheck(axis, one_loss, leaves, block.next_functions)
-    return block.exposed[axis]
+def _deferred_check(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "DeferredCheck":
+    if block.deferred_checks is None:
+        block.deferred_checks = {}
+    if axis not in block.deferred_checks:
+        block.deferred_checks[axis] = DeferredCheck(axis, one_loss, leaves, block.next_functions)
+    return block.deferred_checks[axis]
 
 
 class DeferredCheck:
@@ -110,7 +110,7 @@ class DeferredCheck:
         varying = {x for i, x in arg_ids.items() if _differs([self.sources[i]], self.axis, self.leaves)[0]}
         for i, (name, node) in self.summed.items():
             if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, varying)[0]:
-                raise ValueError(_message(name, self.axis, node, self.one_loss.noted))
+                raise ValueError(_message(name, self.axis, node, self.one_loss.calls))
         start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
         _check(start, self.axis, self.one_loss, varying)
         reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf(node)) is not None}
@@ -143,7 +143,7 @@ def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, 
         row, leaf = _row_over(node, axis), _leaf(node)
         if (row is not None and row.output is VARYING) or (leaf is not None and id(leaf) in leaves):
             return True, []
-        if hasattr(node, "exposed"):
+        if hasattr(node, "deferred_checks"):
             blocks.append((node, output))
     return False, blocks
 
@@ -156,7 +156,7 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
         node, output = stack.pop()
         yield node, output
         row = _row_over(node, axis)
-        if not hasattr(node, "exposed") and (row is None or row.output is not INVARIANT):
+        if not hasattr(node, "deferred_checks") and (row is None or row.output is not INVARIANT):
             new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
             seen.update(new)
             stack += new

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch import group_of, is_tracing
-from fzero.axes import Axis, Binding, is_lockstep, mailbox, resolve
+from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
 from fzero.collectives import _record
 from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, Tensors, add_rows, apply
 from fzero.collectives.gloo import PendingMessages, wait
@@ -33,7 +33,7 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
     x = x.detach().contiguous()
     _record.add("send", binding, x.numel(), x.numel(), x.dtype, "")
     if is_lockstep(binding.group):
-        mailbox.post(binding.group, binding.rank, to, tag, x)
+        lockstep.send(binding.group, binding.rank, to, tag, x)
         return PendingMessages([], lambda: x)
     group: Any = group_of(binding.group)
     works = [dist.isend(x, group=group, group_dst=to, tag=FIRST_TAG + tag)] if x.numel() else []
@@ -43,7 +43,7 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
 def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -> PendingMessages:
     """Start to receive a tensor of `like`'s shape, dtype and device from rank `source` of an axis."""
     if is_lockstep(binding.group):
-        return PendingMessages([], lambda: mailbox.collect(binding.group, binding.rank, source, tag, like))
+        return PendingMessages([], lambda: lockstep.receive(binding.group, binding.rank, source, tag, like))
     x, group = torch.empty_like(like, memory_format=torch.contiguous_format), group_of(binding.group)
     works = [dist.irecv(x, group=group, group_src=source, tag=FIRST_TAG + tag)] if x.numel() else []
     return PendingMessages(works, lambda: x)
@@ -101,7 +101,7 @@ add_rows(
 
 
 def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
-    (bound,) = resolve(axis)
+    (bound,) = resolve_axes(axis)
     if not isinstance(peer, int) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
             f"fzero.collectives.{name} over {axis!r}: the peer is {peer!r}, expected another rank of the axis, "

@@ -12,7 +12,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.axes import AxisName, Binding, axis_size, joint, resolve
+from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives._copies import note_call
 from fzero.collectives._sums import dimension, group_psum, tensor
 from fzero.collectives._table import (
@@ -163,7 +163,7 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
         tensor([[1, 3],
                 [2, 4]])
     """
-    axes = joint(resolve(axis))
+    axes = join_axes(resolve_axes(axis))
     split, concat = dimension("all_to_all", x, split_dim), dimension("all_to_all", x, concat_dim)
     sizes = [a.size for a in axes]
     n = math.prod(sizes)
@@ -208,7 +208,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
         tensor([12, 10, 11])
     """
     dimension("ppermute", x, 0, least=0)
-    axes = resolve(axis)
+    axes = resolve_axes(axis)
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
     n = axis_size(axis)
@@ -243,7 +243,7 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         >>> fzero.mesh(dp=3).spmd(lambda x: fzero.collectives.broadcast(x, source=1))(x)
         tensor(6)
     """
-    n, axes = axis_size(axis), joint(resolve(axis))
+    n, axes = axis_size(axis), join_axes(resolve_axes(axis))
     if not 0 <= source < n:
         raise ValueError(f"source={source}: expected a rank, 0 to {n - 1}")
 

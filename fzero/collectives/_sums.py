@@ -20,7 +20,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.axes import Axis, AxisName, Binding, axis_size, joint, resolve
+from fzero.axes import Axis, AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives import gloo
 from fzero.collectives._copies import note_call
 from fzero.collectives._table import (
@@ -210,7 +210,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(dp=4).spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("dp"), "dp"))()
         tensor(6)
     """
-    axes = joint(resolve(axis))
+    axes = join_axes(resolve_axes(axis))
 
     def total(path: str, leaf: Any) -> torch.Tensor:
         return note_call("psum", axes, apply_along("psum", number(path, leaf), axes, NoOptions()))
@@ -231,7 +231,7 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
         ... )
         tensor(3.)
     """
-    axes, n = joint(resolve(axis)), axis_size(axis)
+    axes, n = join_axes(resolve_axes(axis)), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = number(path, leaf)
@@ -284,7 +284,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.collectives.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    axes = joint(resolve(axis))
+    axes = join_axes(resolve_axes(axis))
     return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
 
 
@@ -313,7 +313,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    options, axes = along("psum_scatter", x, dim), joint(resolve(axis))
+    options, axes = along("psum_scatter", x, dim), join_axes(resolve_axes(axis))
     dim = dimension("psum_scatter", x, dim)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
@@ -361,7 +361,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
         tensor([4., 6.])
     """
-    axes = joint(resolve(axis))
+    axes = join_axes(resolve_axes(axis))
     return tree.map_with_path(
         lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, NoOptions()), x, tree.is_box
     )
@@ -390,7 +390,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(tp=2).spmd(lambda x: fzero.collectives.psum_invariant(x, "tp"))(x)
         tensor(3.)
     """
-    axes = joint(resolve(axis))
+    axes = join_axes(resolve_axes(axis))
     return tree.map_with_path(
         lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, NoOptions()), x, tree.is_box
     )
@@ -410,12 +410,14 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
         tensor([[2.],
                 [4.]])
     """
-    return apply_along("all_gather_invariant", x, joint(resolve(axis))[::-1], along("all_gather_invariant", x, dim))
+    return apply_along(
+        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], along("all_gather_invariant", x, dim)
+    )
 
 
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
-    return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
+    return apply_along("own_part", x, join_axes(resolve_axes(axis)), along("own_part", x, dim))
 
 
 def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:

@@ -191,7 +191,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         tuple(sorted(into.items())),
         tuple(donated),
         functional,
-        () if mesh is None else mesh.places(),
+        () if mesh is None else mesh.group_ranks(),
         moves(traced.graph),
         options.device,
         _groups_of_one(mesh),
@@ -285,6 +285,6 @@ def _check_results(paths: list[str], leaves: list[Any]) -> None:
     for path, x in zip(paths, leaves, strict=True):
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(
-                f"fzero.jit: {tree.place('result', path)} is {x!r}: a jitted step returns tensors (and None). "
+                f"fzero.jit: {tree.leaf_name('result', path)} is {x!r}: a jitted step returns tensors (and None). "
                 "Make it a torch.tensor, or leave it out"
             )

@@ -253,11 +253,11 @@ def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         for part in nonfinite_parts(arguments, mesh):
-            watch.argument(part.value, tree.place("argument", part.path), part.ranks)
+            watch.argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
         with record_node_lines(), watch_operations(watch.before, watch.after):
             out = step(*args, **kwargs)
         for part in nonfinite_parts(out, mesh):
-            watch.result(part.value, tree.place("result", part.path))
+            watch.result(part.value, tree.leaf_name("result", part.path))
     return watch.trail
 
 

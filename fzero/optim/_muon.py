@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import joint
+from fzero.axes import join_axes
 from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
 from fzero.optim._base import (
     Mask,
@@ -104,7 +104,7 @@ def _map_shards(
 
     `indices` lists the leaves of each unit that hold matrices.
     """
-    first, *rest = joint(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
+    first, *rest = join_axes(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
     for a in rest[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
         xs = [_along(a, "all_gather", x) for x in xs]

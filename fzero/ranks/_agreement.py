@@ -172,7 +172,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
             coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
             other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
             if all_sums[other][n] != all_sums[rank][n]:
-                raise ValueError(_message(tree.place(label, paths[i]), other, rank, varies[i]))
+                raise ValueError(_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
 
 
 def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
@@ -184,7 +184,7 @@ def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
     if not mesh.distributed:
         return
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    lines = [f"{tree.place(label, path)} is {_describe(x)}" for path, x in zip(paths, entries, strict=True)]
+    lines = [f"{tree.leaf_name(label, path)} is {_describe(x)}" for path, x in zip(paths, entries, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     digests = all_gather_numbers(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(x != digests[0] for x in digests):

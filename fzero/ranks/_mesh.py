@@ -292,7 +292,7 @@ class Mesh:
         """Return group name -> axis for each process group of this rank; empty in a simulation."""
         return {} if self.simulated else {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
 
-    def places(self) -> tuple[tuple[str, int], ...]:
+    def group_ranks(self) -> tuple[tuple[str, int], ...]:
         """Return pairs (group name, rank in the group) for each process group of this rank; none in a simulation."""
         return () if self.simulated else tuple([(a.group, a.rank) for axes in self.bound_axes() for a in axes])
 
@@ -408,7 +408,7 @@ class Mesh:
 
 def _check_tensor(label: str, path: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{tree.place(label, path)} is {x!r}: a value that differs by rank must be a tensor")
+        raise TypeError(f"{tree.leaf_name(label, path)} is {x!r}: a value that differs by rank must be a tensor")
 
 
 def _stack(parts: list[Any]) -> Any:

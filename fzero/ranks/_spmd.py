@@ -13,7 +13,7 @@ import torch
 from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
-from fzero._torch.levels import unwrapped, vmaps
+from fzero._torch.levels import unwrap, vmaps
 from fzero.axes import (
     DEFAULT_RULES,
     Axes,
@@ -225,7 +225,7 @@ def _combined(mesh: Any, ranks: list[Any]) -> Any:
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])
             raise ValueError(
-                f"{tree.place('result', path)} has another shape on each rank: {shown}; pad it to one shape"
+                f"{tree.leaf_name('result', path)} has another shape on each rank: {shown}; pad it to one shape"
                 f"{trouble_link('shapes-that-change')}"
             )
         out.append(torch.stack(values) if a and isinstance(x, torch.Tensor) else x)
@@ -250,7 +250,7 @@ def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
     axes = axes_of(call, mesh.axis_names)
     for path, x, a in zip(paths, leaves, axes, strict=True):
         if a:
-            label = tree.place("argument", path.split(".", 1)[1])
+            label = tree.leaf_name("argument", path.split(".", 1)[1])
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{label} is {x!r}: a value that differs by rank must be a tensor")
             check_stacked(x, label, mesh, a)
@@ -273,7 +273,7 @@ def _own_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:
     boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
     return tuple(
         [
-            PerRankMemory(storage_id(unwrapped(x)), axes_of(box, mesh.axis_names)[0])
+            PerRankMemory(storage_id(unwrap(x)), axes_of(box, mesh.axis_names)[0])
             for box in boxes
             for x in tree.tensors(box)
         ]

@@ -271,7 +271,7 @@ class PerRank(_Box):
     """
 
     __slots__ = ("axes", "donated", "value")
-    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
+    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrap"
 
     def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
         self.value = value

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 
 from fzero._torch import OneNode, allow_in_graph, raise_priority
-from fzero.axes import Axis, Binding, joint
+from fzero.axes import Axis, Binding, join_axes
 from fzero.collectives import (
     ALL_GATHER,
     COPIES,
@@ -356,14 +356,14 @@ def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tens
 
 def gather_flat(spec_id: int, shard: torch.Tensor) -> torch.Tensor:
     """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
-    for a in reversed(joint(unit_axes(spec_id))):
+    for a in reversed(join_axes(unit_axes(spec_id))):
         (shard,) = apply(a.token, "gather_flat", a.binding, UnitOptions(spec_id), shard)
     return shard[: spec_info(spec_id).numel]
 
 
 def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row of the table to a unit's tensors, over the unit's axes."""
-    return apply_over_unit_axes(name, joint(unit_axes(spec_id)), spec_id, xs)
+    return apply_over_unit_axes(name, join_axes(unit_axes(spec_id)), spec_id, xs)
 
 
 # Return a unit's leaves from its shard: by an all_gather, or without communication if the box still has its origin.
@@ -413,7 +413,7 @@ def gather_unit(spec_id: int, data: torch.Tensor, origin: Sequence[torch.Tensor]
 
     With `origin`, the leaves that the shard was partitioned from, the forward pass communicates nothing.
     """
-    axes = joint(unit_axes(spec_id))
+    axes = join_axes(unit_axes(spec_id))
     if data.shape != (spec_info(spec_id).shard_numel,):
         raise ValueError(
             f"{Shard(data, spec_id)!r} holds a tensor {list(data.shape)}, and its spec says "

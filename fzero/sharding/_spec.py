@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fzero._torch import assume_constant_result
-from fzero.axes import Axis, Stacked, axis_index, bound_axes, bound_axis
+from fzero.axes import Axis, StackedList, axis_index, bound_axes, bound_axis
 
 __all__ = [
     "ALIGN",
@@ -89,7 +89,7 @@ class Split(NamedTuple):
     axis: str
     size: int
     dims: tuple[int, ...]
-    stacked: Stacked | None = None
+    stacked: StackedList | None = None
 
 
 ALIGN = 64  # elements: the granularity at which a shard is divided into pieces, so that both begin on a cache line
@@ -370,7 +370,7 @@ class Item(NamedTuple):
         return ".".join([self.list, str(number), *([self.subpath] if self.subpath else [])])
 
 
-def stacked_of(spec: Spec) -> tuple[Split, Stacked] | None:
+def stacked_of(spec: Spec) -> tuple[Split, StackedList] | None:
     """Return the axis along which a unit's leaves are stacked, and the list; None if they are not stacked."""
     return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
 
@@ -385,7 +385,7 @@ def prefix_of(path: str, own: str) -> str | None:
     return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
 
 
-def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
+def item_of(path: str, prefix: str, stacked: StackedList) -> Item | None:
     """Return the position of a leaf in a stacked list; None if the leaf is not in the list.
 
     Args:
@@ -394,7 +394,7 @@ def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
         stacked: the list.
 
     Example:
-        >>> item_of("mu.blocks.1.w", "mu.", Stacked("blocks", ((0, 2), (1, None)))).numbers
+        >>> item_of("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).numbers
         (1, None)
     """
     start = f"{prefix}{stacked.key}."

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, LayoutRules, Stacked, axis_names, bound_axes, bound_axis, current_rules
+from fzero.axes import Axis, LayoutRules, StackedList, axis_names, bound_axes, bound_axis, current_rules
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
 from fzero.sharding._spec import Split, intern_parts
@@ -318,7 +318,7 @@ def _unit(
     leaves: list[Any],
     positions: list[int],
     split: Any,
-    stacks: Mapping[str, Stacked],
+    stacks: Mapping[str, StackedList],
     reduced: str,
 ) -> FullUnit:
     parts = [leaves[i] for i in positions]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fzero._torch import is_tracing
-from fzero._torch.levels import unwrapped
-from fzero.axes import are_equal, axis_names, joint
+from fzero._torch.levels import unwrap
+from fzero.axes import are_equal, axis_names, join_axes
 from fzero.collectives import all_gather
 from fzero.sharding import (
     Shard,
@@ -87,8 +87,8 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
     if origin is None or is_tracing() or any(not a.group for a in axes):
         return origin
     with torch.no_grad():
-        (shard,) = apply_over_unit_axes("partition", joint(axes), box.spec_id, [unwrapped(x) for x in origin])
-    if not are_equal(shard, unwrapped(box.data)):
+        (shard,) = apply_over_unit_axes("partition", join_axes(axes), box.spec_id, [unwrap(x) for x in origin])
+    if not are_equal(shard, unwrap(box.data)):
         raise RuntimeError(
             f"{box!r} was written through .data, which torch does not count as a write, so the leaves gathered before "
             "may be stale: write into the tensor itself under torch.no_grad(), or return new values"

@@ -17,7 +17,7 @@ from fzero.axes import (
     bound_axes,
     current_rules,
     layout_rules,
-    resolve,
+    resolve_axes,
 )
 from fzero.sharding import (
     Shard,
@@ -84,7 +84,7 @@ def partition(
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
     if not bound_axes():
         return params
-    axes = resolve(axis)
+    axes = resolve_axes(axis)
     check_unsharded(params)
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)

@@ -11,7 +11,7 @@ from fzero import tree
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
-from fzero.axes import DEFAULT_RULES, LayoutRules, Stacked
+from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
 from fzero.graph import other_memory, refuse_writes_into
 from fzero.optim import Optimizer, Pair, torch_optimizer_message
 from fzero.ranks import Mesh
@@ -64,11 +64,11 @@ def check_arguments(
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            where = tree.place("argument", path.split(".", 1)[1])
+            where = tree.leaf_name("argument", path.split(".", 1)[1])
             check_sharded_for(x.spec_id, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
-    check_means(entries, mean_axes, rules.apart)
-    ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
+    check_means(entries, mean_axes, rules.pipeline_axes)
+    ranks = math.prod([size for name, size in mesh.shape if name not in rules.pipeline_axes])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         warn_once(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: split the global "
@@ -91,24 +91,28 @@ def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None
             )
 
 
-def _rows(stacked: Stacked | None) -> str:
+def _rows(stacked: StackedList | None) -> str:
     """Show the items of each rank."""
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 
 
-def check_means(entries: Sequence[Any], mean_axes: Sequence[str], apart: Sequence[str] = ()) -> None:
+def check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes: Sequence[str] = ()) -> None:
     """Check that no leaf is split along an axis over which the step averages, unless data differ along this axis.
 
-    The leaf's gradient would be divided by the number of the axis's ranks without a sum over them. Axes in `apart` are
-    exempt: their ranks share one batch, and the step does average over them.
+    The leaf's gradient would be divided by the number of the axis's ranks without a sum over them. Axes in
+    `pipeline_axes` are exempt: their ranks share one batch, and the step does average over them.
     """
     batches = [x for x in entries if isinstance(x, PerRank)]
-    data_axes = [name for name in mean_axes if name in apart or any(x.axes is None or name in x.axes for x in batches)]
+    data_axes = [
+        name for name in mean_axes if name in pipeline_axes or any(x.axes is None or name in x.axes for x in batches)
+    ]
     for x in entries if batches else ():
         for split in spec_info(x.spec_id).split if isinstance(x, Shard) else ():
             if split.axis in mean_axes and split.axis not in data_axes:
                 option = f"axis={tuple(data_axes)!r}" if data_axes else "such as axis='dp' of fzero.mesh(dp=1, ...)"
-                axes = tuple([name for name in mean_axes if name not in apart and name in (*data_axes, split.axis)])
+                axes = tuple(
+                    [name for name in mean_axes if name not in pipeline_axes and name in (*data_axes, split.axis)]
+                )
                 raise ValueError(
                     f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: if "
                     f"its ranks share one batch, as along tp, leave it out of the mean, fzero.shard(..., {option}); if "

@@ -130,7 +130,8 @@ def _examples(name: str, f: Any, values: Any) -> int:
             )
             expected += "; for a pipelined loss pass loss.outputs(last)" if isinstance(f, Pipeline) else ""
             raise ValueError(
-                f"fzero.{name}: {_name(f)} returns {tree.place('value', path)} as {tree.show(x)}: expected {expected}"
+                f"fzero.{name}: {_name(f)} returns {tree.leaf_name('value', path)} as {tree.show(x)}: "
+                f"expected {expected}"
             )
     return leaves[0].shape[0]
 

@@ -71,7 +71,7 @@ class ShardedStep:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which a batch is split: `axis` without a pipeline's axis, whose ranks share one batch."""
-        return tuple([name for name in self.axis if name not in self.rules.apart])
+        return tuple([name for name in self.axis if name not in self.rules.pipeline_axes])
 
     @property
     def name(self) -> str:

@@ -238,7 +238,10 @@ MUTANTS = [
         Fault("shapes that depend on values are plain", "_is_plain", dropped("A & set(B.tags)")),
         Fault("make_fx records all", "OneNode.__call__", never("mode is not None")),
         Fault(
-            "a plan takes the backward pass for the forward", "_place", (swapped("==", "!="), becomes("-1", "-2")), PLAN
+            "a plan takes the backward pass for the forward",
+            "_source",
+            (swapped("==", "!="), becomes("-1", "-2")),
+            PLAN,
         ),
     ),
     *File("graph/_collector.py", COLLECTOR).faults(

@@ -74,7 +74,7 @@ MUTANTS = [
         Fault("ties of blocks are parted", "check_untied", never("block != A")),
         Fault("a negative number of blocks", "check_depth", becomes("A(B, 0)", "A(B, -9)")),
         Fault("stacked leaves shift no dimension", "PipelineSplit.__call__", bare("A + 1"), AXES),
-        Fault("a pipeline has data of its own", "PipelineSplit.apart", dropped("self.axis"), LAWS),
+        Fault("a pipeline has data of its own", "PipelineSplit.pipeline_axes", dropped("self.axis"), LAWS),
     ),
     *File("sharding/_segments.py", LAWS).faults(
         Fault("idle slots count", "_zero_unused_items", returns("x", at="2 of 2")),
@@ -87,12 +87,10 @@ MUTANTS = [
         Fault("the first stage alone uses the rest", "Stages.uses", (swapped("in", "=="), becomes("(0, self.A)", "0"))),
         Fault("blocks may change what they hand on", "check_same_form", never("A != B or C[0] != C[1]"), ERRORS),
     ),
-    *File("axes/mailbox.py", MESSAGES).faults(
-        Fault("a message is not kept", "post", bare("A().clone", at="2 of 2")),
-        Fault("the last message goes first", "collect", becomes("A.mail[B].popleft", "A.mail[B].pop")),
-        Fault("another shape is taken", "collect", dropped("A.shape != B.shape")),
-    ),
     *File("axes/lockstep.py", MESSAGES).faults(
+        Fault("a message is not kept", "send", bare("A().clone", at="2 of 2")),
+        Fault("the last message goes first", "receive", becomes("A.mail[B].popleft", "A.mail[B].pop")),
+        Fault("another shape is taken", "receive", dropped("A.shape != B.shape")),
         Fault("what nobody received is forgotten", "run", skipped("A(B.values())")),
     ),
     *File("graph/loop/_trace.py", PROCESSES).faults(

@@ -24,7 +24,7 @@ MUTANTS = [
         Fault("torch logs what it raises", "_unlogged.keep", returns("'' in record.getMessage()")),
     ),
     *File("_torch/recorder.py", PROFILING).faults(
-        Fault("a backward pass is its caller's", "_place", bare("B or A")),
+        Fault("a backward pass is its caller's", "_source", bare("B or A")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
         Fault("a second forward pass is backward", "spans.after", never("A.B", at="2 of 2")),

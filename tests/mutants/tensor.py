@@ -87,7 +87,7 @@ MUTANTS = [
         Fault("what needs all tokens has a part", "_kind", always("is_norm")),
     ),
     *File("collectives/_copies.py", COPIES).faults(
-        Fault("copies are not looked at", "note_call", skipped("A.hidden |= bool(B)")),
+        Fault("copies are not looked at", "note_call", skipped("A.has_other_calls |= bool(B)")),
         Fault(
             "copies of what is equal are refused",
             "_differs",
@@ -95,7 +95,7 @@ MUTANTS = [
         ),
         Fault("what makes one value is looked through", "_walk", always("A is None or A.B is not INVARIANT")),
         Fault("split leaves do not differ", "_differs", never("A is not None and id(A) in B")),
-        Fault("blocks are looked through", "_walk", dropped("not hasattr(A, 'exposed')")),
+        Fault("blocks are looked through", "_walk", dropped("not hasattr(A, 'deferred_checks')")),
         Fault(
             "sums outside a block are not checked",
             "_check",
@@ -108,7 +108,7 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_remat/_remat.py", COPIES).faults(
-        Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.exposed", "None")),
+        Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.deferred_checks", "None")),
     ),
     *File("transforms/gradients/_value_and_grad.py", COPIES).faults(
         Fault("an ensemble is one model", "_one_value_along", dropped("not all(A)")),

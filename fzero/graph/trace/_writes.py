@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch
-from fzero._torch.levels import unwrapped
+from fzero._torch.levels import unwrap
 from fzero.graph._ir import aten, is_input, signature, values
 from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
 from fzero.graph.loop._scan import is_part
@@ -73,7 +73,7 @@ def refuse_writes_into(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
     Raises:
         RuntimeError: if it has. The message names the tensor and the line.
     """
-    _refuse_writes(_torch.recorded_nodes(), {_torch.storage_id(unwrapped(x)): name for name, x in named_tensors})
+    _refuse_writes(_torch.recorded_nodes(), {_torch.storage_id(unwrap(x)): name for name, x in named_tensors})
 
 
 def other_memory(name: str) -> str:

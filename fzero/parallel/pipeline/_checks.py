@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, SplitRule, Stacked, axis_names, axis_size, check_inputs_replicated, data_axes
+from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, data_axes
 from fzero.parallel.pipeline._model import BlockPlacement
 from fzero.parallel.schedules import Schedule, check, check_name
 from fzero.sharding import is_box
@@ -132,7 +132,7 @@ def check_alike(blocks: Sequence[Any], name: str) -> None:
         for path, x, y in zip(paths, leaves, block_leaves, strict=True):
             if tree.show(x) != tree.show(y):
                 raise ValueError(
-                    f"fzero.pipeline: {tree.place(f'{name}[{i}]', path)} is {tree.show(y)}, but in {name}[0] it is "
+                    f"fzero.pipeline: {tree.leaf_name(f'{name}[{i}]', path)} is {tree.show(y)}, but in {name}[0] it is "
                     f"{tree.show(x)}: a pipeline stacks its blocks by rank, so all need leaves of the same shapes"
                 )
 
@@ -194,7 +194,7 @@ class PipelineSplit:
     rule: SplitRule | None = None
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def pipeline_axes(self) -> tuple[str, ...]:
         """The axes along which ranks share one batch, and do different work."""
         return (self.axis,)
 
@@ -215,7 +215,7 @@ class PipelineSplit:
             return other_axes or None
         return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in other_axes.items()}}
 
-    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, StackedList]:
         """Return which block each rank holds in each of its slots.
 
         Args:
@@ -230,7 +230,7 @@ class PipelineSplit:
         if not slots or self.axis not in sizes:
             return {}
         by_rank = self.placement(sizes[self.axis], len(slots)).blocks
-        return {self.axis: Stacked(self.blocks, tuple(zip(*by_rank, strict=True)))}
+        return {self.axis: StackedList(self.blocks, tuple(zip(*by_rank, strict=True)))}
 
     def _is_block_leaf(self, path: str) -> bool:
         return path.startswith(f"{self.blocks}.")

@@ -186,7 +186,7 @@ class Model:
                 actual = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
                 raise TypeError(
                     "fzero.pipeline: for outputs, last(rest, x, batch) must return a tree of tensors [b, ...], for the "
-                    f"b examples of a micro-batch; {tree.place('what it returned', path)} is {actual}"
+                    f"b examples of a micro-batch; {tree.leaf_name('what it returned', path)} is {actual}"
                 )
         return out
 
@@ -225,9 +225,9 @@ def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
     """
     if w.shape[:1] != (1,):
         raise ValueError(
-            f"fzero.pipeline: {tree.place('a block', path)} is {tree.show(w)} on each rank, expected this rank's part "
-            "[1, ...] of a stacked leaf. The blocks are not split by rank: pass loss.stack(params, mesh) to step.init, "
-            "and use fzero.shard(..., split=loss.split)"
+            f"fzero.pipeline: {tree.leaf_name('a block', path)} is {tree.show(w)} on each rank, expected this rank's "
+            "part [1, ...] of a stacked leaf. The blocks are not split by rank: pass loss.stack(params, mesh) to "
+            "step.init, and use fzero.shard(..., split=loss.split)"
         )
     return w[0]
 
@@ -251,7 +251,7 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_loop: bool = False
         size, remainder = divmod(x.shape[0], count)
         if remainder:
             raise ValueError(
-                f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
+                f"fzero.pipeline: {tree.leaf_name('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
                 f"must divide by micro_batches={count}; drop or pad the last batch, or change micro_batches"
             )
         if isinstance(number, torch.Tensor):

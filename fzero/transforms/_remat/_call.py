@@ -125,7 +125,7 @@ def arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> StandIns:
     """
     paths, leaves, structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
     stand_ins = [
-        _stand_in(x, distinct, tree.place("argument", path.split(".", 1)[1]))
+        _stand_in(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
         for path, x in zip(paths, leaves, strict=True)
     ]
     return StandIns(tuple(stand_ins), structure)
@@ -138,7 +138,7 @@ def result(out: Any, distinct: DistinctTensors) -> StandIns:
         TypeError: if the result holds an object that is neither a tensor nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths(out)
-    stand_ins = [_stand_in(y, distinct, tree.place("result", path)) for path, y in zip(paths, leaves, strict=True)]
+    stand_ins = [_stand_in(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)]
     return StandIns(tuple(stand_ins), structure)
 
 
@@ -310,13 +310,13 @@ class Vjp:
         num_inputs: the number of inputs.
         wrt: the inputs to differentiate with respect to.
         outputs: the outputs that have a cotangent.
-        exposed: the checks of the block's autograd graph, by axis.
+        deferred_checks: the checks of the block's autograd graph, by axis.
     """
 
     num_inputs: int
     wrt: tuple[int, ...]
     outputs: tuple[int, ...]
-    exposed: Mapping[str, DeferredCheck] | None = None
+    deferred_checks: Mapping[str, DeferredCheck] | None = None
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
         """Return the vjp of `f`."""
@@ -325,9 +325,9 @@ class Vjp:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
-                for exposed in (self.exposed or {}).values():
+                for deferred in (self.deferred_checks or {}).values():
                     results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is no tensor
-                    exposed.check(results, dict(zip(self.wrt, xs, strict=True)))
+                    deferred.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 
             _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore

@@ -210,7 +210,7 @@ class _Remat(torch.autograd.Function):
         ctx.first_input = 1 + computation.tape_size  # the arguments before it are the computation and the tape
         ctx.num_inputs = len(tensors) - computation.tape_size
         ctx.num_outputs = len(output)
-        ctx.exposed = None  # set by check_copies, if a loss depends on results that it must check later
+        ctx.deferred_checks = None  # set by check_copies, if a loss depends on results that it must check later
         end = len(outputs)
         if computation.recording is None:
             end -= ctx.computation.tape_size
@@ -228,7 +228,7 @@ class _Remat(torch.autograd.Function):
         wrt = tuple([i for i, needs_grad in enumerate(ctx.needs_input_grad[ctx.first_input :]) if needs_grad])
         results: list[Any] = [None] * (ctx.first_input + ctx.num_inputs)
         if outputs and wrt:
-            computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.exposed))
+            computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.deferred_checks))
             saved = reload(ctx.saved_tensors, ctx.devices)
             gradients: Any = _Remat.apply(computation, *saved, *[grads[i] for i in outputs])
             for i, g in zip(wrt, gradients[1:], strict=True):

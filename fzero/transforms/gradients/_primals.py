@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, joint
+from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, join_axes
 from fzero.collectives import NoOptions, apply_along, mark_invariant
 from fzero.optim import Precision
 from fzero.sharding import (
@@ -84,7 +84,7 @@ class ReplicatedPrimal(Primal):
     cast: int
 
     def reduce(self, gradients: Tensors) -> Tensors:
-        return apply_over_unit_axes("all_reduce", joint(self.copies), self.cast, gradients)
+        return apply_over_unit_axes("all_reduce", join_axes(self.copies), self.cast, gradients)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AccumulatedPrimal(Primal):
 
     def _summed(self, gradients: Tensors) -> Shard:
         if self.copies:
-            gradients = apply_over_unit_axes("all_reduce_shard", joint(self.copies), self.cast, gradients)
+            gradients = apply_over_unit_axes("all_reduce_shard", join_axes(self.copies), self.cast, gradients)
         return Shard(gradients[0], self.spec_id)
 
 
@@ -162,7 +162,7 @@ class PerRankPrimal(Primal):
         return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.indices])]
 
     def reduce(self, gradients: Tensors) -> list[PerRank]:
-        summed = [apply_along("psum", g, joint(self.copies), NoOptions()) for g in gradients]
+        summed = [apply_along("psum", g, join_axes(self.copies), NoOptions()) for g in gradients]
         return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
@@ -189,14 +189,14 @@ class OneValuePrimal(Primal):
         return self.primal.inputs(leaves)
 
     def reduce(self, gradients: Tensors) -> Any:
-        return tree.map(lambda g: mark_invariant(g, joint(self.copies)), self.primal.reduce(gradients))
+        return tree.map(lambda g: mark_invariant(g, join_axes(self.copies)), self.primal.reduce(gradients))
 
 
 def as_one_value(primal: Primal) -> Primal:
     """Make the ranks' copies of a primal one differentiable input, as `pvary` does."""
     if not primal.copies:
         return primal
-    variables = [apply_along("pvary", x, joint(primal.copies), NoOptions()) for x in primal.variables]
+    variables = [apply_along("pvary", x, join_axes(primal.copies), NoOptions()) for x in primal.variables]
     return OneValuePrimal(primal.members, variables, primal.dtypes, primal.copies, primal)
 
 

@@ -13,7 +13,7 @@ from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
-from fzero.axes import Axis, AxisName, OneLoss, bound_axes, call_as_one_loss, in_loss, joint, resolve
+from fzero.axes import Axis, AxisName, OneLoss, bound_axes, call_as_one_loss, in_loss, join_axes, resolve_axes
 from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
@@ -235,7 +235,7 @@ def value_and_grad(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in nums):
             raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
-        axes = resolve(axis)
+        axes = resolve_axes(axis)
         batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
         one_value = _is_differentiated_itself(arguments)
@@ -259,7 +259,7 @@ def value_and_grad(
         )
         value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, is_looped, precision is not None)
         value = psum(value, axis)
-        value = mark_invariant(value, joint(axes)) if one_value else value
+        value = mark_invariant(value, join_axes(axes)) if one_value else value
         trees = [argument.reduce(gradients) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
@@ -368,7 +368,7 @@ class _Loss:
         """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""
         one_loss = OneLoss(self.shared_axes)
         loss, aux = call_as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
-        if one_loss.hidden:
+        if one_loss.has_other_calls:
             rest = iter(variables)
             primals = [
                 (p.varies, [next(rest) for _ in p.variables]) for x in self.arguments.values() for p in x.primals
