@@ -151,8 +151,8 @@ def differs_message(path: str, names: tuple[str, ...], how: str = "") -> str:
         return (
             f"{tree.leaf_name('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it "
             f"differs along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own "
-            "part of it, else call fzero.collectives.pvary where a replicated value first meets a value that differs by "
-            "rank. If it is a PerRank: reduce it over the other axes, or name them in the box"
+            "part of it, else call fzero.collectives.pvary where a replicated value first meets a value that differs "
+            "by rank. If it is a PerRank: reduce it over the other axes, or name them in the box"
         )
     return (
         f"{tree.leaf_name('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
