@@ -59,6 +59,7 @@ from fzero._torch.tracing import (
     user_line,
 )
 from fzero._torch.watched import Allocations, allocations
+from fzero._torch.workspace import matrix_workspace_bytes
 
 __all__ = [
     "TRACING",
@@ -96,6 +97,7 @@ __all__ = [
     "is_tracing",
     "line_of",
     "load_metadata",
+    "matrix_workspace_bytes",
     "memory_like",
     "pickle_graphs",
     "profiling",

@@ -161,7 +161,9 @@ class Reading:
     def above(self) -> float:
         """The share by which the peak exceeds the plan's; 0 if one of them is not known."""
         peak, plan = self.peak_bytes, self.plan
-        return 0.0 if peak is None or plan is None or not plan.peak_bytes else peak / plan.peak_bytes - 1
+        if peak is None or plan is None or not plan.peak_bytes:
+            return 0.0
+        return peak / (plan.peak_bytes + plan.workspace_bytes) - 1
 
     def scalars(self) -> dict[str, float]:
         """Return the measured and planned numbers by name, for writers of `fzero.observe`. Waits for the device."""
@@ -224,19 +226,22 @@ def _memory_hints(last: Reading) -> list[Hint]:
     prefix = f"peak {last.above:.0%} above plan"
     hints = []
     before = last.taken.before_bytes
-    if before is not None and before - plan.argument_bytes > least:
+    outside = 0 if before is None else before - plan.argument_bytes
+    workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
+    outside, more = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
+    if outside > least:
         hints.append(
             Hint(
                 "outside the step",
-                f"{prefix}: {size(before - plan.argument_bytes)} are held besides the step's arguments, such as a "
+                f"{prefix}: {size(outside)} are held besides the step's arguments, such as a "
                 "second copy of the parameters, batches fetched ahead, or a model that was not donated to init",
             )
         )
-    if added - plan.added_bytes > least:
+    if more > least:
         hints.append(
             Hint(
                 "workspaces",
-                f"{prefix}: the step itself adds {size(added - plan.added_bytes)} more than planned: workspaces of "
+                f"{prefix}: the step itself adds {size(more)} more than planned: workspaces of "
                 "kernels, or layouts that a compiler chose; docs/plan.md#how-true-it-is lists them",
             )
         )

@@ -13,8 +13,20 @@ def main() -> int:
     if not lane.is_here():
         print("this torch is built without CUDA; `make cuda` makes an environment with one", file=sys.stderr)
         return 2
+    lane.variables()  # builds the runtime, which the tests' processes then find
     lane.MEASURED.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "tests/cuda", "-n0", "-rxX", "-p", "no:cacheprovider", *sys.argv[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/cuda",
+        "-n2",
+        "--dist=loadfile",
+        "-rxX",
+        "-p",
+        "no:cacheprovider",
+        *sys.argv[1:],
+    ]
     code = subprocess.run(command, cwd=lane.ROOT).returncode
     if not sys.argv[1:]:  # all laws were tried
         report.write()

@@ -20,14 +20,19 @@ FLAGS = ["-std=c++17", "-O2", "-fPIC", "-w"]  # torch's headers differ between v
 
 
 def libraries(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Build both libraries into a folder, and return their paths: of the runtime and of the driver."""
+    """Build both libraries into a folder, if they are older than their sources, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    found = {"driver": folder / "libcuda.so.1", "runtime": folder / "libcudart_log.so"}
+    sources = [pathlib.Path(__file__), *SOURCES.iterdir()]
+    newest = max(source.stat().st_mtime for source in sources)
+    if all(path.exists() and path.stat().st_mtime > newest for path in found.values()):
+        return found
     wanted = undefined()
     driver = {name for name in wanted if OF_DRIVER.match(name)}
     runtime = ["cudart.cpp", "cublas.cpp", "nccl.cpp"]
     return {
-        "driver": library(folder / "libcuda.so.1", ["driver.cpp"], driver),
-        "runtime": library(folder / "libcudart_log.so", runtime, wanted - driver),
+        "driver": library(found["driver"], ["driver.cpp"], driver),
+        "runtime": library(found["runtime"], runtime, wanted - driver),
     }
 
 

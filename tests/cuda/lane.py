@@ -45,7 +45,14 @@ def variables(lazy: bool = False) -> dict[str, str]:
 
 @functools.cache
 def facts(
-    task: str, backend: str, *stages: int, ranks: int = 8, lazy: bool = False, default_device: bool = False
+    task: str,
+    backend: str,
+    *stages: int,
+    ranks: int = 8,
+    lazy: bool = False,
+    default_device: bool = False,
+    root: pathlib.Path = ROOT,
+    sanitizer: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
 
@@ -56,29 +63,32 @@ def facts(
         ranks: of the world, of which only rank 0 exists.
         lazy: whether large copies are noted and not made, so that models of real size fit into this machine.
         default_device: whether the process begins with `torch.set_default_device("cuda")`.
+        sanitizer: whether torch's CUDA sanitizer watches; what it watches is not kept for the tables.
+        root: the project that is measured; another than this one is not kept for the tables.
 
     Raises:
         AssertionError: if the process fails; with its last lines.
     """
     command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
     command += ["--default-device"] * default_device
-    output = run([*command, "--stages", *map(str, stages or range(4))], lazy=lazy)
+    output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer)
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     with MEASURED.open("a") as file:
-        for row in rows:
+        for row in rows if root == ROOT and not sanitizer else ():
             file.write(
                 json.dumps({"task": task, "backend": backend, "ranks": ranks, "default": default_device, **row}) + "\n"
             )
     return {row["stage"]: row for row in rows}
 
 
-def run(command: list[str], lazy: bool = False, **more: str) -> str:
-    """Run a command in the lane's environment and return its output.
+def run(command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanitizer: bool = False) -> str:
+    """Run a command in a project, in the lane's environment, and return its output.
 
     Raises:
         AssertionError: if it fails; with its last lines.
     """
-    env = variables(lazy) | more
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+    env = variables(lazy) | {"PYTHONPATH": str(root)}
+    env |= {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{' '.join(command[1:])}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -25,7 +25,7 @@ def write() -> None:
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step.",
-        _memory([r for r in rows if r["task"] in SIZES and r["plan"]]),
+        _memory([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8]),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
         _counts([r for r in rows if r["task"] not in SIZES and not r["default"]]),

@@ -361,3 +361,14 @@ def test_a_jitted_world_of_several_axes_equals_the_eager_one(name):
     expected, got = step(*args), fzero.jit(step, backend="fx", donate=())(*args)
     assert_trees_close(got[2], expected[2], rtol=0)
     assert_trees_close(step.gather(got[0]), step.gather(expected[0]), rtol=0)
+
+
+def test_a_gpus_plan_tells_the_workspace_of_matrix_products(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    x = torch.zeros(4, 4, device="meta")
+    assert fzero.plan(lambda x: x @ x, x).workspace_bytes == 0
+    assert fzero.plan(lambda x: x + x, x, device="cuda").workspace_bytes == 0
+    plan = fzero.plan(lambda x: x @ x, x, device="cuda")
+    assert plan.workspace_bytes == 32 << 20
+    assert "workspace of matrix products" in str(plan)
+    assert plan.peak_bytes == fzero.plan(lambda x: x @ x, x).peak_bytes

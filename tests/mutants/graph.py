@@ -286,6 +286,9 @@ MUTANTS = [
     *File("ranks/_spmd.py", JIT).faults(
         Fault("a vmap around the world breaks", "Spmd._by_vmap", dropped("is_outermost")),
     ),
+    *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
+        Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in PRODUCTS")),
+    ),
     *File("graph/_agree.py", ("tests/graph/test_ops.py",)).faults(
         Fault("the numbers of GPUs differ", "_signature", bare("_DEVICE.sub(B, A)")),
     ),

@@ -163,6 +163,7 @@ MUTANTS = [
         Fault("the lines to paste have one stage a rank", "_model_lines", never("A.B > 1", at="2 of 2")),
     ),
     *File("tuning/_watch.py", WATCH).faults(
+        Fault("a workspace is a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
         Fault("what was there before is forgotten", "Reading.peak_bytes", bare("A + B")),
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the compiled call is not", "WatchedStep.__call__", bare("A or self.B")),

@@ -155,8 +155,10 @@ def test_what_the_step_raises_is_raised():
 # ---------------------------------------------------------------- hints
 
 PLAN: Any = SimpleNamespace(
-    peak_bytes=10_000_000_000, argument_bytes=4_000_000_000, added_bytes=6_000_000_000, seconds=1.0
+    peak_bytes=10_000_000_000, argument_bytes=4_000_000_000, added_bytes=6_000_000_000, seconds=1.0, workspace_bytes=0
 )
+
+WITH_WORKSPACE: Any = SimpleNamespace(**{**vars(PLAN), "workspace_bytes": 1_000_000_000})
 
 
 def reading(seconds: float = 1.0, waited: float = 0.0, first: bool = False, plan: Any = PLAN, **taken: Any) -> Reading:
@@ -174,6 +176,11 @@ CASES: dict[str, tuple[list[Reading], list[str]]] = {
     "both": (
         [reading(added_bytes=7_000_000_000, before_bytes=5_000_000_000, reserved_bytes=12_000_000_000)],
         ["outside the step", "workspaces"],
+    ),
+    "a planned workspace": ([reading(before_bytes=5_000_000_000, reserved_bytes=11e9, plan=WITH_WORKSPACE)], []),
+    "a planned workspace, taken in this step": (
+        [reading(added_bytes=7_000_000_000, reserved_bytes=11e9, plan=WITH_WORKSPACE)],
+        [],
     ),
     "less than planned": ([reading(added_bytes=3_000_000_000, reserved_bytes=7_100_000_000)], []),
     "fragmentation": ([reading(reserved_bytes=11_200_000_000)], ["fragmentation"]),

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._notebook import as_html
-from fzero._torch import line_of
-from fzero.graph._ir import axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
+from fzero._torch import line_of, matrix_workspace_bytes
+from fzero.graph._ir import aten, axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
 from fzero.graph._ops import name_of, title_of
 from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
@@ -131,6 +131,15 @@ def operations_of(graph: Graph) -> list[ListedOperation]:
         if loop := loop_of(node):
             operations += [ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
     return operations
+
+
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+
+
+def _workspace_bytes(operations: Iterable[ListedOperation]) -> int:
+    """Return the bytes that matrix products take for themselves, on the device of their results."""
+    kinds = {values(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in PRODUCTS}
+    return max([matrix_workspace_bytes(kind) for kind in kinds], default=0)
 
 
 def plan_ranges(graph: Graph) -> list[Range]:
@@ -260,6 +269,7 @@ class Plan:
         rejected: the schedules that were not chosen.
         transfers: the copies from the device to the host and back, in order.
         messages: the messages that the rank sends to other ranks of its pipeline.
+        workspace_bytes: the bytes that a GPU's matrix products take beside the peak, from the first product on.
     """
 
     name: str
@@ -271,6 +281,7 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     messages: tuple[SentMessage, ...] = ()
+    workspace_bytes: int = 0
 
     @property
     def steps(self) -> tuple[Operation, ...]:
@@ -409,6 +420,7 @@ def plan_of(
         tuple(
             [m for i, (n, _) in enumerate(ops) if (loop := loop_of(n)) and loop.track for m in sent_messages(loop, i)]
         ),
+        _workspace_bytes(ops),
     )
 
 

@@ -35,6 +35,8 @@ def summary(plan: "Plan") -> str:
             label, most = by_label.most_common(1)[0]
             largest = f", {size(most)} of it {label}" if kind in LABELED and label else ""
             lines.append(f"  {size(sum(by_label.values())):>10}  {kind}{largest}")
+    if plan.workspace_bytes:
+        lines.append(f"beside the peak: {size(plan.workspace_bytes)} workspace of matrix products")
     moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
     if count:
         lines.append(f"{count} collectives move {size(moved)}:")
