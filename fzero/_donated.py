@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "empty"]
+__all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "donate_memory"]
 
 
 class DonatedError(RuntimeError):
@@ -30,7 +30,7 @@ class DonatedError(RuntimeError):
 DonatedError.__module__ = "fzero"
 
 
-def message(note: str) -> str:
+def donated_message(note: str) -> str:
     """Return the message of a `DonatedError`: `note` says which value was donated, and the rest what to do."""
     if note.endswith("failed midway"):
         return (
@@ -71,17 +71,17 @@ def check_not_donated(values: Iterable[Any]) -> None:
     """
     for x in values:
         if isinstance(x, DonatedTensor):
-            raise DonatedError(message(x.donated))
+            raise DonatedError(donated_message(x.donated))
         if isinstance(x, list | tuple | dict):
             check_not_donated(x.values() if isinstance(x, dict) else x)
 
 
-def empty(x: torch.Tensor, note: str) -> torch.Tensor:
+def donate_memory(x: torch.Tensor, note: str) -> torch.Tensor:
     """Make `x` a `DonatedTensor` without data, and return a new tensor over its memory."""
     data = x.data  # not a view, unlike x.detach(), so x's base is not kept alive
     if x._is_view():
-        _leave_base(x)
-    x.data = _nothing(x.dtype, x.device)
+        _detach_from_base(x)
+    x.data = _empty_tensor(x.dtype, x.device)
     x.donated = note  # pyright: ignore[reportAttributeAccessIssue]
     # Callers may still hold this object, in trees, optimizers or closures. Only a change of its class makes every later
     # use of it, such as saving or summing, raise an error.
@@ -89,14 +89,14 @@ def empty(x: torch.Tensor, note: str) -> torch.Tensor:
     return data
 
 
-def _leave_base(x: torch.Tensor) -> None:
+def _detach_from_base(x: torch.Tensor) -> None:
     """Detach a view from its base, which would keep the memory in use."""
     with contextlib.suppress(RuntimeError):  # if autograd or a weak reference refers to x
         torch.utils.swap_tensors(x, torch.empty(0, dtype=x.dtype, device=x.device))
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty_tensor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the empty tensor that all donated tensors share: making one for each took most of a call's time."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)

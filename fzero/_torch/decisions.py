@@ -34,7 +34,7 @@ class FixedSizeError(RuntimeError):
 
 
 def decisions(
-    f: Callable[..., Any], tensors: Sequence[torch.Tensor], places: Collection[tuple[int, int]], device: torch.device
+    f: Callable[..., Any], tensors: Sequence[torch.Tensor], size_dims: Collection[tuple[int, int]], device: torch.device
 ) -> Callable[[int], bool]:
     """Return a function that says for which sizes `f` runs the same operations.
 
@@ -45,7 +45,7 @@ def decisions(
     Args:
         f: a function of tensors. Its results are ignored.
         tensors: its arguments; their values are not read, and they may be on the meta device.
-        places: the positions `(tensor, dimension)` of the size, which is equal at all of them.
+        size_dims: the positions `(tensor, dimension)` of the size, which is equal at all of them.
         device: the device of the stand-ins.
 
     Returns:
@@ -59,8 +59,8 @@ def decisions(
 
     env = _environment()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    stand_ins = [_stand_in(x, mode, {d for j, d in places if j == i}, device) for i, x in enumerate(tensors)]
-    symbol = _symbol_of(stand_ins, places)
+    stand_ins = [_stand_in(x, mode, {d for j, d in size_dims if j == i}, device) for i, x in enumerate(tensors)]
+    symbol = _symbol_of(stand_ins, size_dims)
     operations = _Operations(symbol, env)
     _run(f, stand_ins, mode, operations)
     if len(env.guards) > COMPARISONS:
@@ -112,8 +112,8 @@ def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], devi
     return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(kinds))
 
 
-def _symbol_of(stand_ins: Sequence[torch.Tensor], places: Collection[tuple[int, int]]) -> "sympy.Symbol":
-    sizes = [stand_ins[i].shape[d] for i, d in places]
+def _symbol_of(stand_ins: Sequence[torch.Tensor], size_dims: Collection[tuple[int, int]]) -> "sympy.Symbol":
+    sizes = [stand_ins[i].shape[d] for i, d in size_dims]
     symbols = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
     if len(symbols) != 1 or not all(isinstance(size, torch.SymInt) for size in sizes):  # torch has no symbol for 0 or 1
         raise FixedSizeError("the sizes that change are not one length")

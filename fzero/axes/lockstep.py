@@ -247,7 +247,8 @@ def receive(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
     if x.shape != like.shape or x.dtype != like.dtype:
         raise ValueError(
             f"the message from rank {g.members[source]} to rank {g.members[rank]} with tag {tag} over {g.axis!r} is "
-            f"{describe([x])}, and the receiver expects {describe([like])}"
+            f"{describe([x])}, and the receiver expects {describe([like])}: "
+            "pass receive a tensor like the one that is sent"
         )
     return x
 
@@ -263,5 +264,6 @@ def _check_received(groups: Iterable[RankGroup]) -> None:
             if messages:
                 raise DivergedError(
                     f"ranks diverged: rank {g.members[key.sender]} sent rank {g.members[key.receiver]} a message "
-                    f"with tag {key.tag} over {g.axis!r} of {describe(messages)}, and all ended before it was received"
+                    f"with tag {key.tag} over {g.axis!r} of {describe(messages)}, and all ended before it was "
+                    "received: call fzero.collectives.receive on the receiver, or send no such message"
                 )

@@ -185,7 +185,9 @@ def receive(
     bound, post = _checked("receive", like, source, axis, tag)
     x = like.new_zeros(()) if ticket is None else ticket
     if x.ndim:
-        raise ValueError(f"fzero.collectives.receive: the ticket is {list(x.shape)}: expected a tensor of shape []")
+        raise ValueError(
+            f"fzero.collectives.receive: the ticket is {list(x.shape)}: expected a tensor of shape [], such as x.sum()"
+        )
     return apply(bound.token, "receive", bound.binding, post, x)[0]
 
 

@@ -329,7 +329,8 @@ def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes one tensor, but was given {x!r}; for a tree use tree.map")
     if not -x.ndim <= dim < max(x.ndim, 1 - least):
-        raise ValueError(f"dim={dim} is not a dimension of a tensor {list(x.shape)}")
+        expected = f"expected {-x.ndim} to {x.ndim - 1}" if x.ndim else "give it one, such as by x.unsqueeze(0)"
+        raise ValueError(f"{name}: dim={dim} is not a dimension of a tensor {list(x.shape)}: {expected}")
     return dim % max(x.ndim, 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _torch, tree
-from fzero._donated import check_not_donated, empty
+from fzero._donated import check_not_donated, donate_memory
 from fzero._notice import warn_once
 from fzero.graph import _dump
 from fzero.graph._agree import common_schedules
@@ -127,12 +127,12 @@ class Entry:
                 out = list(self.executable([*inputs, *captured]))
         except BaseException:
             for i, note in self.donated.items():
-                empty(tensors[i], f"{note}, which failed midway")
+                donate_memory(tensors[i], f"{note}, which failed midway")
             raise
         aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
         for i in self.passthrough:
             out[i] = aliases[id(out[i])]
-        buffers = {i: empty(tensors[i], note) for i, note in self.donated.items()}
+        buffers = {i: donate_memory(tensors[i], note) for i, note in self.donated.items()}
         for i, j in self.into.items():
             out[i] = buffers[j]
         self._give_up_boxes(args)

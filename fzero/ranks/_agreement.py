@@ -36,7 +36,9 @@ class MissingRank(RuntimeError):
     """Rank `rank` sent no text within `seconds`."""
 
     def __init__(self, rank: int, topic: str, seconds: float) -> None:
-        super().__init__(f"rank {rank} sent no text on {topic!r} within {seconds:g} s")
+        super().__init__(
+            f"rank {rank} sent no text on {topic!r} within {seconds:g} s: see in its log what it waits for"
+        )
         self.rank, self.seconds = rank, seconds
 
 

@@ -88,7 +88,8 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
         raise ValueError(f"{_axes_text(axes)}, but the world has {_processes(world)}: {_advice(axes, world, product)}")
     if simulated_ranks is not None and world is None and product != simulated_ranks:
         raise ValueError(
-            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}"
+            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}; "
+            f"pass a multiple of {fixed}"
         )
     return shape
 
@@ -96,7 +97,7 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
 def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
     fixed = math.prod([size for size in axes.values() if size != -1])
     if -1 in axes.values():
-        return f"{world} is not divisible by {fixed}"
+        return f"{world} is not divisible by {fixed}; pass sizes whose product divides {world}"
     rest = "the whole world" if len(axes) == 1 else "the rest of the world"
     return f"launch with torchrun --nproc-per-node {product}, or pass {next(iter(axes))}=-1 for {rest}"
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._donated import DonatedError, message
+from fzero._donated import DonatedError, donated_message
 from fzero._torch import group_of, is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
 from fzero.axes import PLANNED, bound_axes, is_lockstep
@@ -74,7 +74,7 @@ class _Box:
 def _check_not_donated(box: Any) -> None:
     """Check that a box was not donated."""
     if hasattr(box, "donated"):
-        raise DonatedError(message(box.donated))
+        raise DonatedError(donated_message(box.donated))
 
 
 def _refuse(box: Any, user: str) -> Any:

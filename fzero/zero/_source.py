@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch, tree
-from fzero._donated import empty
+from fzero._donated import donate_memory
 from fzero._notice import warn_once
 from fzero.graph import is_random, values
 from fzero.sharding import PerRank, is_box
@@ -59,7 +59,7 @@ class LeafSupply:
             for i in at:
                 self.tensors[i] = None
             if self.notes and not x.is_meta:
-                x = empty(x, self.notes[at[0]])
+                x = donate_memory(x, self.notes[at[0]])
             take(at, x, bool(self.notes) and is_writable and owns_storage)
             del x  # before the next leaf is copied
 

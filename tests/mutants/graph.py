@@ -272,8 +272,8 @@ MUTANTS = [
         Fault("the first turn waits for another", "seconds", dropped("not A")),
     ),
     *File("_donated.py", DONATION).faults(
-        Fault("the donated keep their class", "empty", skipped("A.__class__ = B")),
-        Fault("a base keeps the memory", "empty", never("A._is_view()")),
+        Fault("the donated keep their class", "donate_memory", skipped("A.__class__ = B")),
+        Fault("a base keeps the memory", "donate_memory", never("A._is_view()")),
     ),
     *File("graph/trace/_donation.py", DONATION).faults(
         Fault("views of the donated are not seen", "_check_unshared", always("max(A) <= 1")),

@@ -48,7 +48,7 @@ MUTANTS = [
         ),
     ),
     *File("_donated.py", DONATION).faults(
-        Fault("keep the old tensors", "empty", skipped("A.data = B(A.dtype, A.device)")),
+        Fault("keep the old tensors", "donate_memory", skipped("A.data = B(A.dtype, A.device)")),
     ),
     *File("ranks/_agreement.py", TEXTS).faults(
         Fault("texts of two rounds are mixed", "gather_texts", becomes("A[B] += 1", "A[B] = 1")),

@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     *File("parallel/schedules/_simulation.py", LAWS).faults(
         Fault("a hop in the rank costs", "time_schedule", always("A.rank_of_stage[B.stage] != C")),
-        Fault("hops cost nothing", "time_schedule", becomes("A.hop", "0.0")),
+        Fault("hops cost nothing", "time_schedule", becomes("A.latency", "0.0")),
         Fault("efficiency is the busiest rank's", "Timing.efficiency", returns("max(self.busy) / self.makespan")),
         Fault("a stage takes as long as a rank", "Durations.of", becomes("A / B", "1.0")),
         Fault("the weight half is counted twice", "Durations.of", bare("A - B")),

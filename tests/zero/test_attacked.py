@@ -61,9 +61,9 @@ def test_a_state_that_starts_as_the_parameters_has_memory_of_its_own(stage, dona
 
 
 def test_what_failed_midway_has_no_results_to_go_on_with():
-    from fzero._donated import message
+    from fzero._donated import donated_message
 
-    said = message("argument 0 was donated to jit(f), which failed midway")
+    said = donated_message("argument 0 was donated to jit(f), which failed midway")
     assert "no results" in said and "Continue with the results" not in said
 
 

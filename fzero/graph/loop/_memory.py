@@ -271,6 +271,6 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         for output, n in zip(part.outputs, results(part.graph), strict=True)
         if isinstance(output, Arrival)
     ]
-    hop = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.track.binding.axis)
+    latency = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.track.binding.axis)
     backward = by_kind["I"] + by_kind["W"]
-    return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], hop=hop).makespan
+    return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], latency=latency).makespan

@@ -66,7 +66,7 @@ def greedy(
     forward: float = 1.0,
     backward: float = 2.0,
     weight: float = 1.0,
-    hop: float = 0.0,
+    latency: float = 0.0,
     cost: Sequence[float] | None = None,
     name: str = "greedy",
 ) -> Schedule:
@@ -86,7 +86,7 @@ def greedy(
         forward: the duration of a forward pass.
         backward: the duration of a full backward pass.
         weight: the duration of its weight half.
-        hop: the duration of a message.
+        latency: the duration of a message.
         cost: by stage, its relative cost.
         name: the name of the schedule.
 
@@ -104,7 +104,7 @@ def greedy(
     """
     check_counts(ranks, micro_batches, stages)
     rank_of_stage, caps = place_stages(ranks, ranks * stages, placement), caps_of(cap, ranks, stages)
-    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, hop, cost)
+    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, latency, cost)
     return list_schedule(rank_of_stage, micro_batches, caps, split, durations, name)
 
 
@@ -226,7 +226,8 @@ class _Simulation:
             if value not in self.value_times:
                 return None
             at = max(
-                at, self.value_times[value] + (self.durations.hop if self.rank_of_stage[value.stage] != rank else 0.0)
+                at,
+                self.value_times[value] + (self.durations.latency if self.rank_of_stage[value.stage] != rank else 0.0),
             )
         return _Option(at, priority, action)
 
@@ -294,11 +295,11 @@ def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool
     """
     forward = [durations[Action("F", s, 0)] for s in range(len(rank_of_stage))]
     backward = [durations[Action("B", s, 0)] for s in range(len(rank_of_stage))]
-    hops = [durations.hop * (rank_of_stage[s] != rank_of_stage[s - 1]) for s in range(1, len(rank_of_stage))]
+    latencies = [durations.latency * (rank_of_stage[s] != rank_of_stage[s - 1]) for s in range(1, len(rank_of_stage))]
     bounds = []
     for rank in set(rank_of_stage):
         stages = [s for s, r in enumerate(rank_of_stage) if r == rank]
-        latency = sum(hops[: stages[0]])
+        latency = sum(latencies[: stages[0]])
         head, work = sum(forward[: stages[0]]) + latency, micro_batches * sum(forward[s] + backward[s] for s in stages)
         bounds.append(head + work + (0 if split else sum(backward[: stages[0]]) + latency))
     return max(bounds)
@@ -386,7 +387,7 @@ def schedule(
     forward: float = 1.0,
     backward: float = 2.0,
     weight: float = 1.0,
-    hop: float = 0.0,
+    latency: float = 0.0,
     cost: Sequence[float] | None = None,
 ) -> Schedule:
     """Make a named schedule, for any number of micro-batches.
@@ -412,7 +413,7 @@ def schedule(
         forward: the duration of a forward pass of all of a rank's stages together.
         backward: the duration of a full backward pass.
         weight: the duration of its weight half.
-        hop: the duration of a message between ranks.
+        latency: the duration of a message between ranks.
         cost: by stage, its relative cost; 1 is a stage of mean cost.
 
     Raises:
@@ -441,7 +442,7 @@ def schedule(
     peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
     memory = [max(peak, entry.split * stages * ranks) for peak in peaks]
     caps = [memory[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages))]
-    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, hop, cost)
+    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, latency, cost)
     least = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)

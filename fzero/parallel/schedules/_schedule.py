@@ -117,7 +117,7 @@ class Schedule:
         forward: float = 1.0,
         backward: float = 2.0,
         weight: float = 1.0,
-        hop: float = 0.0,
+        latency: float = 0.0,
         cost: Sequence[float] | None = None,
     ) -> Timing:
         """Return the start and end of each action, if each starts as soon as its rank and its inputs are ready.
@@ -129,14 +129,14 @@ class Schedule:
             forward: the duration of a forward pass.
             backward: the duration of a full backward pass.
             weight: the duration of its weight half; its input half takes the rest.
-            hop: the duration of a message between ranks.
+            latency: the duration of a message between ranks.
             cost: by stage, its relative cost; 1 is a stage of mean cost.
 
         Raises:
             ValueError: if the schedule cannot run (see `check`), or a duration is invalid.
         """
         check(self)
-        return time_schedule(self, Durations.of(self.ranks, self.stages, forward, backward, weight, hop, cost))
+        return time_schedule(self, Durations.of(self.ranks, self.stages, forward, backward, weight, latency, cost))
 
     def plot(
         self, path: str | os.PathLike[str] | None = None, beside: "Iterable[Schedule]" = (), **durations: Any

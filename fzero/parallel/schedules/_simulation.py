@@ -206,12 +206,12 @@ class Durations:
     Attributes:
         kinds: by kind of action, its duration for a stage of mean cost.
         cost: by stage, its relative cost.
-        hop: the duration of a message between ranks.
+        latency: the duration of a message between ranks.
     """
 
     kinds: Mapping[str, float]
     cost: tuple[float, ...]
-    hop: float
+    latency: float
 
     @classmethod
     def of(
@@ -221,7 +221,7 @@ class Durations:
         forward: float = 1.0,
         backward: float = 2.0,
         weight: float = 1.0,
-        hop: float = 0.0,
+        latency: float = 0.0,
         cost: Sequence[float] | None = None,
     ) -> "Durations":
         """Check a user's durations, and divide a rank's share of the model by its stages.
@@ -230,7 +230,7 @@ class Durations:
             ValueError: if a duration is negative or not finite, if the weight half takes longer than the full backward
                 pass, or if there is not one cost per stage.
         """
-        durations = {"forward": forward, "backward": backward, "weight": weight, "hop": hop}
+        durations = {"forward": forward, "backward": backward, "weight": weight, "latency": latency}
         for name, value in durations.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r}: expected a duration, a finite number that is not negative")
@@ -245,7 +245,7 @@ class Durations:
             raise ValueError(f"cost={cost!r}: expected finite numbers above 0")
         share = ranks / stages
         kinds = {"F": forward * share, "B": backward * share, "I": (backward - weight) * share, "W": weight * share}
-        return cls(kinds, costs, hop)
+        return cls(kinds, costs, latency)
 
     def __getitem__(self, action: Action) -> float:
         """Return the duration of an action."""
@@ -260,7 +260,9 @@ def time_schedule(schedule: "Schedule", durations: Durations) -> Timing:
     for rank, action in walk(schedule):
         at = clock[rank]
         for value in inputs_of(action, schedule.stages):
-            at = max(at, value_times[value] + (durations.hop if schedule.rank_of_stage[value.stage] != rank else 0.0))
+            at = max(
+                at, value_times[value] + (durations.latency if schedule.rank_of_stage[value.stage] != rank else 0.0)
+            )
         start[action] = at
         end[action] = clock[rank] = at + durations[action]
         busy[rank] += durations[action]

@@ -10,7 +10,7 @@ from fzero.parallel.schedules import Action, Schedule, greedy
 @st.composite
 def durations(draw: Any, stages: int) -> dict[str, Any]:
     cost = draw(st.lists(st.sampled_from([1.0, 1.5, 2.0]), min_size=stages, max_size=stages) | st.none())
-    return {"hop": draw(st.sampled_from([0.0, 0.3])), "weight": draw(st.sampled_from([1.0, 0.5])), "cost": cost}
+    return {"latency": draw(st.sampled_from([0.0, 0.3])), "weight": draw(st.sampled_from([1.0, 0.5])), "cost": cost}
 
 
 @st.composite

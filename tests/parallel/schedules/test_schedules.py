@@ -111,7 +111,11 @@ def test_slow_links_and_uneven_stages_cost_what_the_study_saw():
         made = greedy(4, 16, cap=lambda rank: times * (4 - rank) + extra, **durations)  # pyright: ignore[reportArgumentType]
         return round(made.timing(**durations).efficiency, 3)  # pyright: ignore[reportArgumentType]
 
-    assert [efficiency(0, hop=0.5), efficiency(1, hop=0.5), efficiency(-1, 2, hop=0.5)] == [0.676, 0.727, 0.800]
+    assert [efficiency(0, latency=0.5), efficiency(1, latency=0.5), efficiency(-1, 2, latency=0.5)] == [
+        0.676,
+        0.727,
+        0.800,
+    ]
     assert [efficiency(0), efficiency(0, cost=[1, 1, 1, 1.5])] == [0.842, 0.667]
 
 
@@ -182,8 +186,8 @@ def test_a_timing_obeys_the_ranks_and_what_is_needed(made, data):
             assert t.end[before] <= t.start[after]
     for a in t.start:
         if a.kind == "F" and a.stage:
-            hop = known["hop"] * (made.rank_of_stage[a.stage] != made.rank_of_stage[a.stage - 1])
-            assert t.end[Action("F", a.stage - 1, a.micro_batch)] + hop <= t.start[a]
+            latency = known["latency"] * (made.rank_of_stage[a.stage] != made.rank_of_stage[a.stage - 1])
+            assert t.end[Action("F", a.stage - 1, a.micro_batch)] + latency <= t.start[a]
         if a.kind in "BI":
             assert t.end[Action("F", a.stage, a.micro_batch)] <= t.start[a]
     share = made.ranks / made.stages
@@ -213,7 +217,7 @@ def test_a_schedule_is_a_value():
         (("1f1b", 4, 0), {}, "micro_batches=0: expected an int, at least 1"),
         (("1f1b", 4, 8.0), {}, "micro_batches=8.0"),
         (("zb", 4, 8, 0), {}, "stages=0"),
-        (("zb", 4, 8), {"hop": -1}, "hop=-1: expected a duration"),
+        (("zb", 4, 8), {"latency": -1}, "latency=-1: expected a duration"),
         (("zb", 4, 8), {"backward": float("nan")}, "backward=nan: expected a duration"),
         (("zb", 4, 8), {"weight": 3}, "weight=3 is more than backward=2.0"),
         (("zb", 4, 8), {"cost": [1, 2]}, "cost has 2 numbers: expected one for each of the 4 stages"),
@@ -232,12 +236,15 @@ def test_greedy_refuses_an_unknown_placement():
 
 
 def test_a_cap_sets_the_memory_and_hides_slow_links():
-    fast, wide = schedule("1f1b", 4, 16, hop=0.5), schedule("1f1b", 4, 16, cap=lambda r: 2 * (4 - r) - 1, hop=0.5)
-    assert wide.timing(hop=0.5).efficiency > fast.timing(hop=0.5).efficiency + 0.1
+    fast, wide = (
+        schedule("1f1b", 4, 16, latency=0.5),
+        schedule("1f1b", 4, 16, cap=lambda r: 2 * (4 - r) - 1, latency=0.5),
+    )
+    assert wide.timing(latency=0.5).efficiency > fast.timing(latency=0.5).efficiency + 0.1
     near, far = schedule("interleaved", 4, 8, 2, cap=lambda r: 8 - r), schedule("interleaved", 4, 8, 2)
     assert (near.timing().makespan, near.in_flight(0)) == (28.5, 8)
     assert (far.timing().makespan, far.in_flight(0)) == (28.5, 11)
-    assert near.timing(hop=0.2).makespan > far.timing(hop=0.2).makespan + 3
+    assert near.timing(latency=0.2).makespan > far.timing(latency=0.2).makespan + 3
     assert schedule("interleaved", 4, 8, 2, cap=6).in_flight(0) <= 6
 
 
