@@ -402,7 +402,7 @@ MUTANTS = [
     *File("graph/planning/_plan.py", LOOPS).faults(
         Fault("a plan counts one turn", "operations_of", becomes("A.iterations", "1")),
     ),
-    *File("transforms/gradients/_value_and_grad.py", LOOPS).faults(
+    *File("transforms/_value_and_grad.py", LOOPS).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),
         Fault("a derivative around micro-batches is of a loop", "_is_a_loop", dropped("not A()")),
     ),
@@ -442,7 +442,7 @@ MUTANTS = [
         Fault("blocks are not folded", "_fold", constant(1, 99)),
         Fault("a summary counts one turn", "_group_lines", bare("A * B.times"), LOOPS),
     ),
-    *File("transforms/gradients/_accumulate.py", LOOPS).faults(
+    *File("transforms/_accumulate.py", LOOPS).faults(
         Fault("numbers in aux are not compared", "_in_a_loop", skipped("A(B, C)")),
     ),
     *File("graph/_polynomials.py", LENGTHS).faults(

@@ -176,12 +176,12 @@ MUTANTS = [
         Fault("the device does not wait for the host", "seconds", bare("max(A, B.C(D))")),
         Fault("a view is there at once", "seconds", skipped("A.B(C)")),
     ),
-    *File("transforms/_remat/_remat.py", REMAT).faults(
+    *File("transforms/_remat.py", REMAT).faults(
         Fault("leaves wait on the host", "offload", dropped("not A[B].is_leaf")),
         Fault("numbers wait on the host", "offload", dropped("A[B].dim()")),
         Fault("copies that wait are not tracked", "offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
-    *File("transforms/_remat/_call.py", REMAT).faults(
+    *File("transforms/_remat_call.py", REMAT).faults(
         Fault("a slot alone is no box", "StandIns.has_boxes", bare("A | B")),
         Fault("boxes wait on the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
     ),

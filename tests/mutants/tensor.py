@@ -107,10 +107,10 @@ MUTANTS = [
             skipped("A(B, self.axis, self.one_loss, self.C)"),
         ),
     ),
-    *File("transforms/_remat/_remat.py", COPIES).faults(
+    *File("transforms/_remat.py", COPIES).faults(
         Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.deferred_checks", "None")),
     ),
-    *File("transforms/gradients/_value_and_grad.py", COPIES).faults(
+    *File("transforms/_value_and_grad.py", COPIES).faults(
         Fault("an ensemble is one model", "_one_value_along", dropped("not all(A)")),
         Fault("the axes of the mean are checked too", "_one_value_along", dropped("A.name not in [B.name for B in C]")),
     ),

@@ -4,7 +4,7 @@ from tests.mutants.changes import always, bare, becomes, constant, dropped, neve
 from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, WRITES, Fault, File
 
 MUTANTS = [
-    *File("transforms/gradients/_value_and_grad.py").faults(
+    *File("transforms/_value_and_grad.py").faults(
         Fault(
             "a loss without parameters trains silently",
             "_Loss._check_dependence",
@@ -36,12 +36,12 @@ MUTANTS = [
         ),
         Fault("micro-batches weigh alike", "weighted_mean", becomes("A.to(B).sum", "A.to(B).mean"), HALF),
     ),
-    *File("transforms/_remat/_tape.py", REMAT).faults(
+    *File("transforms/_remat_tape.py", REMAT).faults(
         Fault("attention is taken to draw", "_draws", dropped("A(B, C, D, 'dropout_p') != 0")),
         Fault("remat draws anew", "_draws", becomes("A in B.tags", "torch.Tag.core in ()")),
         Fault("remat keeps what was overwritten", "RandomTape._copy_written", skipped("self.A[B] = self.A[B].clone()")),
     ),
-    *File("transforms/gradients/_accumulate.py").faults(
+    *File("transforms/_accumulate.py").faults(
         Fault("reduce only the last micro-batch", "accumulate", becomes("torch.add", "lambda x, y: y")),
         Fault("first micro-batch each time", "MicroBatches.part.narrowed", becomes("A * self.size", "0")),
         Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
@@ -53,14 +53,14 @@ MUTANTS = [
             becomes("(None, None, A, *B)", "(None, None, A * 0, *B)"),
         ),
     ),
-    *File("transforms/_gather.py", WRITES).faults(
+    *File("transforms/_stage_transforms.py", WRITES).faults(
         Fault(
             "a write through .data is lost",
             "_origin_of",
             becomes("not A(B, C(D.data))", "False and not A(B, C(D.data))"),
         ),
     ),
-    *File("transforms/gradients/_primals.py", OWN).faults(
+    *File("transforms/_gradient_groups.py", OWN).faults(
         Fault("gradients of the own are summed", "_of_per_rank", dropped("box.A is not None and B")),
         Fault("copies of what is own are not summed", "_of_per_rank", never("box.A is not None and B")),
         Fault("a differentiated tensor may differ by rank", "open_argument", skipped("A(B, C, D, E)")),
@@ -80,18 +80,18 @@ MUTANTS = [
         Fault("experts are averaged", "_of_shard", becomes("A.name not in B(C).D", "A.name not in shard_axes"), AXES),
         Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
-    *File("transforms/gradients/_loss_scale.py", HALF).faults(
+    *File("transforms/_loss_scale.py", HALF).faults(
         Fault("the scale is not undone", "scaled_value_and_grad.unscaled", becomes("A.to(B) / C", "A.to(B)")),
         Fault("the loss is scaled as well", "_ScaleGradient.forward", returns("x * scale")),
     ),
-    *File("transforms/_remat/_remat.py", REMAT).faults(
+    *File("transforms/_remat.py", REMAT).faults(
         Fault(
             "remat's gradient forgets an input",
             "_Remat.backward",
             becomes("[A for A, B in C if B]", "[A for A, B in C if B][:1]"),
         ),
     ),
-    *File("transforms/_remat/_call.py", REMAT).faults(
+    *File("transforms/_remat_call.py", REMAT).faults(
         Fault("remat drops the origin", "_stand_in", always("A.B is None")),
         Fault("remat takes all for batched", "Map.of.one", becomes("A(y)", "True")),
         Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
@@ -101,7 +101,7 @@ MUTANTS = [
             becomes("A.B(axes=C)", "A.B(micro_batch=0, axes=C)"),
         ),
     ),
-    *File("transforms/_remat/_guards.py", REMAT).faults(
+    *File("transforms/_remat_guards.py", REMAT).faults(
         Fault("remat misses what is captured", "Guard.__torch_function__", never("A(B)", at="1 of 3")),
     ),
 ]

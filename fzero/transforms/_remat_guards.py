@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import tree
 from fzero._torch.levels import is_foreign, is_wrapped
-from fzero.transforms._remat._tape import Tape
+from fzero.transforms._remat_tape import Tape
 
 __all__ = ["Guard", "check_captured", "check_sources"]
 

@@ -23,7 +23,7 @@ import torch
 from fzero._torch import in_transform, storage_id
 from fzero.collectives import to_device, to_host
 from fzero.random import draw_from, next_key
-from fzero.transforms._remat._call import (
+from fzero.transforms._remat_call import (
     Batched,
     BlockCall,
     Jvp,
@@ -36,8 +36,8 @@ from fzero.transforms._remat._call import (
     call_of,
     within_vjp,
 )
-from fzero.transforms._remat._guards import Guard
-from fzero.transforms._remat._tape import Player, RandomTape, SaveFilter, Script, is_matmul
+from fzero.transforms._remat_guards import Guard
+from fzero.transforms._remat_tape import Player, RandomTape, SaveFilter, Script, is_matmul
 
 __all__ = ["Computation", "RunInfo", "offload", "reload", "remat"]
 

@@ -15,9 +15,9 @@ from fzero._torch.levels import is_differentiated, is_mapped
 from fzero.axes import Axis, Scope, call_in_scope, current_scope
 from fzero.collectives import DeferredCheck
 from fzero.sharding import Shard, Slot
-from fzero.transforms._gather import gather
-from fzero.transforms._remat._guards import Guard, check_captured, check_sources
-from fzero.transforms._remat._tape import Player, RandomTape, SaveFilter
+from fzero.transforms._remat_guards import Guard, check_captured, check_sources
+from fzero.transforms._remat_tape import Player, RandomTape, SaveFilter
+from fzero.transforms._stage_transforms import gather
 
 __all__ = [
     "Batched",

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import allow_in_graph
 from fzero.axes import call_with_loss_scale
-from fzero.transforms.gradients._value_and_grad import value_and_grad
+from fzero.transforms._value_and_grad import value_and_grad
 
 __all__ = ["scaled_value_and_grad"]
 

@@ -18,9 +18,9 @@ from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import unwrap_per_rank
-from fzero.transforms._gather import gather as gather_tree
-from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
-from fzero.transforms.gradients._primals import Argument, PerRankPrimal, as_one_value, open_argument
+from fzero.transforms._accumulate import MicroBatches, accumulate, micro_batches_of
+from fzero.transforms._gradient_groups import Argument, PerRankGroup, as_one_value, open_argument
+from fzero.transforms._stage_transforms import gather as gather_tree
 
 __all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
 
@@ -240,7 +240,9 @@ def value_and_grad(
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
         one_value = _is_differentiated_itself(arguments)
         if one_value:
-            arguments = {i: replace(x, primals=[as_one_value(p) for p in x.primals]) for i, x in arguments.items()}
+            arguments = {
+                i: replace(x, groups=[as_one_value(group) for group in x.groups]) for i, x in arguments.items()
+            }
         kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
         if gather:
             kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
@@ -251,8 +253,11 @@ def value_and_grad(
         loss = _Loss(
             loss_and_aux, rest, kwargs, arguments, batch, divisor, is_fenced, shared_axes, getattr(f, "__name__", "f")
         )
-        primals = [p for argument in arguments.values() for p in argument.primals]
-        variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
+        groups = [group for argument in arguments.values() for group in argument.groups]
+        variables, dtypes = (
+            [x for group in groups for x in group.variables],
+            [d for group in groups for d in group.dtypes],
+        )
 
         is_looped = _is_a_loop(batch, nums) and all(
             torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
@@ -283,7 +288,9 @@ def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
     """Return whether a torch.func transform differentiates this gradient, outside any other `value_and_grad`."""
     if in_loss() or torch.compiler.is_dynamo_compiling():
         return False
-    return any(is_differentiated(x) for argument in arguments.values() for p in argument.primals for x in p.variables)
+    return any(
+        is_differentiated(x) for argument in arguments.values() for group in argument.groups for x in group.variables
+    )
 
 
 def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
@@ -301,9 +308,11 @@ def _one_value_along(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tu
 
     If every differentiated value is in a `PerRank` that differs along an axis, the loss differs along it too.
     """
-    primals = [p for argument in arguments.values() for p in argument.primals if p.variables]
+    groups = [group for argument in arguments.values() for group in argument.groups if group.variables]
     rest = [a.name for a in bound_axes() if a.size > 1 and a.name not in [b.name for b in axes]]
-    return tuple([a for a in rest if not all(isinstance(p, PerRankPrimal) and a in p.varies for p in primals)])
+    return tuple(
+        [a for a in rest if not all(isinstance(group, PerRankGroup) and a in group.varies for group in groups)]
+    )
 
 
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
@@ -313,13 +322,13 @@ def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
 
 @dataclass(frozen=True)
 class _Loss:
-    """The loss as a function of the variables of all primals.
+    """The loss as a function of the variables of all gradient groups.
 
     Attributes:
         loss_and_aux: the user's function, wrapped to return `(loss, aux)`.
         args: the positional arguments, of all micro-batches; the differentiated ones are in `arguments` instead.
         kwargs: the keyword arguments, which are not split.
-        opened: the differentiated arguments, by position.
+        arguments: the differentiated arguments, by their indices.
         batch: how the arguments are split into micro-batches.
         divisor: the number of losses in the mean, or 1.
         is_fenced: whether units are reduced in the order of the tree.
@@ -346,8 +355,8 @@ class _Loss:
         inputs: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.arguments.items():
             leaves = []
-            for primal in argument.primals:
-                xs = primal.leaves([next(rest) for _ in primal.variables])
+            for group in argument.groups:
+                xs = group.leaves([next(rest) for _ in group.variables])
                 if self.is_fenced:
                     xs, anchor = fence(xs, anchor)
                 leaves.append(xs)
@@ -370,11 +379,10 @@ class _Loss:
         loss, aux = call_as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
         if one_loss.has_other_calls:
             rest = iter(variables)
-            primals = [
-                (p.varies, [next(rest) for _ in p.variables]) for x in self.arguments.values() for p in x.primals
-            ]
+            groups = [group for x in self.arguments.values() for group in x.groups]
+            varying = [(group.varies, [next(rest) for _ in group.variables]) for group in groups]
             check_copies(
-                [loss], one_loss, {a: {id(x) for v, xs in primals if a in v for x in xs} for a in self.shared_axes}
+                [loss], one_loss, {a: {id(x) for v, xs in varying if a in v for x in xs} for a in self.shared_axes}
             )
         return loss, aux
 

@@ -1,1 +1,0 @@
-"""remat: a block saves only its inputs for the backward pass, and runs again there."""

@@ -1,1 +1,0 @@
-"""Gradients in the layout of the parameters."""
