@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._notebook import as_html
+from fzero._report import FigureReport, new_figure
 from fzero._torch import profiling
 from fzero._tracebacks import api_boundary
 from fzero.graph import copies, short
@@ -81,12 +81,9 @@ def label(text: str, share: float) -> str:
 
 def draw(name: str, spans: Sequence[Span]) -> Any:
     """Draw a flame chart as a matplotlib figure. A line has the colour of its function."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 3.8)
     axes = figure.subplots()
     passes, functions, operations = colours(spans)
     palettes = (passes, functions, functions, operations)
@@ -131,8 +128,10 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(FigureReport):
     """The time of a step on this rank, by kind of work, operation and source line. Print it.
+
+    `plot` draws a flame chart of one step: passes, functions, lines, operations.
 
     Attributes:
         name: the name of the step.
@@ -182,16 +181,10 @@ class Profile:
             rows += [_line(place, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
         return rows
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a flame chart of one step into an image file: passes, functions, lines, operations (matplotlib).
+    _caption = "a flame chart of one step"
 
-        Args:
-            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
-        """
-        draw(self.name, self.spans).savefig(path, dpi=120)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self), "a flame chart of one step", lambda: draw(self.name, self.spans))
+    def _figure(self) -> Any:
+        return draw(self.name, self.spans)
 
     def _row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"

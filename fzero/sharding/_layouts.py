@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._notebook import as_text
+from fzero._report import Report
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
 from fzero.sharding._spec import Split, item_of
 
@@ -30,7 +30,7 @@ class LeafLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layouts:
+class Layouts(Report):
     """The layouts of a tree's leaves, returned by `fzero.sharding.layouts`. `print` or a notebook shows the table."""
 
     leaves: tuple[LeafLayout, ...]
@@ -41,9 +41,6 @@ class Layouts:
         return "\n".join([f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {layout}" for path, leaf, layout in rows])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return as_text(str(self))
 
 
 def layouts(values: Any) -> Layouts:

@@ -1,13 +1,12 @@
 """A cost model of offload: seconds of a step by the share of the optimizer state that lies on the host."""
 
 import math
-import os
 from dataclasses import dataclass
+from typing import Any
 
-from fzero._notebook import as_html
+from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
-from fzero.tuning import _costs_picture
 from fzero.tuning._machines import Machine
 from fzero.tuning._row import MakeStep, World, plan_at
 from fzero.tuning._table_views import duration
@@ -238,11 +237,21 @@ SCHEDULES = ("after", "during", "across")
 # float32 parameter written and read
 WIDENING_BYTES = 4 + 4 + 4 + 4
 ROWS = (*[("host", s) for s in SCHEDULES], ("device", "after"), ("device", "during"), ("deepspeed", "after"))
+CURVES = (  # the curves of the picture: update, schedule, colour, style, name
+    ("deepspeed", "after", "C7", "-", "DeepSpeed's update"),
+    ("host", "after", "C0", "-", 'update="host"'),
+    ("host", "during", "C0", "--", "  without a clip by the norm"),
+    ("host", "across", "C0", ":", "  delay=1"),
+    ("device", "after", "C1", "-", 'update="device"'),
+    ("device", "during", "C1", "--", "  without a clip by the norm"),
+)
 
 
 @dataclass(frozen=True)
-class OffloadCosts:
+class OffloadCosts(FigureReport):
     """The costs of a step by the ratio of offload, made by `offload_costs`. Print or plot them.
+
+    `plot` draws the seconds by ratio. Ratios that do not fit are grey.
 
     Attributes:
         work: the work of the step.
@@ -395,16 +404,33 @@ class OffloadCosts:
             f"and {ours:.1f} times as long as an update in one loop at that ratio"
         ]
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw seconds by ratio into an image file, with the first ratio that fits marked (matplotlib).
+    _caption = "seconds of a step by ratio"
 
-        Args:
-            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
-        """
-        _costs_picture.draw(self).savefig(path, dpi=120)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self), "seconds of a step by ratio", lambda: _costs_picture.draw(self))
+    def _figure(self) -> Any:
+        figure = new_figure(9, 4.5)
+        axes: Any = figure.subplots()
+        ratios = [k / 200 for k in range(201)]
+        for update, schedule, colour, style, name in CURVES:
+            seconds = [self.seconds(r, update, schedule) for r in ratios]
+            axes.plot(ratios, seconds, style, color=colour, label=name)
+        top = 1.05 * self.seconds(1, "deepspeed")
+        first = 1.0 if self.first_fit is None else self.first_fit
+        axes.axvspan(0, first, color="black", alpha=0.12, linewidth=0)
+        if self.first_fit is not None:
+            axes.axvline(first, color="black", linewidth=0.8, linestyle="--")
+        x, side = (first, "right") if first > 0.5 else (first, "left")
+        room = size(self.machine.device_bytes)
+        label_text = f"no ratio fits {room}" if self.first_fit is None else f"fits {room} from {first:g}"
+        axes.text(x, 0.97 * top, f" {label_text} ", ha=side, va="top")
+        axes.set(
+            xlim=(0, 1),
+            ylim=(0, top),
+            xlabel="ratio of the state on the host",
+            ylabel="seconds of a step, by the model",
+        )
+        axes.set(title=f"{self.work.name} on {self.machine.name}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return figure
 
 
 @api_boundary

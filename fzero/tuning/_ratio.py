@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero._notebook import as_text
 from fzero._notice import trouble_link
+from fzero._report import Report
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
 from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
@@ -34,7 +34,7 @@ class RatioTrial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OffloadRatio:
+class OffloadRatio(Report):
     """The smallest ratio of offload that fits, made by `fzero.tuning.offload_ratio`. Print it.
 
     Attributes:
@@ -62,9 +62,6 @@ class OffloadRatio:
         lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
         head = f"ratio {self.ratio:g} fits {size(self.memory_budget)} of the device"
         return "\n".join([head, *[line.rstrip() for line in lines]])
-
-    def _repr_html_(self) -> str:
-        return as_text(str(self))
 
 
 @api_boundary

@@ -3,12 +3,11 @@
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fzero._notebook import as_html
+from fzero._report import FigureReport
 from fzero.graph import size
 from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine
@@ -46,8 +45,10 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(FigureReport):
     """Configurations of a step with their memory and time, made by `fzero.tune`. Print it, plot it, or call `best()`.
+
+    `plot` draws peak against seconds, with the budget as a line, and the frontier.
 
     Attributes:
         rows: the configurations that were planned.
@@ -135,16 +136,10 @@ class Table:
     def __rich__(self) -> Any:
         return _table_views.render(self)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw peak against seconds, with the budget as a line and the frontier, into an image file (matplotlib).
+    _caption = "peak against seconds"
 
-        Args:
-            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
-        """
-        _table_views.draw(self).savefig(path, dpi=120)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self), "peak against seconds", lambda: _table_views.draw(self))
+    def _figure(self) -> Any:
+        return _table_views.draw(self)
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: the records that `to_csv` writes."""

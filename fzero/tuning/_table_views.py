@@ -3,6 +3,7 @@
 import io
 from typing import TYPE_CHECKING, Any
 
+from fzero._report import new_figure
 from fzero.graph import size
 
 if TYPE_CHECKING:
@@ -189,11 +190,7 @@ MARKERS = ("o", "^", "s", "D")  # by stage
 
 def draw(table: "Table") -> Any:
     """Draw a table as a matplotlib figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5.5)
     axes: Any = figure.subplots()
     for stage in sorted({r.config.stage for r in table.rows}):
         for fits, color in ((True, "C0"), (False, "0.7")):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from fzero._report import new_figure
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._text import size
 
@@ -19,12 +20,8 @@ MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host
 
 def draw(plan: "Plan") -> Any:
     """Draw a plan as a matplotlib figure; host memory is drawn below, with the copies to the host and back."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     offloads = bool(plan.peak_of("host"))
-    figure = Figure(figsize=(11, 8 if offloads else 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 8 if offloads else 5)
     rows = figure.subplots(1 + offloads, 1, squeeze=False, sharex=True)[:, 0]
     _draw_memory(plan, rows[0], "device", [(c.kind, c.position) for c in plan.collectives])
     if offloads:

@@ -2,17 +2,16 @@
 
 import dataclasses
 import json
-import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero._notebook import as_html
+from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
 from fzero.graph._ir import aten, axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
 from fzero.graph._ops import name_of, title_of
@@ -253,8 +252,10 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(FigureReport):
     """The schedule of one step, with the live ranges of its values.
+
+    `print` shows a summary. `plot` draws live bytes over the step, by kind, with passes and collectives.
 
     A plan does not see the memory that a step holds besides its values: most workspaces of kernels, and copies that a
     communication library makes. See docs/plan.md for measured sizes.
@@ -365,16 +366,10 @@ class Plan:
         """Return all details as text: live values at the peak by leaf and line, each collective, rejected schedules."""
         return _text.details(self)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw live bytes over the step, by kind, with passes and collectives, into an image file (needs matplotlib).
+    _caption = "live bytes over the step"
 
-        Args:
-            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
-        """
-        _picture.draw(self).savefig(path, dpi=120)
-
-    def _repr_html_(self) -> str:
-        return as_html(_text.summary(self), "live bytes over the step", lambda: _picture.draw(self))
+    def _figure(self) -> Any:
+        return _picture.draw(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON: its fields, peak_bytes, peak_at, argument_bytes, flops, live and host_peak_bytes."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fzero._report import new_figure
 from fzero.parallel.schedules._actions import Action
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
@@ -94,14 +95,10 @@ INK, GREY = "#24292f", "#6e7781"
 
 def draw(schedules: "Sequence[Schedule]", timings: Sequence[Timing]) -> Any:
     """Draw schedules as one matplotlib figure, one below the other, on the same time axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ranks = sum(s.ranks for s in schedules)
     row = max(LEAST, min(ROW, MOST / ranks))
     heights = [row * s.ranks + 0.62 for s in schedules]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH, sum(heights) + 0.75)
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     span = max(t.makespan for t in timings)
     for axes, schedule, timing in zip(panels, schedules, timings, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fzero._notebook import as_html
+from fzero._report import FigureReport
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, Table, csv_of, output_of, rows_of
 from fzero.parallel.schedules._drawing import draw, text
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
@@ -15,7 +15,7 @@ __all__ = ["Schedule"]
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule:
+class Schedule(FigureReport):
     """A pipeline schedule as data: a table of actions with one row per rank.
 
     `schedule` makes named schedules, `greedy` makes others, and `Schedule.parse` reads tables in torch's format. Write
@@ -163,8 +163,13 @@ class Schedule:
             figure.savefig(path, dpi=120)
         return figure
 
-    def _repr_html_(self) -> str:
-        return as_html(repr(self), "the schedule: one row per rank, time from left to right", self.plot)
+    _caption = "the schedule: one row per rank, time from left to right"
+
+    def _figure(self) -> Any:
+        return self.plot()
+
+    def _notebook_text(self) -> str:
+        return repr(self)
 
     def __repr__(self) -> str:
         counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))
