@@ -21,10 +21,12 @@ def write() -> None:
         f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
         "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
         "## Laws",
+        "Laws of launches beside FSDP2, of the order of collectives, of kernels and of graphs are not written yet.",
         _laws(),
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
-        "its segments, in a steady step.",
+        "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
+        "33.6 MB, which are in the other columns.",
         _memory([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8]),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",

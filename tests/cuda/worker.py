@@ -71,6 +71,7 @@ def measured(task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh) -> di
     return {
         "stage": stage,
         "plan": plan and plan.peak_bytes,
+        "workspace": plan and plan.workspace_bytes,
         "requested": memory["requested_bytes.all.peak"],
         "peak": memory["allocated_bytes.all.peak"],
         "reserved": memory["reserved_bytes.all.peak"],
