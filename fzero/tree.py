@@ -25,7 +25,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         DonatedError: if a leaf was donated to a jitted step.
     """
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
-    _check_alive(leaves)
+    _check_leaves(leaves)
     return leaves, structure
 
 
@@ -40,7 +40,7 @@ def _name(key: Any) -> str:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def _check_alive(leaves: list[Any]) -> None:
+def _check_leaves(leaves: list[Any]) -> None:
     if not torch.compiler.is_compiling():
         check_not_donated(leaves)
 
@@ -50,8 +50,8 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
     try:
         pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:  # a node registered without names for its children
-        pairs, (_, structure) = _numbered(tree, is_leaf), flatten(tree, is_leaf)
-    _check_alive([x for _, x in pairs])
+        pairs, (_, structure) = _flatten_without_names(tree, is_leaf), flatten(tree, is_leaf)
+    _check_leaves([x for _, x in pairs])
     return (
         [".".join([_name(k) for k in keys]) for keys, _ in pairs],
         [x for _, x in pairs],
@@ -59,7 +59,7 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
     )
 
 
-def _numbered(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[tuple[Any, ...], Any]]:
+def _flatten_without_names(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[tuple[Any, ...], Any]]:
     """Flatten a tree into pairs of the keys of a leaf and the leaf; children without names have numbers as keys."""
 
     def stops(x: Any) -> bool:
@@ -71,7 +71,9 @@ def _numbered(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[tu
         if children is None:
             pairs.append((keys, x))
         for i, child in enumerate(children or []):
-            pairs += [((*keys, pytree.SequenceKey(i), *below), y) for below, y in _numbered(child, is_leaf)]
+            pairs += [
+                ((*keys, pytree.SequenceKey(i), *below), y) for below, y in _flatten_without_names(child, is_leaf)
+            ]
     return pairs
 
 

@@ -11,7 +11,7 @@ from hypothesis import Phase, find, given, settings
 
 import fzero
 from fzero import optim, testing, tree
-from fzero.testing import assert_equivalent, assert_trees_close, check_elementwise
+from fzero.testing import assert_equivalent, assert_trees_close, is_elementwise
 from tests.helpers import train_step_for
 from tests.parallel.pipeline import model as pipelines
 
@@ -274,7 +274,7 @@ def test_trees_that_diverged_alike_are_close(value):
     assert_trees_close({"a": mixed}, {"a": mixed + torch.tensor([1e-9, 0.0])})
 
 
-# ---------------------------------------------------------------- check_elementwise
+# ---------------------------------------------------------------- is_elementwise
 
 
 class Pair(NamedTuple):
@@ -327,12 +327,12 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_elementwise_pair_is_told_as_such(name):
-    assert check_elementwise(ELEMENTWISE[name]) is True
+    assert is_elementwise(ELEMENTWISE[name]) is True
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_pair_that_needs_whole_leaves_is_told_as_such(name):
-    assert check_elementwise(WHOLE[name]) is False
+    assert is_elementwise(WHOLE[name]) is False
 
 
 @pytest.mark.parametrize("name", ["norm of each leaf", "trust ratio", "rank of the tensor"])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.compiler import padded
-from fzero._torch.levels import deciding
+from fzero._torch.levels import set_deciding
 from fzero._torch.recorder import DEVICE_OF, REPLACEMENTS, user_line
-from fzero._torch.tracing import compiling
+from fzero._torch.tracing import set_compiling
 
 if TYPE_CHECKING:
     import sympy
@@ -93,7 +93,7 @@ def _environment() -> "ShapeEnv":
 
 def _run(f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, operations: "_Operations") -> None:
     try:
-        with compiling(), mode, _Substitutes(), operations, deciding():
+        with set_compiling(), mode, _Substitutes(), operations, set_deciding():
             f(*args)
     except FixedSizeError:
         raise

@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "VersionKey",
-    "deciding",
     "derivatives",
     "differentiates_now",
     "in_transform",
@@ -30,6 +29,7 @@ __all__ = [
     "profiling",
     "quiet_vmap_fallback",
     "raise_priority",
+    "set_deciding",
     "unwrap",
     "version_key",
     "vmaps",
@@ -47,7 +47,7 @@ _DECIDING = _Deciding()
 
 
 @contextmanager
-def deciding() -> Iterator[None]:
+def set_deciding() -> Iterator[None]:
     """Run code in this context as in a trace, without recording its operations."""
     _DECIDING.on = True
     try:

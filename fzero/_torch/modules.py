@@ -18,9 +18,9 @@ __all__ = [
     "gradient_hooks",
     "has_backward_hook",
     "in_buffers",
+    "persistent_buffers",
     "pytree",
     "register_box",
-    "statistics",
     "storage_id",
     "version_of",
     "view_of",
@@ -160,7 +160,7 @@ def forward_hooks(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
-def statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers of a module itself, without its submodules."""
     buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
     return {name: b for name, b in buffers.items() if name not in module._non_persistent_buffers_set}

@@ -36,17 +36,17 @@ __all__ = [
     "TRACING",
     "DataDependentError",
     "OpOverload",
-    "compiling",
+    "count_holders",
     "fake_like",
     "fakes_on",
-    "functional",
+    "functionalize",
     "graph_of",
-    "holders",
     "is_backward",
     "is_fake",
     "line_of",
     "memory_like",
     "recorded_nodes",
+    "set_compiling",
     "stand_in_at",
     "trace",
     "user_line",
@@ -170,7 +170,7 @@ def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def set_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` true, as torch.export does. Models check it before they read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -211,7 +211,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
     # in the stand-ins' mode nothing is computed, and no random number is drawn
     # anomaly mode is off, because it reads every gradient for NaNs, and stand-ins have no values
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
+    with preserve_node_meta(), set_compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
         return _make_fx(with_lines, fakes)
 
 
@@ -255,7 +255,7 @@ def recorded_nodes() -> list[torch.fx.Node]:
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
-def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+def functionalize(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Trace a graph again with every in-place operation replaced by an operation that returns a new value.
 
     Raises:
@@ -281,7 +281,7 @@ def is_fake(x: Any) -> bool:
     return isinstance(unwrap(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
 
 
-def holders(tensors: Sequence[torch.Tensor]) -> list[int]:
+def count_holders(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Count the holders of each tensor's memory: tensors (with itself), autograd graphs, and DLPack capsules.
 
     The base of a view does not count if only the view keeps it alive.

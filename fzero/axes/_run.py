@@ -143,7 +143,7 @@ class RankStatus(NamedTuple):
     """The operation in which a rank waits, and the user's line; or `ENDED`."""
 
     operation: str
-    line: str
+    source_line: str
 
 
 ENDED = RankStatus("ended", "")
@@ -273,7 +273,9 @@ def _status_text(status: RankStatus, ranks: list[int]) -> str:
     names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     if status == ENDED:
         return f"{names} ended"
-    return f"{names} wait{'s' * (len(ranks) == 1)} in {status.operation}" + (f" ({status.line})" if status.line else "")
+    return f"{names} wait{'s' * (len(ranks) == 1)} in {status.operation}" + (
+        f" ({status.source_line})" if status.source_line else ""
+    )
 
 
 GROUPS: dict[str, RankGroup] = {}

@@ -120,12 +120,12 @@ class LossCollective(NamedTuple):
     Attributes:
         name: the name of the function that was called.
         axes: the axes along which the loss is one value.
-        line: the user's line, "file:line".
+        source_line: the user's line, "file:line".
     """
 
     name: str
     axes: tuple[str, ...]
-    line: str
+    source_line: str
 
 
 class OneLoss:

@@ -63,14 +63,14 @@ def are_equal(x: Any, y: Any) -> bool:
 
 
 def rendezvous(
-    group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[Tensors], bool], list[Any]]
+    group: str, rank: int, operation: str, xs: Tensors, compute: Callable[[list[Tensors], bool], list[Any]]
 ) -> Any:
     """Wait until all ranks of a group have called this, and return this rank's result.
 
     Args:
         group: the group's key.
         rank: this rank's index in the group.
-        what: the name of the operation. All ranks must give the same name, shapes and dtypes.
+        operation: the name of the operation. All ranks must give the same name, shapes and dtypes.
         xs: this rank's tensors.
         compute: called once, with all ranks' tensors in rank order, and whether rank 0 of the world is in the group;
             returns each rank's result.
@@ -81,7 +81,7 @@ def rendezvous(
     """
     g = group_of(group)
     me = g.members[rank]
-    g.run.pause(me, RankStatus(f"{what} over {g.axis!r} of {describe(xs)}", user_line()))
+    g.run.pause(me, RankStatus(f"{operation} over {g.axis!r} of {describe(xs)}", user_line()))
     g.inputs[me] = xs
     if len(g.inputs) == len(g.members):
         _compute_for_all(g, compute)

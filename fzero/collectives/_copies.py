@@ -164,7 +164,7 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
 
 def _message(row: str, axis: str, node: Any, notes: Sequence[LossCollective]) -> str:
     note = getattr(node, "note", None) or next((n for n in notes if axis in n.axes), None)
-    name, line = (row, "") if note is None else (note.name, f"{note.line}: ")
+    name, line = (row, "") if note is None else (note.name, f"{note.source_line}: ")
     invariant = _INVARIANT.get(name, "the invariant collective").format(axis=axis)
     return (
         f"{line}{name} over {axis!r} gives each rank a copy, and the loss, which is not a mean over {axis!r}, uses the "

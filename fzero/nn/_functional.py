@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
-from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, statistics
+from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, persistent_buffers
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, data_axes, in_lockstep
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
@@ -340,7 +340,7 @@ def _mutable(module: torch.nn.Module) -> frozenset[str]:
     """Return the names of buffers that forward may write: a training module's persistent statistics and counters."""
     names = set()
     for prefix, m in module.named_modules():
-        for name, b in statistics(m).items() if m.training else ():
+        for name, b in persistent_buffers(m).items() if m.training else ():
             if b.is_floating_point() or b.numel() == 1:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return frozenset(names & dict(module.named_buffers()).keys())

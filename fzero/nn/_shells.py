@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
-from fzero.random import draw_from, key
+from fzero.random import call_with_key, key
 
 __all__ = [
     "ArgumentRecorder",
@@ -270,7 +270,7 @@ def calls_of(f: Callable[..., Any], *args: Any) -> Calls | None:
         recorder.calls.append(recorder.label(out))
 
     try:
-        draw_from(key(0), record)  # draws from a key of its own, so that the step's draws stay the same
+        call_with_key(key(0), record)  # draws from a key of its own, so that the step's draws stay the same
     except Exception:
         return None  # such as data-dependent code
     return recorder.calls

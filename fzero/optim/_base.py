@@ -128,7 +128,7 @@ class Optimizer:
         init: `init(params) -> state`.
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
         elementwise: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
-            in `fzero.optim`; None if unknown, and `fzero.testing.check_elementwise` finds out.
+            in `fzero.optim`; None if unknown, and `fzero.testing.is_elementwise` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
         skips_overflow: whether the pair skips steps whose gradients overflowed, as a loss scale does.
         parts: the pairs that this pair is composed of.

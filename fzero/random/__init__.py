@@ -2,11 +2,11 @@
 
 from fzero.random._draws import bernoulli, dropout, normal, randint, uniform
 from fzero.random._keys import fold_in, key, split
-from fzero.random._seeded import draw_from, next_key, seeded
+from fzero.random._seeded import call_with_key, next_key, seeded
 
 __all__ = [
     "bernoulli",
-    "draw_from",
+    "call_with_key",
     "dropout",
     "fold_in",
     "key",

@@ -179,10 +179,10 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
         >>> random.dropout(random.key(0), torch.ones(6), 0.5)
         tensor([0., 2., 2., 0., 0., 0.])
     """
-    return drop(x, keep(key, p, x.shape, x.device), p)
+    return apply_mask(x, keep_mask(key, p, x.shape, x.device), p)
 
 
-def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> torch.Tensor:
+def keep_mask(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> torch.Tensor:
     """Draw the mask of the elements that dropout keeps.
 
     Raises:
@@ -194,6 +194,6 @@ def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> t
     return bits(key, shape, device) >= min(round(p * 2**64) - 2**63, 2**63 - 1)
 
 
-def drop(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+def apply_mask(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     """Scale the elements that the mask keeps and set the rest to 0; the backward pass saves only the mask."""
     return torch.where(mask, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)

@@ -16,7 +16,7 @@ from fzero.axes import axis_index, axis_names, data_axes, micro_batch
 from fzero.random import _draws, _torch_draws
 from fzero.random._keys import check_key, fold_in
 
-__all__ = ["BODIES", "DRAWS", "draw_from", "next_key", "seeded"]
+__all__ = ["BODIES", "DRAWS", "call_with_key", "next_key", "seeded"]
 
 # The random functions of torch that draw by key in a seeded function.
 
@@ -129,7 +129,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         check_key(key)
         index = axis_index(tuple([a.name for a in data_axes()]))
-        return draw_from(fold_in(fold_in(key, index), micro_batch()), f, *args, **kwargs)
+        return call_with_key(fold_in(fold_in(key, index), micro_batch()), f, *args, **kwargs)
 
     return from_key
 
@@ -138,21 +138,21 @@ class _Running(threading.local):
     """The stack of seeded functions that this thread is running."""
 
     def __init__(self) -> None:
-        self.stack: list[_Drawing] = []
+        self.stack: list[_DrawsByKey] = []
 
 
 _RUNNING = _Running()
 
 
-def draw_from(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_key(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `f(*args, **kwargs)` and take its draws from this key, with nothing folded in."""
-    mode = _Drawing(key)
+    mode = _DrawsByKey(key)
     _RUNNING.stack.append(mode)
     try:
         if torch.compiler.is_dynamo_compiling():  # Dynamo traces no TorchDispatchMode
             with mode:
                 return f(*args, **kwargs)
-        with mode, _DrawRefusal(mode):
+        with mode, _RefusalOfDraws(mode):
             return f(*args, **kwargs)
     finally:
         _RUNNING.stack.pop()
@@ -161,12 +161,12 @@ def draw_from(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: An
 def next_key() -> torch.Tensor | None:
     """Take the key of the next draw from the running seeded function; return None outside any.
 
-    A caller that runs a function twice, such as a rematerialisation, calls `draw_from` with this key both times.
+    A caller that runs a function twice, such as a rematerialisation, calls `call_with_key` with this key both times.
     """
     return _RUNNING.stack[-1].next_key() if _RUNNING.stack else None
 
 
-class _Drawing(TorchFunctionMode):
+class _DrawsByKey(TorchFunctionMode):
     """Replaces calls of torch's random functions by draws with a key."""
 
     def __init__(self, key: torch.Tensor) -> None:
@@ -208,12 +208,12 @@ def _vmaps() -> list[str]:
     return [] if torch.compiler.is_dynamo_compiling() else vmaps()  # Dynamo does not see them
 
 
-class _DrawRefusal(TorchDispatchMode):
+class _RefusalOfDraws(TorchDispatchMode):
     """Raises an error for operations that draw from torch's generator."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, drawing: _Drawing) -> None:
+    def __init__(self, drawing: _DrawsByKey) -> None:
         super().__init__()
         self.drawing = drawing
 

@@ -184,7 +184,7 @@ def feature_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -
     """Drop whole features: for x [n, c, ...], each [...] as one."""
     if not train or not p:
         return x
-    return _draws.drop(x, _draws.keep(draw(), p, _features(x), x.device), p)
+    return _draws.apply_mask(x, _draws.keep_mask(draw(), p, _features(x), x.device), p)
 
 
 def _features(x: torch.Tensor) -> list[int]:
@@ -201,7 +201,7 @@ def alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True, fea
     """
     if not train or not p:
         return x
-    mask = _draws.keep(draw(), p, _features(x) if feature else x.shape, x.device)
+    mask = _draws.keep_mask(draw(), p, _features(x) if feature else x.shape, x.device)
     if p == 1:
         return torch.where(mask, x, 0.0)
     a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
@@ -215,8 +215,8 @@ def feature_alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = T
 def native_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool | None) -> Any:
     if train is False or not p:
         return NotImplemented
-    mask = _draws.keep(draw(), p, x.shape, x.device)
-    return _draws.drop(x, mask, p), mask
+    mask = _draws.keep_mask(draw(), p, x.shape, x.device)
+    return _draws.apply_mask(x, mask, p), mask
 
 
 def in_place(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -22,7 +22,7 @@ import torch
 
 from fzero._torch import in_transform, storage_id
 from fzero.collectives import to_device, to_host
-from fzero.random import draw_from, next_key
+from fzero.random import call_with_key, next_key
 from fzero.transforms._remat_call import (
     Batched,
     BlockCall,
@@ -306,7 +306,7 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
 
     @functools.wraps(block)
     def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return draw_from(key, block, *args, **kwargs)
+        return call_with_key(key, block, *args, **kwargs)
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         key = next_key()  # inside a seeded function: both runs draw from this key, which becomes an argument

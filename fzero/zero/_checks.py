@@ -229,7 +229,7 @@ def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: boo
     if optimizer.elementwise is None:
         warn_once(
             f"fzero: {type(pair).__name__} does not declare whether it is elementwise, and is assumed to be: "
-            "fzero.testing.check_elementwise(opt) checks it"
+            "fzero.testing.is_elementwise(opt) checks it"
         )
     if optimizer.elementwise is False:
         raise ValueError(

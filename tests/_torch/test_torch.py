@@ -223,7 +223,7 @@ def test_functionalisation_removes_writes_and_keeps_lines():
         return [y]
 
     fakes = _torch.fake_like([torch.ones(2)])
-    gm = _torch.functional(_torch.trace(f, fakes), fakes)
+    gm = _torch.functionalize(_torch.trace(f, fakes), fakes)
     assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
     assert gm(torch.ones(2))[0].tolist() == [6, 2]
     assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
@@ -391,7 +391,7 @@ def test_a_modules_own_attributes_and_statistics_are_seen():
         "affine",
         "track_running_stats",
     }
-    assert set(_torch_modules.statistics(module)) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert set(_torch_modules.persistent_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_versions_of_tensors():

@@ -12,10 +12,10 @@ MUTANTS = [
             "seeded.from_key",
             (becomes("tuple", "axis_names"), dropped("[A.name for A in B()]")),
         ),
-        Fault("all draws have one key", "_Drawing.next_key", skipped("self.count += 1")),
+        Fault("all draws have one key", "_DrawsByKey.next_key", skipped("self.count += 1")),
         Fault(
             "what draws is not asked",
-            "_DrawRefusal.__torch_dispatch__",
+            "_RefusalOfDraws.__torch_dispatch__",
             becomes("A and B(C, D, E)", "False and A and B(C, D, E)"),
         ),
     ),

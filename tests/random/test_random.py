@@ -367,10 +367,10 @@ def test_what_runs_again_can_draw_again():
 
     def f(x):
         key = _seeded.next_key()
-        return key, _seeded.draw_from(key, block, x), torch.rand(3)
+        return key, _seeded.call_with_key(key, block, x), torch.rand(3)
 
     key, y, after = random.seeded(f)(random.key(0), torch.ones(64))
-    assert y.equal(_seeded.draw_from(key, block, torch.ones(64)))
+    assert y.equal(_seeded.call_with_key(key, block, torch.ones(64)))
     assert after.equal(random.seeded(lambda: (torch.rand(()), torch.rand(3))[1])(random.key(0)))
 
 
@@ -405,7 +405,7 @@ def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
     n = math.prod(shape.values())
     by_vmap = fzero.mesh(**shape).spmd(program)(k, x).value
     in_lockstep = fzero.mesh(simulate="lockstep", **shape).spmd(program)(k, x).value
-    alone = torch.stack([_seeded.draw_from(_own(k, r), masks, k, x) for r in range(n)])
+    alone = torch.stack([_seeded.call_with_key(_own(k, r), masks, k, x) for r in range(n)])
     assert by_vmap.equal(in_lockstep) and by_vmap.equal(alone)
     assert by_vmap.flatten(1).unique(dim=0).shape[0] == n
     assert by_vmap[0].equal(random.seeded(masks)(k, k, x))  # one process is rank 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero._torch import holders, storage_id
+from fzero._torch import count_holders, storage_id
 from fzero.graph.trace._arguments import Arguments, places_of
 
 __all__ = ["check_separate", "match_results"]
@@ -69,7 +69,7 @@ def _name_of(arguments: Arguments, number: int) -> str:
 
 def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
     """Check that only the call's tensors and the captured ones refer to the memory of a donated tensor."""
-    references = holders([arguments.tensors[i] for i in donated])
+    references = count_holders([arguments.tensors[i] for i in donated])
     if max(references) <= 1:
         return
     known_references = Counter([storage_id(x) for x in tensors])

@@ -104,7 +104,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     writers = {n: into for n in gm.graph.nodes if (into := writes(n))}
     if writers and not without_writes(gm.graph, writers):
         with _data_dependent_errors():
-            gm = _torch.functional(gm, fakes)
+            gm = _torch.functionalize(gm, fakes)
     without_round_trips(gm.graph)
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):

@@ -80,7 +80,7 @@ def test_what_is_replaced_in_its_place_is_what_a_second_trace_makes(f):
     gm, done = in_place(f)
     gm.graph.lint()
     fakes = _torch.fake_like([X])
-    twice = _torch.functional(_torch.trace(f, fakes), fakes).graph
+    twice = _torch.functionalize(_torch.trace(f, fakes), fakes).graph
     assert done and not any(writes(n) for n in gm.graph.nodes)
     assert [n.format_node() for n in gm.graph.nodes] == [n.format_node() for n in twice.nodes]
     gm.recompile()
