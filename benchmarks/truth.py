@@ -25,16 +25,16 @@ import fzero
 from benchmarks.report import publish, table
 from fzero import tree
 from fzero.tuning import Configuration
-from fzero.tuning._models import Shape
+from fzero.tuning._models import ModelShape
 from fzero.tuning._steps import ModelStep
 
 STEPS, MB, GOAL = 5, 1e6, 0.01
 LLAMA = {"kv_heads": 2, "gated": True, "norm": "rms", "biases": ""}
 MODELS = {
-    "GPT": (Shape("gpt", 256, 4, 4, 1024, 512, positions=128, tied=True), 128),
-    "Llama": (Shape("llama", 256, 4, 4, 688, 512, **LLAMA), 128),
-    "ViT": (Shape("vit", 256, 4, 4, 1024, 100, positions=65, patch=8, task="image"), 64),
-    "MoE": (Shape("mixtral", 128, 4, 4, 256, 512, **LLAMA, experts=(4, 2)), 128),
+    "GPT": (ModelShape("gpt", 256, 4, 4, 1024, 512, positions=128, tied=True), 128),
+    "Llama": (ModelShape("llama", 256, 4, 4, 688, 512, **LLAMA), 128),
+    "ViT": (ModelShape("vit", 256, 4, 4, 1024, 100, positions=65, patch=8, task="image"), 64),
+    "MoE": (ModelShape("mixtral", 128, 4, 4, 256, 512, **LLAMA, experts=(4, 2)), 128),
 }
 ROWS = [
     ("GPT", Configuration(0, 4, 1, False, "float32")),

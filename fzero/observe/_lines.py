@@ -69,9 +69,9 @@ def spans() -> Iterator[list[Span]]:
     def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds, place = time.perf_counter() - start, current_call_site()
-        phase = "backward" if place.backward else "forward" if place.forward else ""
-        timed.append(TimedOperation(operation.name, place.line, phase, seconds))
+        seconds, site = time.perf_counter() - start, current_call_site()
+        phase = "backward" if site.backward else "forward" if site.forward else ""
+        timed.append(TimedOperation(operation.name, site.line, phase, seconds))
 
     with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
         yield results

@@ -13,7 +13,7 @@ from fzero._torch import is_tracing
 from fzero._torch.watched import record_node_lines, watch_operations
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, step_of
-from fzero.observe._trail import Birth, Trail, Watch, explain, kind_of, pack, unpack
+from fzero.observe._value_graph import NonFiniteTracker, ValueGraph, ValueOrigin, explain, kind_of, pack, unpack
 from fzero.ranks import Mesh, gather_texts
 from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, spec_info
 
@@ -101,7 +101,7 @@ class Origin:
         leaf: the argument and the leaf that held it; "" if an operation made it.
         operation: the torch operation, such as "log"; "" if an argument held the value.
         value: "nan", "inf", "-inf", or several of them.
-        given: the inputs of the operation: dtypes, shapes, ranges of finite values, and kinds of non-finite ones.
+        inputs: the inputs of the operation: dtypes, shapes, ranges of finite values, and kinds of non-finite ones.
         line: the user's line, as "file:line"; "" if there is none. In a backward pass, it is the line of the forward
             operation.
         code: the text of that line.
@@ -112,30 +112,30 @@ class Origin:
     leaf: str
     operation: str
     value: str
-    given: str
+    inputs: str
     line: str
     code: str
     backward: str
 
     @staticmethod
-    def of(birth: Birth | None) -> "Origin | None":
-        """Return the origin for a birth; None for None."""
-        if birth is None:
+    def of(origin: ValueOrigin | None) -> "Origin | None":
+        """Return the part of an origin that a report shows; None for None."""
+        if origin is None:
             return None
-        b = birth
-        return Origin(b.ranks, b.leaf, b.operation, b.value, b.inputs, b.line, b.code, b.backward)
+        o = origin
+        return Origin(o.ranks, o.leaf, o.operation, o.value, o.inputs, o.line, o.code, o.backward)
 
     def lines(self, size: int) -> list[str]:
         """Return the origin as lines of text, for a mesh of `size` ranks."""
         prefix = f"{self.value} " if self.value else ""
-        place = f" on {_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
+        ranks = f" on {_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
         if self.leaf:
             cause = f"in {self.leaf}" + (f", first read by {self.operation}" if self.operation else "")
         else:
             cause = f"made by {self.operation}"
-        lines = [f"{prefix}{cause}{place}"]
-        if self.given:
-            lines.append(f"  inputs: {self.given}")
+        lines = [f"{prefix}{cause}{ranks}"]
+        if self.inputs:
+            lines.append(f"  inputs: {self.inputs}")
         if self.backward:
             lines.append(f"  in the backward pass ({self.backward}) of")
         if self.line:
@@ -158,14 +158,14 @@ class Nonfinite:
         size: the number of ranks.
         results: the places of the results that are not finite.
         origin: the origin of the first non-finite value that reaches a result; None if all results are finite.
-        became: the place where an infinity of `origin` became nan, if it did.
+        nan_origin: the place where an infinity of `origin` became nan, if it did.
     """
 
     name: str
     size: int
     results: tuple[str, ...]
     origin: Origin | None
-    became: Origin | None
+    nan_origin: Origin | None
 
     @property
     def rank(self) -> int | None:
@@ -187,8 +187,8 @@ class Nonfinite:
         lines = [f"{self.name}: not finite: {'; '.join(self.results[:3])}{more}"]
         if self.origin is not None:
             lines += self.origin.lines(self.size)
-        if self.became is not None:
-            lines += ["and then " + self.became.lines(self.size)[0], *self.became.lines(self.size)[1:]]
+        if self.nan_origin is not None:
+            lines += ["and then " + self.nan_origin.lines(self.size)[0], *self.nan_origin.lines(self.size)[1:]]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -230,40 +230,40 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         mesh = inner.mesh
         if is_tracing() or (mesh is not None and not (mesh.simulated or mesh.distributed)):
             raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside of jit and plan")
-        trail = _trail_of(inner, args, kwargs)
-        trails = _gather_trails(trail, mesh)
-        results = tuple(dict.fromkeys([r.place for t in trails for r in t.results]))
-        explanation = explain(trails)
+        graph = _value_graph_of(inner, args, kwargs)
+        graphs = _gather_graphs(graph, mesh)
+        results = tuple(dict.fromkeys([r.path for g in graphs for r in g.results]))
+        explanation = explain(graphs)
         size = 1 if mesh is None else mesh.size
-        return Nonfinite(inner.name, size, results, Origin.of(explanation.origin), Origin.of(explanation.became))
+        return Nonfinite(inner.name, size, results, Origin.of(explanation.origin), Origin.of(explanation.nan_origin))
 
     return find
 
 
-def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
-    """Run a step under a watch, and return its trail."""
+def _value_graph_of(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
+    """Run a step under a tracker, and return the graph of its non-finite values."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":
         step = step.on_mesh(replace(mesh, simulation="lockstep"))
     with record() as log:
-        watch = Watch(
+        tracker = NonFiniteTracker(
             rank=mesh.rank if mesh is not None and mesh.distributed else None,
             size=1 if mesh is None else mesh.size,
             collective_count=lambda: len(log.order),
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         for part in nonfinite_parts(arguments, mesh):
-            watch.argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
-        with record_node_lines(), watch_operations(watch.before, watch.after):
+            tracker.argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
+        with record_node_lines(), watch_operations(tracker.before, tracker.after):
             out = step(*args, **kwargs)
         for part in nonfinite_parts(out, mesh):
-            watch.result(part.value, tree.leaf_name("result", part.path))
-    return watch.trail
+            tracker.result(part.value, tree.leaf_name("result", part.path))
+    return tracker.graph
 
 
-def _gather_trails(trail: Trail, mesh: Mesh | None) -> list[Trail]:
-    """Gather the trails of all ranks."""
+def _gather_graphs(graph: ValueGraph, mesh: Mesh | None) -> list[ValueGraph]:
+    """Gather the graphs of all ranks."""
     if mesh is None or not mesh.distributed:
-        return [trail]
-    texts = gather_texts(json.dumps(pack(trail)), mesh, "fzero.observe.nonfinite")
+        return [graph]
+    texts = gather_texts(json.dumps(pack(graph)), mesh, "fzero.observe.nonfinite")
     return [unpack(json.loads(text)) for text in texts]

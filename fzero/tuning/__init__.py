@@ -5,12 +5,11 @@ from fzero.tuning._costs import OffloadCosts, OffloadWork, model_work, offload_c
 from fzero.tuning._machines import A100, CPU, H100, H200, Constant, Machine
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._ratio import OffloadRatio, RatioTrial, offload_ratio
-from fzero.tuning._row import Row
+from fzero.tuning._row import TableRow
 from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 from fzero.tuning._steps import model_step
-from fzero.tuning._table import Best, Table
-from fzero.tuning._tune import tune
+from fzero.tuning._tune import Best, Table, tune
 from fzero.tuning._watch import Hint, Reading, WatchedStep, watch
 
 __all__ = [
@@ -29,9 +28,9 @@ __all__ = [
     "PeerEstimate",
     "RatioTrial",
     "Reading",
-    "Row",
     "Skipped",
     "Table",
+    "TableRow",
     "WatchedStep",
     "calibrate",
     "deepspeed_zero2",

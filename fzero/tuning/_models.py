@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PRESETS", "TENSOR", "Params", "Shape", "batch_of", "init", "shape_of"]
+__all__ = ["PRESETS", "TENSOR", "ModelShape", "Params", "batch_of", "init", "shape_of"]
 
 # Transformers by their sizes: meta parameters, a meta batch, and the dimensions along which "tp" splits parameters.
 
@@ -25,7 +25,7 @@ TENSOR = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a transformer, and the optional parts that it has.
 
     Attributes:
@@ -71,12 +71,12 @@ class Shape:
         """The width of a head."""
         return self.head or self.width // self.heads
 
-    def padded(self, tp: int) -> "Shape":
-        """Return the sizes with the vocabulary padded to a multiple of `tp`, as usual with tensor parallelism."""
+    def pad_vocab(self, tp: int) -> "ModelShape":
+        """Return the sizes with the vocabulary pad_vocab to a multiple of `tp`, as usual with tensor parallelism."""
         return replace(self, vocab=-(-self.vocab // tp) * tp)
 
 
-def init(shape: Shape, depth: int) -> Params:
+def init(shape: ModelShape, depth: int) -> Params:
     """Make the parameters of a model with `depth` blocks, on the meta device."""
     d, biased = shape.width, shape.biases == "all"
     params: Params = {"blocks": [_block(shape) for _ in range(depth)]}
@@ -102,11 +102,11 @@ def _linear(inputs: int, outputs: int, bias: bool, *leading: int) -> Params:
     return {"w": _empty(*leading, inputs, outputs)} | ({"b": _empty(*leading, outputs)} if bias else {})
 
 
-def _norm(shape: Shape, width: int) -> Params:
+def _norm(shape: ModelShape, width: int) -> Params:
     return {"w": _empty(width)} | ({"b": _empty(width)} if shape.norm == "layer" else {})
 
 
-def _block(shape: Shape) -> Params:
+def _block(shape: ModelShape) -> Params:
     d, h, all_ = shape.width, shape.head_width, shape.biases == "all"
     kv = (shape.kv_heads or shape.heads) * h
     qkv = all_ or shape.biases == "qkv"
@@ -121,7 +121,7 @@ def _block(shape: Shape) -> Params:
     return block | ({"experts": mlp, "router": _linear(d, count, False)} if count else {"mlp": mlp})
 
 
-def batch_of(shape: Shape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(shape: ModelShape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a batch on the meta device: tokens and a target for each, or images and their classes.
 
     Args:
@@ -144,19 +144,19 @@ LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
 PRESETS = {
     shape.name: shape
     for shape in (
-        Shape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **LLAMA),
-        Shape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **LLAMA),
-        Shape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **LLAMA),
-        Shape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **LLAMA),
-        Shape("gpt2", 768, 12, 12, 3072, 50257, positions=1024, tied=True),
-        Shape("gpt2-xl", 1600, 48, 25, 6400, 50257, positions=1024, tied=True),
-        Shape("bert-large", 1024, 24, 16, 4096, 30522, positions=512, tied=True, task="masked"),
-        Shape("vit-g-14", 1664, 48, 16, 8192, 1000, positions=257, patch=14, task="image"),
+        ModelShape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **LLAMA),
+        ModelShape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **LLAMA),
+        ModelShape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **LLAMA),
+        ModelShape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **LLAMA),
+        ModelShape("gpt2", 768, 12, 12, 3072, 50257, positions=1024, tied=True),
+        ModelShape("gpt2-xl", 1600, 48, 25, 6400, 50257, positions=1024, tied=True),
+        ModelShape("bert-large", 1024, 24, 16, 4096, 30522, positions=512, tied=True, task="masked"),
+        ModelShape("vit-g-14", 1664, 48, 16, 8192, 1000, positions=257, patch=14, task="image"),
     )
 }
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelShape:
     """Return the sizes of a model: a preset by its name, or a Hugging Face configuration by its file or folder.
 
     Raises:
@@ -174,7 +174,7 @@ def shape_of(model: str) -> Shape:
     )
 
 
-def _read(path: pathlib.Path) -> Shape:
+def _read(path: pathlib.Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         model_type = config["model_type"]
@@ -194,9 +194,9 @@ def _read(path: pathlib.Path) -> Shape:
         raise ValueError(f"{os.fspath(path)}: the configuration of {model_type} lacks {error}") from error
 
 
-def _llama(name: str, c: Mapping[str, Any]) -> Shape:
+def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
     qwen3, mixtral = c["model_type"] == "qwen3", c["model_type"] == "mixtral"
-    return Shape(
+    return ModelShape(
         name,
         c["hidden_size"],
         c["num_hidden_layers"],
@@ -214,25 +214,25 @@ def _llama(name: str, c: Mapping[str, Any]) -> Shape:
     )
 
 
-def _gpt2(name: str, c: Mapping[str, Any]) -> Shape:
+def _gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
     d = c["n_embd"]
     mlp = c.get("n_inner") or 4 * d
-    return Shape(name, d, c["n_layer"], c["n_head"], mlp, c["vocab_size"], positions=c["n_positions"], tied=True)
+    return ModelShape(name, d, c["n_layer"], c["n_head"], mlp, c["vocab_size"], positions=c["n_positions"], tied=True)
 
 
-def _bert(name: str, c: Mapping[str, Any]) -> Shape:
+def _bert(name: str, c: Mapping[str, Any]) -> ModelShape:
     sizes = (c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"], c["intermediate_size"])
-    return Shape(name, *sizes, c["vocab_size"], positions=c["max_position_embeddings"], tied=True, task="masked")
+    return ModelShape(name, *sizes, c["vocab_size"], positions=c["max_position_embeddings"], tied=True, task="masked")
 
 
-def _vit(name: str, c: Mapping[str, Any]) -> Shape:
+def _vit(name: str, c: Mapping[str, Any]) -> ModelShape:
     sizes = (c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"], c["intermediate_size"])
     positions = (c["image_size"] // c["patch_size"]) ** 2 + 1
     classes = len(c.get("id2label") or range(2))  # the default of transformers
-    return Shape(name, *sizes, classes, positions=positions, patch=c["patch_size"], task="image")
+    return ModelShape(name, *sizes, classes, positions=positions, patch=c["patch_size"], task="image")
 
 
-READERS: dict[str, Callable[[str, Mapping[str, Any]], Shape]] = {
+READERS: dict[str, Callable[[str, Mapping[str, Any]], ModelShape]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama),
     "gpt2": _gpt2,
     "bert": _bert,

@@ -12,19 +12,19 @@ from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
 __all__ = [
-    "Digest",
     "MakeStep",
-    "Row",
+    "PlanSummary",
     "StepArgs",
+    "TableRow",
     "World",
     "check_bytes",
-    "digest_of",
     "extrapolate",
     "plan_at",
     "plan_step",
     "row_from",
     "row_of",
     "step_at",
+    "summarize",
 ]
 
 # One rank's plan of a configuration, as a few numbers. Each number is linear in the depth, so it is extrapolated.
@@ -33,7 +33,7 @@ __all__ = [
 SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
 
 # an operation: its pass, its source line and its target, and "first", "last" or "most" among the operations alike
-Place = tuple[str, ...]
+OperationKey = tuple[str, ...]
 KindBytes = Mapping[str, float]  # bytes by kind
 
 
@@ -45,18 +45,18 @@ class ScheduleCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Digest:
+class PlanSummary:
     """The numbers of a plan that are linear in the depth.
 
     Attributes:
-        held: bytes on the device by kind, at each place of the step.
+        held: bytes on the device by kind, at each of the compared operations.
         moved: bytes of collectives and messages, by axis.
         host: peak bytes on the host.
         flops: floating-point operations of the step.
         schedules: the schedules, by their settings. The chosen one is the first.
     """
 
-    held: Mapping[Place, KindBytes]
+    held: Mapping[OperationKey, KindBytes]
     moved: KindBytes
     host: float
     flops: float
@@ -76,12 +76,12 @@ class Digest:
 
     @property
     def at_peak(self) -> KindBytes:
-        """Bytes on the device by kind, at the place where most bytes are alive."""
+        """Bytes on the device by kind, at the operation where most bytes are alive."""
         return max(self.held.values(), key=lambda held: sum(held.values()))
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """The memory and the time of a configuration on one rank, by its plan. In a pipeline it is the fullest rank.
 
     Attributes:
@@ -122,10 +122,10 @@ class Row:
         return sum([self.held.get(kind, 0.0) for kind in ("parameters", "optimizer state", "activations")])
 
 
-def digest_of(plan: Plan) -> Digest:
+def summarize(plan: Plan) -> PlanSummary:
     """Return the numbers of a plan that are linear in the depth."""
     by_kind = {kind: live for kind in KINDS if any(live := plan.live_of(kind))}
-    held = {place: {kind: live[i] for kind, live in by_kind.items()} for place, i in _places(plan).items()}
+    held = {key: {kind: live[i] for kind, live in by_kind.items()} for key, i in _compared_operations(plan).items()}
     moved: Counter[str] = Counter()
     for c in plan.collectives:
         moved[c.axis] += c.bytes * c.times
@@ -133,32 +133,32 @@ def digest_of(plan: Plan) -> Digest:
         moved[m.axis] += m.bytes * m.times
     schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
     schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, schedules)
+    return PlanSummary(held, dict(moved), plan.peak_of("host"), plan.flops, schedules)
 
 
-def _places(plan: Plan) -> dict[Place, int]:
+def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
     """Find the first and the last of the operations that are alike, and the one where most bytes are alive.
 
-    At each such place the live bytes are linear in the depth. The peak need not be linear, since it may move to another
-    place with more blocks.
+    At each of them the live bytes are linear in the depth. The peak need not be linear, since it may move to another
+    operation with more blocks.
     """
-    places: dict[Place, int] = {}
+    indices: dict[OperationKey, int] = {}
     for i, o in enumerate(plan.operations):
         alike = (o.phase, o.line, o.target)
-        places.setdefault((*alike, "first"), i)
-        places[*alike, "last"] = i
+        indices.setdefault((*alike, "first"), i)
+        indices[*alike, "last"] = i
         most = (*alike, "most")
-        if most not in places or plan.live[i] > plan.live[places[most]]:
-            places[most] = i
-    return places
+        if most not in indices or plan.live[i] > plan.live[indices[most]]:
+            indices[most] = i
+    return indices
 
 
-def extrapolate(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) -> Digest:
-    """Extrapolate the digests of two models linearly to a model of more blocks.
+def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary], depth: int) -> PlanSummary:
+    """Extrapolate the summaries of two models linearly to a model of more blocks.
 
     Args:
-        shallow: a number of blocks, and its digest.
-        deep: a larger number of blocks, and its digest.
+        shallow: a number of blocks, and its summary.
+        deep: a larger number of blocks, and its summary.
         depth: the number of blocks to extrapolate to.
     """
     (few, low), (more, high) = shallow, deep
@@ -169,32 +169,32 @@ def extrapolate(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: in
     def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
         return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
 
-    held = {place: each(low.held[place], high.held[place]) for place in high.held if place in low.held}
+    held = {key: each(low.held[key], high.held[key]) for key in high.held if key in low.held}
     schedules = {
         s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
     }
-    return Digest(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
+    return PlanSummary(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
 
 
-def row_of(config: Configuration, digests: Mapping[int, Digest], in_full: bool) -> Row:
-    """Make a row from the digests of some ranks: the memory of the fullest rank, and the seconds of the slowest."""
-    rank = max(digests, key=lambda r: sum(digests[r].at_peak.values()))
-    digest = digests[rank]
-    held = {kind: n for kind, n in digest.at_peak.items() if n}
-    seconds = max([d.schedules[d.settings].seconds for d in digests.values()])
-    settings = dict(digest.settings)
-    return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, settings, rank)
+def row_of(config: Configuration, summaries: Mapping[int, PlanSummary], in_full: bool) -> TableRow:
+    """Make a row from the summaries of some ranks: the memory of the fullest rank, and the seconds of the slowest."""
+    rank = max(summaries, key=lambda r: sum(summaries[r].at_peak.values()))
+    summary = summaries[rank]
+    held = {kind: n for kind, n in summary.at_peak.items() if n}
+    seconds = max([s.schedules[s.settings].seconds for s in summaries.values()])
+    settings = dict(summary.settings)
+    return TableRow(config, held, summary.moved, seconds, summary.host, summary.flops, in_full, settings, rank)
 
 
-def row_from(record: Mapping[str, Any]) -> Row:
-    """Read a row that `Row.record` made.
+def row_from(record: Mapping[str, Any]) -> TableRow:
+    """Read a row that `TableRow.record` made.
 
     Raises:
         TypeError: if the record has unknown fields, or lacks some.
         KeyError: if it lacks the configuration or the settings.
     """
     settings = {k: math.inf if v is None else v for k, v in record["settings"].items()}
-    return Row(**{**record, "config": Configuration(**record["config"]), "settings": settings})
+    return TableRow(**{**record, "config": Configuration(**record["config"]), "settings": settings})
 
 
 # The plan of a step, from a function that makes the step for a ratio or a configuration.

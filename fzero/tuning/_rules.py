@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from fzero.graph import size
 from fzero.parallel.schedules import schedule
-from fzero.tuning._row import Row
+from fzero.tuning._row import TableRow
 from fzero.tuning._space import REMATS, Configuration
 
 __all__ = ["RULES", "ConfigurationRule", "RuleContext", "Verdict", "verdicts"]
 
 ALIKE = 0.01  # the cost model cannot resolve smaller differences, as a share of a step's seconds
 CHUNKS = 8  # micro-batches for each rank of a pipeline: it then idles for less than a ninth of the time
-LAYOUT = ("tp", "pp", "ranks", "schedule", "accumulation")  # the fields that change with the layout of ranks
+PARALLEL_FIELDS = ("tp", "pp", "ranks", "schedule", "accumulation")  # the fields that change with the layout of ranks
 
 
 class RuleContext(NamedTuple):
@@ -25,8 +25,8 @@ class RuleContext(NamedTuple):
         devices_per_host: the number of devices of a host.
     """
 
-    best: Row
-    fitting: Sequence[Row]
+    best: TableRow
+    fitting: Sequence[TableRow]
     devices_per_host: int
 
 
@@ -40,7 +40,7 @@ class ConfigurationRule(NamedTuple):
     """
 
     text: str
-    expected: Callable[[RuleContext], list[Row] | None]
+    expected: Callable[[RuleContext], list[TableRow] | None]
 
 
 class Verdict(NamedTuple):
@@ -48,19 +48,19 @@ class Verdict(NamedTuple):
 
     Attributes:
         rule: the rule, as text.
-        kept: whether the best configuration is the rule's choice.
-        why: the reason for the deviation, in numbers; "" if the rule is kept.
+        is_followed: whether the best configuration is the rule's choice.
+        why: the reason for the deviation, in numbers; "" if the rule is followed.
     """
 
     rule: str
-    kept: bool
+    is_followed: bool
     why: str
 
     def __str__(self) -> str:
-        return f"kept: {self.rule}" if self.kept else f"not kept: {self.rule}: {self.why}"
+        return f"kept: {self.rule}" if self.is_followed else f"not kept: {self.rule}: {self.why}"
 
 
-def verdicts(best: Row, fitting: Sequence[Row], devices_per_host: int) -> list[Verdict]:
+def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int) -> list[Verdict]:
     """Judge the best row of a table by each rule that applies to it.
 
     Args:
@@ -84,53 +84,53 @@ def _without_batch(config: Configuration) -> Configuration:
     return replace(config, micro_batch=1, accumulation=1)
 
 
-def _peers(context: RuleContext, *names: str) -> list[Row]:
+def _peers(context: RuleContext, *names: str) -> list[TableRow]:
     """List the rows that fit and differ from the best in these fields alone. The best row is among them."""
 
-    def rest(row: Row) -> Configuration:
+    def rest(row: TableRow) -> Configuration:
         return replace(row.config, **dict.fromkeys(names))
 
     return [r for r in context.fitting if rest(r) == rest(context.best)]
 
 
-def _settings_first(context: RuleContext) -> list[Row] | None:
+def _settings_first(context: RuleContext) -> list[TableRow] | None:
     """Take the fastest settings at the smallest micro-batch, and then the fastest row with these settings."""
     least = min([r.config.micro_batch for r in context.fitting])
     first = next(r for r in context.fitting if r.config.micro_batch == least)
     return [r for r in context.fitting if _without_batch(r.config) == _without_batch(first.config)]
 
 
-def _accumulation(context: RuleContext) -> list[Row] | None:
+def _accumulation(context: RuleContext) -> list[TableRow] | None:
     """Reach the global batch by accumulation at the smallest micro-batch."""
     rows = _peers(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _micro_batch(context: RuleContext) -> list[Row] | None:
+def _micro_batch(context: RuleContext) -> list[TableRow] | None:
     """Raise the micro-batch as far as it fits."""
     rows = _peers(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: -r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _stage(context: RuleContext) -> list[Row] | None:
+def _stage(context: RuleContext) -> list[TableRow] | None:
     """Take the lowest stage that fits."""
     rows = _peers(context, "stage")
     return sorted(rows, key=lambda r: r.config.stage) if len(rows) > 1 else None
 
 
-def _remat(context: RuleContext) -> list[Row] | None:
+def _remat(context: RuleContext) -> list[TableRow] | None:
     """Recompute no more than memory requires."""
     rows = _peers(context, "remat")
     return sorted(rows, key=lambda r: REMATS.index(r.config.remat)) if len(rows) > 1 else None
 
 
-def _offload(context: RuleContext) -> list[Row] | None:
+def _offload(context: RuleContext) -> list[TableRow] | None:
     """Keep as much state on the device as fits."""
     rows = _peers(context, "offload")
     return sorted(rows, key=lambda r: r.config.offload) if len(rows) > 1 else None
 
 
-def _experts(context: RuleContext) -> list[Row] | None:
+def _experts(context: RuleContext) -> list[TableRow] | None:
     """Split experts over the ranks of a machine, and not over more."""
     rows = _peers(context, "ep")
     if len(rows) < 2:
@@ -138,39 +138,39 @@ def _experts(context: RuleContext) -> list[Row] | None:
     return sorted(rows, key=lambda r: (r.config.ep > context.devices_per_host, -r.config.ep))
 
 
-def _model_ranks(context: RuleContext) -> list[Row] | None:
+def _model_ranks(context: RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
-    rows = _peers(context, *LAYOUT)
+    rows = _peers(context, *PARALLEL_FIELDS)
     if len({_spread(r) for r in rows}) < 2:
         return None
     return sorted(rows, key=lambda r: (_spread(r), *_within(context, r)))
 
 
-def _machine_first(context: RuleContext) -> list[Row] | None:
+def _machine_first(context: RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
-    rows = [r for r in _peers(context, *LAYOUT) if _spread(r) == _spread(context.best)]
+    rows = [r for r in _peers(context, *PARALLEL_FIELDS) if _spread(r) == _spread(context.best)]
     return sorted(rows, key=lambda r: _within(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
 
-def _pipeline_fill(context: RuleContext) -> list[Row] | None:
+def _pipeline_fill(context: RuleContext) -> list[TableRow] | None:
     """Split the batch into enough micro-batches to fill the pipeline most of the time, and not into more."""
     rows = _peers(context, "micro_batch", "accumulation")
     if context.best.config.pp == 1 or len(rows) < 2:
         return None
     enough = CHUNKS * context.best.config.pp
 
-    def order(row: Row) -> tuple[bool, int]:
+    def order(row: TableRow) -> tuple[bool, int]:
         n = row.config.accumulation
         return n < enough, n if n >= enough else -n
 
     return sorted(rows, key=order)
 
 
-def _spread(row: Row) -> int:
+def _spread(row: TableRow) -> int:
     return row.config.tp * row.config.pp
 
 
-def _within(context: RuleContext, row: Row) -> tuple[bool, int]:
+def _within(context: RuleContext, row: TableRow) -> tuple[bool, int]:
     """Return a key that sorts rows by tp: the largest within a machine first, those that cross machines last."""
     return row.config.tp > context.devices_per_host, -row.config.tp
 
@@ -193,7 +193,7 @@ RULES = (
 # ---------------------------------------------------------------- reasons
 
 
-def _reason(best: Row, choice: Row) -> str:
+def _reason(best: TableRow, choice: TableRow) -> str:
     """Compare the rule's choice with the best row, and explain the difference; "" if they are the same."""
     if choice is best:
         return ""
@@ -219,17 +219,17 @@ def _reason(best: Row, choice: Row) -> str:
     return f"{choice.config} takes {more:.0%} more: {text}"
 
 
-def _idle(row: Row) -> float:
+def _idle(row: TableRow) -> float:
     """Return the share of the time that the ranks of a pipeline idle, if all stages took equally long."""
     c = row.config
     return 1 - schedule(c.schedule, c.pp, c.accumulation, c.pipeline_stages).timing().efficiency if c.pp > 1 else 0.0
 
 
-def _moved_bytes(row: Row) -> float:
+def _moved_bytes(row: TableRow) -> float:
     return sum(row.moved.values())
 
 
-def _moved_text(row: Row) -> str:
+def _moved_text(row: TableRow) -> str:
     """Format the bytes that a row moves, by axis if there are several."""
     parts = [f"{size(n)} along {axis}" for axis, n in row.moved.items()]
     return f"{size(_moved_bytes(row))} ({', '.join(parts)})" if len(parts) > 1 else size(_moved_bytes(row))

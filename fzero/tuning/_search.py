@@ -21,16 +21,16 @@ from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
 from fzero.tuning._machines import Machine, cache_folder, write_atomically
 from fzero.tuning._row import (
-    Digest,
     MakeStep,
-    Row,
+    PlanSummary,
     StepArgs,
-    digest_of,
+    TableRow,
     extrapolate,
     plan_step,
     row_from,
     row_of,
     step_at,
+    summarize,
 )
 from fzero.tuning._space import Configuration, Space
 
@@ -129,22 +129,22 @@ class PlanCache:
     key: str
     machine: Machine
 
-    def read(self, request: Configuration | Row) -> Row | None:
+    def read(self, request: Configuration | TableRow) -> TableRow | None:
         """Return the cached row; None if there is none, or if it cannot be read."""
         try:
             return row_from(json.loads(self._path(request).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def write(self, request: Configuration | Row, row: Row) -> None:
+    def write(self, request: Configuration | TableRow, row: TableRow) -> None:
         """Cache a row. Nothing is cached where the folder cannot be written, as in some containers."""
         try:
             write_atomically(self._path(request), json.dumps(row.record()))
         except OSError:
             return
 
-    def _path(self, request: Configuration | Row) -> pathlib.Path:
-        item = request.record() if isinstance(request, Row) else asdict(request)
+    def _path(self, request: Configuration | TableRow) -> pathlib.Path:
+        item = request.record() if isinstance(request, TableRow) else asdict(request)
         parts = [self.key, asdict(self.machine), item, _source(), torch.version.__version__, platform.python_version()]
         name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return cache_folder() / "rows" / f"{name}.json"
@@ -168,7 +168,7 @@ def _source() -> str:
 SHALLOW = {1: (3, 5), 0: (4, 6)}
 ALIKE = (4, 5)
 
-Digests = Mapping[int, Digest]  # by rank along the pipeline; by 0 without a pipeline
+PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
 
 
 @dataclass(frozen=True)
@@ -185,54 +185,54 @@ class Measure:
     machine: Machine
     cache: PlanCache | None = None
 
-    def __call__(self, request: Configuration | Row) -> Row:
+    def __call__(self, request: Configuration | TableRow) -> TableRow:
         """Plan a configuration, as it is or from two models of fewer blocks. Plan a row in full, with its schedule."""
         cached = None if self.cache is None else self.cache.read(request)
         if cached is not None:
             return cached
         with paused_collector():  # plans hold many small objects, and all of them live until the row is made
-            row = self._in_full(request) if isinstance(request, Row) else self._row(request)
+            row = self._in_full(request) if isinstance(request, TableRow) else self._row(request)
         if self.cache is not None:
             self.cache.write(request, row)
         return row
 
-    def _row(self, config: Configuration) -> Row:
+    def _row(self, config: Configuration) -> TableRow:
         shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
-        digests = None if shallow is None else self._by_two(config, shallow)
-        in_full = digests is None
-        return row_of(config, self._plan(config) if digests is None else digests, in_full)
+        summaries = None if shallow is None else self._by_two(config, shallow)
+        in_full = summaries is None
+        return row_of(config, self._plan(config) if summaries is None else summaries, in_full)
 
-    def _in_full(self, row: Row) -> Row:
+    def _in_full(self, row: TableRow) -> TableRow:
         settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
         return row_of(row.config, self._plan(row.config, settings), in_full=True)
 
-    def _by_two(self, config: Configuration, shallow: tuple[int, int]) -> Digests | None:
-        """Extrapolate all schedules, and digest the one that fzero.jit would choose; None if the plans share none."""
+    def _by_two(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
+        """Extrapolate all schedules, and summarize the one that fzero.jit would choose; None without a common one."""
         assert config.depth is not None
         plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
-        digests = _extrapolate(plans, config.depth)
-        if not all(digest.schedules for digest in digests.values()):
+        summaries = _extrapolate(plans, config.depth)
+        if not all(summary.schedules for summary in summaries.values()):
             return None
-        fastest = {rank: dict(digest.fastest) for rank, digest in digests.items()}
+        fastest = {rank: dict(summary.fastest) for rank, summary in summaries.items()}
         for n, plan in plans.items():
             replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
             if replans:
                 plans[n] = {**plan, **self._plan(replace(config, depth=n), replans)}
-        digests = _extrapolate(plans, config.depth)
-        return digests if all(digest.schedules for digest in digests.values()) else None
+        summaries = _extrapolate(plans, config.depth)
+        return summaries if all(summary.schedules for summary in summaries.values()) else None
 
-    def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
+    def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
         by_rank = settings or dict.fromkeys(fullest_of(config))
         try:
             step_args = step_at(self.make_step, config)
             if isinstance(step_args, Plan):
-                return {0: digest_of(step_args)}
+                return {0: summarize(step_args)}
             check_mesh(step_args, config)
             device = self.machine.as_device()
             positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in by_rank}
             plans = {r: plan_step(step_args, config.world, device, by_rank[r], at) for r, at in positions.items()}
-            return {rank: digest_of(plan) for rank, plan in plans.items()}
+            return {rank: summarize(plan) for rank, plan in plans.items()}
         except Exception as error:
             error.add_note(f"fzero.tune: while planning {config}")
             raise
@@ -286,15 +286,15 @@ def check_mesh(step_args: StepArgs, config: Configuration) -> None:
         )
 
 
-def _extrapolate(plans: Mapping[int, Digests], depth: int) -> Digests:
-    """Extrapolate the digest of each rank from two numbers of blocks."""
+def _extrapolate(plans: Mapping[int, PlanSummaries], depth: int) -> PlanSummaries:
+    """Extrapolate the summary of each rank from two numbers of blocks."""
     (few, low), (more, high) = plans.items()
     return {rank: extrapolate((few, low[rank]), (more, high[rank]), depth) for rank in low}
 
 
 IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
 
-Start = Callable[[Configuration | Row], Future[Row]]
+Start = Callable[[Configuration | TableRow], Future[TableRow]]
 
 
 class Skipped(NamedTuple):
@@ -309,7 +309,7 @@ class Skipped(NamedTuple):
     as_little_as: Configuration
 
 
-def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[Row | Skipped]:
+def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
     A free process does not wait: it begins with a configuration that may be skipped later. The row of such a
@@ -324,7 +324,7 @@ def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator
     order = [*space]
     leaner = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
     too_large: dict[Configuration, bool] = {}  # of the configurations that are decided
-    started: dict[Configuration, Future[Row]] = {}
+    started: dict[Configuration, Future[TableRow]] = {}
     while len(too_large) < len(order):
         undecided = [c for c in order if c not in too_large]
         for c in undecided:
@@ -345,17 +345,19 @@ def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator
         wait(running, return_when=FIRST_COMPLETED)
 
 
-def in_order(space: Space, results: Iterable[Row | Skipped], budget: float) -> tuple[list[Row], list[Skipped]]:
+def in_order(
+    space: Space, results: Iterable[TableRow | Skipped], budget: float
+) -> tuple[list[TableRow], list[Skipped]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
     place = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: place[x.config])
-    rows = [x for x in parts if isinstance(x, Row)]
+    rows = [x for x in parts if isinstance(x, TableRow)]
     large = [r.config for r in rows if r.at_least > budget]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]
     return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
-def refine(rows: Sequence[Row], start: Start, budget: float) -> list[Row]:
+def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableRow]:
     """Plan the fastest rows that fit in full, until the first three are; the best is always one of them."""
     rows = list(rows)
     while True:

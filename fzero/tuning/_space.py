@@ -10,7 +10,7 @@ import torch
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["Configuration", "Dimensions", "Space", "space_of"]
+__all__ = ["Configuration", "Space", "TuneOptions", "space_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
@@ -98,7 +98,7 @@ class Configuration:
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
         return (
-            (self.precision, self.depth, self._layout) == (other.precision, other.depth, other._layout)
+            (self.precision, self.depth, self._dims) == (other.precision, other.depth, other._dims)
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
@@ -106,12 +106,12 @@ class Configuration:
         )
 
     @property
-    def _layout(self) -> "Layout":
-        return Layout(self.ranks, self.ep, self.tp, self.pp, self.schedule)
+    def _dims(self) -> "ParallelDims":
+        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule)
 
 
-class Layout(NamedTuple):
-    """How ranks are laid out. The fields are those of `Configuration`."""
+class ParallelDims(NamedTuple):
+    """The sizes of the axes, and the schedule of the pipeline. The fields are those of `Configuration`."""
 
     ranks: int
     ep: int
@@ -120,8 +120,8 @@ class Layout(NamedTuple):
     schedule: str
 
 
-class Dimensions(NamedTuple):
-    """The dimensions of a search, unchecked. The fields are the arguments of `fzero.tune`."""
+class TuneOptions(NamedTuple):
+    """The options of a search, unchecked. The fields are the arguments of `fzero.tune`."""
 
     world_size: int
     global_batch: int
@@ -143,11 +143,11 @@ class Space:
 
     Attributes:
         stages: the stages of ZeRO.
-        micro_batches: sizes of micro-batches; a layout uses the sizes that divide the samples of its ranks.
+        micro_batches: sizes of micro-batches; ranks use the sizes that divide their samples.
         remat: as in `Configuration`.
         precision: as in `Configuration`.
         offload: as in `Configuration`.
-        layouts: the layouts of the ranks.
+        parallel_dims: the sizes of the axes, and the schedule.
         global_batch: samples of one step, over all ranks.
         depth: the number of blocks; None if it is not known.
     """
@@ -157,7 +157,7 @@ class Space:
     remat: tuple[bool | str, ...]
     precision: tuple[str, ...]
     offload: tuple[float, ...]
-    layouts: tuple[Layout, ...]
+    parallel_dims: tuple[ParallelDims, ...]
     global_batch: int
     depth: int | None
 
@@ -169,19 +169,19 @@ class Space:
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
-            sorted(self.layouts, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
+            sorted(self.parallel_dims, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
         )
-        for m, remat, stage, offload, precision, layout in product(*lean):
-            k, remainder = divmod(self.global_batch // layout.ranks, m)
+        for m, remat, stage, offload, precision, dims in product(*lean):
+            k, remainder = divmod(self.global_batch // dims.ranks, m)
             if not remainder:
-                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **layout._asdict())
+                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **dims._asdict())
 
 
-def space_of(options: Dimensions) -> Space:
+def space_of(options: TuneOptions) -> Space:
     """Check the dimensions of a search, and return its space.
 
     Raises:
-        ValueError: if a dimension does not take a value, no layout of the ranks has it, or a batch does not divide. The
+        ValueError: if a dimension does not take a value, no sizes of the axes allow it, or a batch does not divide. The
             message shows the value.
     """
     for word in ("world_size", "global_batch", "depth"):
@@ -199,37 +199,39 @@ def space_of(options: Dimensions) -> Space:
     _check_values("schedule", options.schedule, NAMES.__contains__, f"names of {', '.join(map(repr, NAMES))}")
     micro_batches = USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
-    layouts = _layouts(options)
+    parallel_dims = _parallel_dims(options)
     if options.micro_batches is not None:
-        _check_micro_batches(options, layouts)
+        _check_micro_batches(options, parallel_dims)
     return Space(
         stages=tuple(options.stages),
         micro_batches=tuple(micro_batches),
         remat=tuple(options.remat),
         precision=tuple(options.precision),
         offload=tuple(options.offload),
-        layouts=tuple(layouts),
+        parallel_dims=tuple(parallel_dims),
         global_batch=options.global_batch,
         depth=options.depth,
     )
 
 
-def _layouts(options: Dimensions) -> list[Layout]:
-    """List the layouts of the ranks, without the combinations of values that do not fit together.
+def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
+    """List the sizes of the axes, without the combinations of values that do not fit together.
 
     Raises:
-        ValueError: if a value stands in no layout, or the batch divides over none.
+        ValueError: if no combination has a value, or the batch divides over none.
     """
     world = options.world_size
-    layouts = []
+    parallel_dims = []
     for ep, tp, pp, schedule in product(options.ep, options.tp, options.pp, options.schedule):
         ranks, remainder = divmod(world, tp * pp)
         if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
-            layouts.append(Layout(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
-    _check_each(options, layouts, f"world_size={world} is no multiple of tp x pp, or the rest is no multiple of ep")
-    even = [x for x in layouts if options.global_batch % x.ranks == 0]
+            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
+    _check_each(
+        options, parallel_dims, f"world_size={world} is no multiple of tp x pp, or the rest is no multiple of ep"
+    )
+    even = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
     if not even:
-        _raise_indivisible(options, layouts)
+        _raise_indivisible(options, parallel_dims)
     _check_each(options, even, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
     if options.depth is None:
         return even
@@ -238,15 +240,15 @@ def _layouts(options: Dimensions) -> list[Layout]:
     return deep
 
 
-def _check_each(options: Dimensions, layouts: Sequence[Layout], reason: str) -> None:
-    """Check that each value stands in some layout.
+def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], reason: str) -> None:
+    """Check that some combination has each value.
 
     Raises:
         ValueError: if one does not. The message gives the reason.
     """
     for word in ("ep", "tp", "pp"):
         for value in getattr(options, word):
-            if not any(getattr(x, word) == value for x in layouts):
+            if not any(getattr(x, word) == value for x in parallel_dims):
                 axes = [
                     f"{w}={tuple(getattr(options, w))}"
                     for w in ("ep", "tp", "pp")
@@ -255,9 +257,9 @@ def _check_each(options: Dimensions, layouts: Sequence[Layout], reason: str) -> 
                 raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 
-def _raise_indivisible(options: Dimensions, layouts: Sequence[Layout]) -> None:
-    """Raise the error for a batch that divides over no layout."""
-    least = min([x.ranks for x in layouts])
+def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[ParallelDims]) -> None:
+    """Raise the error for a batch that divides over no data-parallel ranks."""
+    least = min([x.ranks for x in parallel_dims])
     local = options.global_batch // least
     nearest = [f"{n * least}" for n in (local, local + 1) if n]
     over = f"world_size={options.world_size} ranks"
@@ -269,16 +271,16 @@ def _raise_indivisible(options: Dimensions, layouts: Sequence[Layout]) -> None:
     )
 
 
-def _check_micro_batches(options: Dimensions, layouts: Sequence[Layout]) -> None:
-    """Check that each micro-batch divides the samples of a rank in some layout.
+def _check_micro_batches(options: TuneOptions, parallel_dims: Sequence[ParallelDims]) -> None:
+    """Check that each micro-batch divides the samples of a rank in some combination.
 
     Raises:
         ValueError: if one does not.
     """
     assert options.micro_batches is not None
     for m in options.micro_batches:
-        if all(options.global_batch // x.ranks % m for x in layouts):
-            ranks = min([x.ranks for x in layouts])
+        if all(options.global_batch // x.ranks % m for x in parallel_dims):
+            ranks = min([x.ranks for x in parallel_dims])
             local = options.global_batch // ranks
             raise ValueError(
                 f"micro_batches={tuple(options.micro_batches)}: {m} does not divide the {local} samples of a rank, "

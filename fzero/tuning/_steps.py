@@ -15,7 +15,7 @@ from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import mesh
 from fzero.transforms import gather, remat, value_and_grad
-from fzero.tuning._models import TENSOR, Params, Shape, batch_of, init, shape_of
+from fzero.tuning._models import TENSOR, ModelShape, Params, batch_of, init, shape_of
 from fzero.tuning._space import Configuration
 from fzero.zero import shard
 
@@ -30,7 +30,7 @@ __all__ = ["apply_block", "embed", "head_loss", "loss_of", "model_step"]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
 
 
-def loss_of(shape: Shape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any) -> torch.Tensor:
+def loss_of(shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
     Args:
@@ -48,7 +48,7 @@ def loss_of(shape: Shape, explicit: bool, run: Callable[..., Any], params: Param
     return head_loss(shape, params, x, batch)
 
 
-def embed(shape: Shape, params: Params, batch: Any) -> torch.Tensor:
+def embed(shape: ModelShape, params: Params, batch: Any) -> torch.Tensor:
     """Return the input of the first block for a batch: `[samples, tokens, width]`."""
     inputs = batch[0]
     if shape.task == "image":
@@ -66,12 +66,12 @@ def embed(shape: Shape, params: Params, batch: Any) -> torch.Tensor:
     return x
 
 
-def apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor) -> torch.Tensor:
+def apply_block(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Apply one block by itself, as a stage of a pipeline does."""
     return _apply_block(shape, explicit, p, x, _rotary_tables(shape, x))
 
 
-def head_loss(shape: Shape, params: Params, x: torch.Tensor, batch: Any) -> torch.Tensor:
+def head_loss(shape: ModelShape, params: Params, x: torch.Tensor, batch: Any) -> torch.Tensor:
     """Return the loss, given the output of the last block."""
     x = _norm(shape, gather(params["norm"]), x)
     if shape.task == "image":
@@ -95,12 +95,12 @@ def _row_linear(p: Params, x: torch.Tensor) -> torch.Tensor:
     return y + p["b"] if "b" in p else y
 
 
-def _norm(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _norm(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
     size = p["w"].shape
     return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
 
 
-def _apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
+def _apply_block(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
     if shape.task == "masked":
         x = _norm(shape, p["norm1"], x + _attention(shape, explicit, p, x, tables))
@@ -113,25 +113,25 @@ def _apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, table
 CAPACITY = 1.25  # positions at an expert, relative to even routing
 
 
-def _moe(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _moe(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert."""
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalise=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
     return tp.leave(moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=CAPACITY))
 
 
-def _mlp(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _mlp(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
     x = tp.enter(x)
     up = _linear(p["up"], x)
     return _row_linear(p["down"], F.silu(_linear(p["gate"], x)) * up if shape.gated else F.gelu(up))
 
 
-def _expert_mlp(shape: Shape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
+def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
     up = linear(rows, p["up"]["w"])
     return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
 
 
-def _attention(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
+def _attention(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
     n, t, _ = x.shape
     x = tp.enter(x)
     q, k, v = (_linear(p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
@@ -144,7 +144,7 @@ def _attention(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, tables:
     return _row_linear(p["o"], attend(q, k, v, shape.task == "causal").transpose(1, 2).reshape(n, t, -1))
 
 
-def _rotary_tables(shape: Shape, x: torch.Tensor) -> Rotary | None:
+def _rotary_tables(shape: ModelShape, x: torch.Tensor) -> Rotary | None:
     """Return the tables of rotary embeddings; None for a model without them."""
     if shape.task != "causal" or shape.positions:
         return None
@@ -226,7 +226,7 @@ class ModelStep:
         explicit: whether attention is written out.
     """
 
-    shape: Shape
+    shape: ModelShape
     length: int
     explicit: bool
 
@@ -247,7 +247,7 @@ class ModelStep:
             ValueError: if `config.ep` does not divide the experts, or `config.tp` the heads; or if the pipeline has
                 more stages than the model has blocks.
         """
-        shape, depth = self.shape.padded(config.tp), config.depth or self.shape.depth
+        shape, depth = self.shape.pad_vocab(config.tp), config.depth or self.shape.depth
         self._check(config, depth)
         axes: dict[str, Any] = {**config.axes}
         ranks = mesh(**axes)
@@ -270,7 +270,7 @@ class ModelStep:
         data = tuple([name for name in config.mean if name != "pp"])
         return step, params, opt_state, ranks.split(batch_of(shape, config.global_batch, self.length), data)
 
-    def _gradients(self, shape: Shape, config: Configuration, depth: int) -> Callable[..., Any]:
+    def _gradients(self, shape: ModelShape, config: Configuration, depth: int) -> Callable[..., Any]:
         """Return the function that computes loss and gradients: of the full model, or of a rank's stages."""
         policy = config.policy
         if config.pp > 1:
@@ -278,7 +278,7 @@ class ModelStep:
         loss_fn = partial(loss_of, shape, self.explicit, _remat_wrapper(config.remat))
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
-    def _pipeline(self, shape: Shape, config: Configuration, depth: int) -> Pipeline:
+    def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
         return pipeline(
             first=partial(embed, shape),
             block=partial(apply_block, shape, self.explicit),

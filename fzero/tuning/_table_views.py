@@ -7,9 +7,9 @@ from fzero._report import new_figure
 from fzero.graph import size
 
 if TYPE_CHECKING:
-    from fzero.tuning._row import Row
+    from fzero.tuning._row import TableRow
     from fzero.tuning._space import Configuration
-    from fzero.tuning._table import Table
+    from fzero.tuning._tune import Table
 
 __all__ = [
     "axes_shown",
@@ -98,8 +98,8 @@ def _rows(table: "Table") -> Any:
         texts = cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [size(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
-        places = [axis_of(row.config, name) for name in axes]
-        grid.add_row(*settings, *places, *numbers, *along, seconds, verdict, style=style)
+        sizes = [axis_of(row.config, name) for name in axes]
+        grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
     hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
     if any(hidden):
         grid.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
@@ -128,7 +128,7 @@ def axis_of(config: "Configuration", name: str) -> str:
     return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
 
 
-def cells(row: "Row") -> list[str]:
+def cells(row: "TableRow") -> list[str]:
     """Format the numbers of a row, with suitable units."""
     c = row.config
     parts = [sum([row.held.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]

@@ -1,16 +1,220 @@
 """tune: tabulate the configurations of a step, and find the fastest that fits."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
+from fzero.graph import size
+from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
-from fzero.tuning._row import MakeStep, Row, check_bytes
+from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
+from fzero.tuning._rules import Verdict, verdicts
 from fzero.tuning._search import Measure, PlanCache, Skipped, in_order, pool_of, refine, rows_of
-from fzero.tuning._space import Dimensions, space_of
-from fzero.tuning._table import Table
+from fzero.tuning._space import Configuration, TuneOptions, space_of
 
-__all__ = ["MARGIN", "tune"]
+__all__ = ["Best", "Table", "tune"]
+
+AXES = {"ep": 1, "tp": 1, "pp": 1, "schedule": "1f1b"}  # shown only if some row has another value than this default
+SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest configuration that fits.
+
+    Attributes:
+        row: the row of the configuration.
+        reason: why no faster configuration was chosen.
+    """
+
+    row: TableRow
+    reason: str
+
+    @property
+    def config(self) -> Configuration:
+        """The configuration: the argument of `make_step`."""
+        return self.row.config
+
+    def __str__(self) -> str:
+        row = self.row
+        return f"best: {row.config}: {size(row.peak_bytes)}, {_table_views.duration(row.seconds)} a step. {self.reason}"
+
+
+@dataclass(frozen=True)
+class Table(FigureReport):
+    """Configurations of a step with their memory and time, made by `fzero.tune`. Print it, plot it, or call `best()`.
+
+    `plot` draws peak against seconds, with the budget as a line, and the frontier.
+
+    Attributes:
+        rows: the configurations that were planned.
+        skipped: configurations that were not planned: one that needs no more memory already does not fit.
+        machine: the machine that the rows are planned for.
+        memory: the argument `memory` of `fzero.tune`: bytes of a device, or None.
+        budget: the bytes of a device that a plan may use.
+    """
+
+    rows: tuple[TableRow, ...]
+    skipped: tuple[Skipped, ...]
+    machine: Machine
+    memory: float | None
+    budget: float
+
+    @property
+    def fitting(self) -> list[TableRow]:
+        """The rows that fit, the fastest first."""
+        return _by_time([r for r in self.rows if r.peak_bytes <= self.budget])
+
+    @property
+    def too_large(self) -> list[TableRow]:
+        """The rows that do not fit, the smallest first."""
+        return sorted([r for r in self.rows if r.peak_bytes > self.budget], key=lambda r: (r.peak_bytes, r.seconds))
+
+    @property
+    def frontier(self) -> list[TableRow]:
+        """The Pareto frontier: rows to which no other row is both faster and smaller. The fastest is first."""
+        rows: list[TableRow] = []
+        for row in _by_time(self.rows):
+            if not rows or row.peak_bytes < rows[-1].peak_bytes:
+                rows.append(row)
+        return rows
+
+    def best(self) -> Best:
+        """Return the fastest configuration that fits, and why no faster one was chosen.
+
+        Raises:
+            ValueError: if none fits. The message shows the smallest one, and settings that would need less memory.
+        """
+        if not self.fitting:
+            raise ValueError(self._nothing_fits())
+        row = self.fitting[0]
+        faster = [r for r in self.too_large if r.seconds < row.seconds]
+        if not faster:
+            return Best(row, "No planned configuration is faster")
+        lacks, kind = faster[0].peak_bytes - self.budget, _largest(faster[0])
+        return Best(
+            row,
+            f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
+            f"{size(lacks)} too large: it holds {kind}",
+        )
+
+    def rules(self) -> list[Verdict]:
+        """Return the verdict of each expert rule on the best configuration; an empty list if nothing fits."""
+        fitting = self.fitting
+        return verdicts(fitting[0], fitting, self.machine.ranks) if fitting else []
+
+    def _nothing_fits(self) -> str:
+        """Explain by how much the smallest row does not fit, and which settings would need less memory."""
+        row = self.too_large[0]
+        c = row.config
+        remedies = [
+            (c.stage < 3, "stage 3"),
+            (c.remat is not True, "remat=True"),
+            (c.micro_batch > 1, "a smaller micro-batch"),
+            (c.precision == "float32", 'precision "bfloat16"'),
+            (c.offload < 1, "offload of more of the state"),
+            (c.tp == 1, "tp=2, so that ranks share each matrix"),
+            (c.pp == 1, "pp=2, a pipeline"),
+            (True, "more ranks"),
+        ]
+        parts = ", ".join([f"{size(n)} of {kind}" for kind, n in _parts(row)[:3]])
+        return (
+            f"no configuration fits {size(self.budget)}: the smallest, {c}, takes {size(row.peak_bytes)}, "
+            f"{size(row.peak_bytes - self.budget)} too much: {parts}. Try {', or '.join([x for y, x in remedies if y])}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Table({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
+
+    def __str__(self) -> str:
+        return _table_views.text(self)
+
+    def __rich__(self) -> Any:
+        return _table_views.render(self)
+
+    _caption = "peak against seconds"
+
+    def _figure(self) -> Any:
+        return _table_views.draw(self)
+
+    def records(self) -> list[dict[str, Any]]:
+        """List the rows as flat dictionaries: the records that `to_csv` writes."""
+        return [_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
+
+    @property
+    def _select_settings(self) -> SettingsFilter:
+        """Return a function that drops the axes that no configuration uses from a dict of settings."""
+        configs = [x.config for x in (*self.rows, *self.skipped)]
+        axes = {name for name, default in AXES.items() if any(getattr(c, name) != default for c in configs)}
+        return lambda settings: {k: v for k, v in settings.items() if k not in AXES or k in axes}
+
+    def to_csv(self) -> str:
+        """Return the rows as CSV: rows that fit come first, the fastest at the top."""
+        records, out = self.records(), io.StringIO()
+        names = list(dict.fromkeys([name for record in records for name in record]))
+        writer = csv.DictWriter(out, names, restval=0, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return out.getvalue()
+
+    def to_json(self) -> str:
+        """Return the table as JSON, with the machine's constants and the skipped configurations."""
+        head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
+        select = self._select_settings
+        skipped = [{name: select(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
+        best = {"config": select(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
+        rows = [{**r.record(), "config": select(asdict(r.config))} for r in self.rows]
+        return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Table":
+        """Read a table that `to_json` wrote.
+
+        Raises:
+            ValueError: if the text is not such a table.
+        """
+        try:
+            data = json.loads(text)
+            rows = [row_from(r) for r in data["rows"]]
+            skipped = [
+                Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in data["skipped"]
+            ]
+            return cls(tuple(rows), tuple(skipped), Machine(**data["machine"]), data["memory"], data["budget"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
+
+
+def _by_time(rows: Iterable[TableRow]) -> list[TableRow]:
+    return sorted(rows, key=lambda r: (r.seconds, r.peak_bytes))
+
+
+def _parts(row: TableRow) -> list[tuple[str, float]]:
+    return sorted(row.held.items(), key=lambda item: -item[1])
+
+
+def _largest(row: TableRow) -> str:
+    kind, most = _parts(row)[0]
+    return f"{size(most)} of {kind}"
+
+
+def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, Any]:
+    return {
+        **select(asdict(row.config)),
+        "peak_bytes": row.peak_bytes,
+        "over_bytes": max(row.peak_bytes - budget, 0),
+        "seconds": row.seconds,
+        "host_bytes": row.host_bytes,
+        "flops": row.flops,
+        "in_full": row.in_full,
+        **{f"{kind} bytes": n for kind, n in row.held.items()},
+        **{f"moved over {axis or '(unnamed)'}": n for axis, n in row.moved.items()},
+    }
+
 
 MARGIN = 0.07  # the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
 
@@ -37,7 +241,7 @@ def tune(
     depth: int | None = None,
     workers: int = 1,
     cache: bool = True,
-    seen: Callable[[Row | Skipped], None] | None = None,
+    on_result: Callable[[TableRow | Skipped], None] | None = None,
 ) -> Table:
     """Plan a step in each configuration, and tabulate which fit, what memory they need, and how fast they are.
 
@@ -69,7 +273,7 @@ def tune(
             default they follow from the machine.
         depth: the number of blocks. With it, `make_step` must build `config.depth` blocks. Every second block may be of
             another kind. If all are alike, give `make_step` a true attribute `blocks_alike`: rows then take less time.
-        seen: called with each row as soon as it is planned, and with each configuration that is skipped.
+        on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.
         workers: the number of processes to plan on. They are forked, so call this before the process uses a GPU.
@@ -112,7 +316,7 @@ def tune(
     """
     machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
     batch = (world_size, global_batch, stages, micro_batches)
-    space = space_of(Dimensions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
+    space = space_of(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
@@ -121,11 +325,11 @@ def tune(
     key = getattr(make_step, "cache_key", None) if cache else None
     measure = Measure(make_step, machine, None if key is None else PlanCache(key, machine))
     with pool_of(workers, measure) as start:
-        results: list[Row | Skipped] = []
+        results: list[TableRow | Skipped] = []
         for x in rows_of(space, start, workers, budget):
             results.append(x)
-            if seen is not None:
-                seen(x)
+            if on_result is not None:
+                on_result(x)
         rows, skipped = in_order(space, results, budget)
         rows = refine(rows, start, budget)
     return Table(tuple(rows), tuple(skipped), machine, memory, budget)

@@ -25,8 +25,8 @@ class Measurement(NamedTuple):
 
     Attributes:
         seconds: a function that waits for the end of the call, and returns how long it ran on its device.
-        waited: a function that returns how long the device idled between the last call and this one; 0 for the first.
-            Call it after the call has ended.
+        idle_seconds: a function that returns how long the device idled between the last call and this one; 0 for the
+            first. Call it after the call has ended.
         is_over: a function that returns whether the device has finished the call.
         added_bytes: the most bytes alive at once, in addition to those before the call; None if not measured.
         before_bytes: the bytes alive before the call; None if there is no counter.
@@ -35,7 +35,7 @@ class Measurement(NamedTuple):
     """
 
     seconds: Callable[[], float]
-    waited: Callable[[], float]
+    idle_seconds: Callable[[], float]
     is_over: Callable[[], bool]
     added_bytes: int | None = None
     before_bytes: int | None = None
@@ -57,7 +57,7 @@ class Meter:
             memory: whether to measure its peak, which takes some milliseconds.
         """
         start = time.perf_counter()
-        waited = 0.0 if self._last_end is None else start - self._last_end
+        idle = 0.0 if self._last_end is None else start - self._last_end
         added = None
         if memory:
             with _torch.allocations() as record:
@@ -66,7 +66,7 @@ class Meter:
         else:
             out = call()
         self._last_end = end = time.perf_counter()
-        return out, Measurement(lambda: end - start, lambda: waited, lambda: True, added)
+        return out, Measurement(lambda: end - start, lambda: idle, lambda: True, added)
 
 
 class _CudaMeter(Meter):
@@ -130,22 +130,22 @@ class Reading:
 
     Attributes:
         step: the number of the call.
-        taken: the measurement.
+        measurement: the measured numbers.
         plan: the plan of the call; None if there is none, as for ranks in lockstep.
-        timed: whether the seconds of the plan are for a machine that the user chose.
-        first: whether the call included tracing or compilation, so that its time is not typical.
+        has_machine: whether the seconds of the plan are for a machine that the user chose.
+        has_compilation: whether the call included tracing or compilation, so that its time is not typical.
     """
 
     step: int
-    taken: Measurement
+    measurement: Measurement
     plan: Plan | None
-    timed: bool
-    first: bool
+    has_machine: bool
+    has_compilation: bool
 
     @property
     def seconds(self) -> float:
         """The seconds of the call. Reading this waits for the device."""
-        return self.taken.seconds()
+        return self.measurement.seconds()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -153,9 +153,9 @@ class Reading:
 
         Without a counter, the bytes before the call are assumed to be those of the arguments.
         """
-        taken, plan = self.taken, self.plan
-        before = taken.before_bytes if taken.before_bytes is not None else plan and plan.argument_bytes
-        return None if taken.added_bytes is None or before is None else taken.added_bytes + before
+        measurement, plan = self.measurement, self.plan
+        before = measurement.before_bytes if measurement.before_bytes is not None else plan and plan.argument_bytes
+        return None if measurement.added_bytes is None or before is None else measurement.added_bytes + before
 
     @property
     def above(self) -> float:
@@ -167,15 +167,15 @@ class Reading:
 
     def scalars(self) -> dict[str, float]:
         """Return the measured and planned numbers by name, for writers of `fzero.observe`. Waits for the device."""
-        scalars: dict[str, float] = {"time/seconds": self.seconds, "time/between": self.taken.waited()}
-        if self.plan is not None and self.timed:
+        scalars: dict[str, float] = {"time/seconds": self.seconds, "time/between": self.measurement.idle_seconds()}
+        if self.plan is not None and self.has_machine:
             scalars["time/planned"] = self.plan.seconds
         if self.peak_bytes is not None:
             scalars["memory/peak_bytes"] = self.peak_bytes
         if self.plan is not None:
             scalars["memory/planned_bytes"] = self.plan.peak_bytes
-        if self.taken.reserved_bytes is not None:
-            scalars["memory/reserved_bytes"] = self.taken.reserved_bytes
+        if self.measurement.reserved_bytes is not None:
+            scalars["memory/reserved_bytes"] = self.measurement.reserved_bytes
         return scalars
 
     def __str__(self) -> str:
@@ -183,12 +183,14 @@ class Reading:
         parts = []
         if self.peak_bytes is not None and self.plan is not None:
             parts.append(f"peak {size(self.peak_bytes)} (plan {size(self.plan.peak_bytes)}, {self.above:+.1%})")
-        elif self.taken.added_bytes is not None:
-            parts.append(f"adds {size(self.taken.added_bytes)} to its arguments")
+        elif self.measurement.added_bytes is not None:
+            parts.append(f"adds {size(self.measurement.added_bytes)} to its arguments")
         elif self.plan is not None:
             parts.append(f"peak not measured (plan {size(self.plan.peak_bytes)})")
-        planned = f" (plan {duration(self.plan.seconds)})" if self.plan is not None and self.timed else ""
-        parts.append(f"{duration(self.seconds)}{planned}{', with tracing and compilation' if self.first else ''}")
+        planned = f" (plan {duration(self.plan.seconds)})" if self.plan is not None and self.has_machine else ""
+        parts.append(
+            f"{duration(self.seconds)}{planned}{', with tracing and compilation' if self.has_compilation else ''}"
+        )
         return f"step {self.step}: {', '.join(parts)}"
 
 
@@ -219,13 +221,13 @@ def hints_of(readings: Sequence[Reading]) -> list[Hint]:
 
 def _memory_hints(last: Reading) -> list[Hint]:
     """Return hints if the bytes before the step, or those that it adds, exceed the plan."""
-    plan, added = last.plan, last.taken.added_bytes
+    plan, added = last.plan, last.measurement.added_bytes
     if plan is None or added is None:
         return []
     least = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
     prefix = f"peak {last.above:.0%} above plan"
     hints = []
-    before = last.taken.before_bytes
+    before = last.measurement.before_bytes
     outside = 0 if before is None else before - plan.argument_bytes
     workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
     outside, more = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
@@ -250,7 +252,7 @@ def _memory_hints(last: Reading) -> list[Hint]:
 
 def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
-    reserved, peak = last.taken.reserved_bytes, last.peak_bytes
+    reserved, peak = last.measurement.reserved_bytes, last.peak_bytes
     hints = []
     if reserved is not None and peak is not None and reserved - peak > max(RESERVED_TOLERANCE * peak, MIN_BYTES):
         over = f"{reserved / last.plan.peak_bytes - 1:.0%} above plan" if last.plan is not None else "above its use"
@@ -262,11 +264,12 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
                 "init",
             )
         )
-    if last.taken.retries > first.taken.retries:
+    retries = last.measurement.retries - first.measurement.retries
+    if retries > 0:
         hints.append(
             Hint(
                 "out of room",
-                f"the allocator freed its cache {last.taken.retries - first.taken.retries} times to find room, and "
+                f"the allocator freed its cache {retries} times to find room, and "
                 "waited for the device each time; a smaller micro-batch or a higher stage needs less memory",
             )
         )
@@ -275,21 +278,23 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
 
 def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
     """Return hints on idle time and slow steps, by the medians of all calls without compilation."""
-    steady = [r for r in readings if not r.first]
+    steady = [r for r in readings if not r.has_compilation]
     if len(steady) < MIN_CALLS:
         return []
-    seconds, waited = (median(values) for values in zip(*[(r.seconds, r.taken.waited()) for r in steady], strict=True))
+    seconds, idle = (
+        median(values) for values in zip(*[(r.seconds, r.measurement.idle_seconds()) for r in steady], strict=True)
+    )
     hints = []
-    if waited > IDLE_SHARE * (seconds + waited):
+    if idle > IDLE_SHARE * (seconds + idle):
         hints.append(
             Hint(
                 "between steps",
-                f"{duration(waited)} pass between two steps, {waited / (seconds + waited):.0%} of the time: batches, "
+                f"{duration(idle)} pass between two steps, {idle / (seconds + idle):.0%} of the time: batches, "
                 "logs or checkpoints; fzero.data.batches(..., num_workers=4) loads ahead",
             )
         )
     plan = steady[-1].plan
-    if plan is not None and steady[-1].timed and seconds > SLOW_FACTOR * plan.seconds:
+    if plan is not None and steady[-1].has_machine and seconds > SLOW_FACTOR * plan.seconds:
         hints.append(
             Hint(
                 "slow",
@@ -307,7 +312,7 @@ def watch(
     every: int = 20,
     first: int = 0,
     device: str | Machine | None = None,
-    say: Callable[[str], Any] | None = print,
+    print_fn: Callable[[str], Any] | None = print,
 ) -> "WatchedStep":
     """Watch a jitted step: compare its measured peak and time with its plan, and explain differences by hints.
 
@@ -326,7 +331,7 @@ def watch(
         first: the number of the first call, for a run that resumes.
         device: a name such as "h100", or a `fzero.tuning.Machine`. Its planned seconds are compared with the measured
             ones. By default seconds are not compared.
-        say: a function that gets each line; None for silence.
+        print_fn: a function that gets each line; None for silence.
 
     Returns:
         A `WatchedStep` step. On a mesh of processes only rank 0 writes and reports.
@@ -356,7 +361,7 @@ def watch(
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
-    return WatchedStep(step, writers, every, first, None if device is None else machine_of(device), say)
+    return WatchedStep(step, writers, every, first, None if device is None else machine_of(device), print_fn)
 
 
 class WatchedStep:
@@ -378,16 +383,16 @@ class WatchedStep:
         every: int,
         first: int,
         machine: Machine | None,
-        say: Callable[[str], Any] | None,
+        print_fn: Callable[[str], Any] | None,
     ) -> None:
         self.step, self.last, self.hints = step, None, []
-        self._writers, self._every, self._say = writers, every, say
+        self._writers, self._every, self._print = writers, every, print_fn
         self._machine, self._first = machine, first
         mesh = getattr(step, "mesh", None)
-        self._leads = mesh is None or mesh.rank == 0
+        self._is_leader = mesh is None or mesh.rank == 0
         self._meter: Meter | None = None
         self._calls = 0
-        self._compiled = (
+        self._has_compiled = (
             False  # whether the last call was traced, so that the next one is the first without compilation
         )
         self._pending: list[Reading] = []  # readings that are not written yet
@@ -416,19 +421,19 @@ class WatchedStep:
         """
         if _torch.in_transform():  # within a trace, the step is traced like any function
             return self.step(*args, **kwargs)
-        if self._due_count and self._pending[self._due_count - 1].taken.is_over():
+        if self._due_count and self._pending[self._due_count - 1].measurement.is_over():
             self._write(self._due_count)
         if self._meter is None:
             self._meter = meter_of(tree.tensors((args, kwargs)))
         traces, every = self.step.traces, self._calls % self._every == 0
-        memory = traces > 0 and (every or self._compiled)
+        memory = traces > 0 and (every or self._has_compiled)
         plan = (
             self.step.plan(*args, **kwargs) if traces > 1 else None
         )  # with several plans, choose the one of these arguments
         out, measurement = self._meter(lambda: self.step(*args, **kwargs), memory)
-        self._compiled = self.step.traces > traces
+        self._has_compiled = self.step.traces > traces
         self._pending.append(
-            Reading(self._first + self._calls, measurement, self._plan(plan), self._timed, self._compiled)
+            Reading(self._first + self._calls, measurement, self._plan(plan), self._has_machine, self._has_compiled)
         )
         self._calls += 1
         if memory or every:
@@ -436,7 +441,7 @@ class WatchedStep:
         return out
 
     @property
-    def _timed(self) -> bool:
+    def _has_machine(self) -> bool:
         return self._machine is not None
 
     def _plan(self, plan: Plan | None) -> Plan | None:
@@ -444,7 +449,7 @@ class WatchedStep:
         if len(self._plans) != self.step.traces:
             device = None if self._machine is None else self._machine.as_device()
             plans = zip(self.step.plans(), self.step.plans(device), strict=True)
-            self._plans = {id(plan): timed for plan, timed in plans}
+            self._plans = {id(plan): on_machine for plan, on_machine in plans}
         if plan is not None:
             return self._plans[id(plan)]
         return next(reversed(self._plans.values()), None)
@@ -460,20 +465,22 @@ class WatchedStep:
             self._pending[count:],
             max(self._due_count - count, 0),
         )
-        measured = [i for i, r in enumerate(readings) if r.taken.added_bytes is not None and not r.first]
+        measured = [
+            i for i, r in enumerate(readings) if r.measurement.added_bytes is not None and not r.has_compilation
+        ]
         if measured:
             self.last = readings[measured[-1]]
             self.hints = hints_of(readings[: measured[-1] + 1])
-        if not readings or not self._leads:
+        if not readings or not self._is_leader:
             return
         rows = [(r.step, r.scalars()) for r in readings]
         for writer in self._writers:
             writer(rows)
-        if measured and self._say is not None:
-            self._say(str(self.last))
+        if measured and self._print is not None:
+            self._print(str(self.last))
             for hint in [h for h in self.hints if h.name not in self._reported]:
                 self._reported.add(hint.name)
-                self._say(f"  {hint}")
+                self._print(f"  {hint}")
 
     def __enter__(self) -> "WatchedStep":
         return self

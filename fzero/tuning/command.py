@@ -1,4 +1,4 @@
-"""fzero plan: the command that lists which settings fit a machine, and how fast they are."""
+"""fzero plan: the command that lists which settings fit a machine, how fast they are, and the code of the best."""
 
 import argparse
 import html
@@ -20,17 +20,15 @@ from fzero import tree
 from fzero.graph import KINDS, Plan, size, spans
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._machines import MACHINES, machine_of, save
-from fzero.tuning._models import PRESETS, Shape, init, shape_of
+from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
-from fzero.tuning._recipe import recipe, warnings_of
-from fzero.tuning._row import Row, plan_step, step_at
-from fzero.tuning._space import REMATS
+from fzero.tuning._row import TableRow, plan_step, step_at
+from fzero.tuning._space import REMATS, Configuration
 from fzero.tuning._steps import model_step
-from fzero.tuning._table import Table
 from fzero.tuning._table_views import axes_shown, axis_of, duration, headline, notes, render_comparison
-from fzero.tuning._tune import tune
+from fzero.tuning._tune import Table, tune
 
-__all__ = ["page", "run"]
+__all__ = ["page", "recipe", "run"]
 
 # A table of configurations as one self-contained page for any browser.
 
@@ -239,7 +237,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 1
 
 
-def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
+def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
     """Return `make_step`, and the sizes of a model by name; None for a function of the user's."""
     if ":" not in args.model or pathlib.Path(args.model).exists():
         return model_step(args.model, length=args.length, explicit=args.explicit_attention), shape_of(args.model)
@@ -251,7 +249,7 @@ def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], Shape |
         raise ValueError(f"model {args.model!r}: expected module:function: {error}") from error
 
 
-def _usual_ep(shape: Shape | None, world: int) -> tuple[int, ...]:
+def _usual_ep(shape: ModelShape | None, world: int) -> tuple[int, ...]:
     """Return the default of --ep: 1, and for a mixture the most ranks of a machine that divide its experts."""
     most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
     return (1,) if most == 1 else (1, most)
@@ -267,7 +265,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
 
         def on_result(x: Any) -> None:
             progress.advance(task)
-            if isinstance(x, Row):
+            if isinstance(x, TableRow):
                 progress.console.print(f"{x.config}: {size(x.peak_bytes)}, {duration(x.seconds)}", highlight=False)
 
         return tune(
@@ -290,11 +288,11 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             depth=depth,
             workers=args.workers,
             cache=not args.no_cache,
-            seen=on_result,
+            on_result=on_result,
         )
 
 
-def _estimates(shape: Shape, args: argparse.Namespace) -> list[str]:
+def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
@@ -344,3 +342,113 @@ def _compare(paths: Sequence[pathlib.Path]) -> int:
         render_comparison(first, second, (paths[0].name, paths[1].name))
     )
     return 0
+
+
+# The code for a configuration, and the caveats of a table.
+
+
+def recipe(config: Configuration) -> str:
+    """Return the code of a train step in a configuration."""
+    c = config
+    pair = "optim.master_weights(optim.adamw(3e-4), precision)"
+    pair = f"optim.offload({pair}, {c.offload:g})" if c.offload else pair
+    lines = [
+        f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
+        f"precision = fzero.Precision(param=torch.{c.precision})",
+        f"opt = optim.chain(optim.clip_by_global_norm(1.0), {pair})",
+        *_model_lines(c),
+        "",
+        "def train_step(params, opt_state, batch):",
+        f"    grad_fn = fzero.value_and_grad(loss_fn, precision=precision{_grad_options(c)})",
+        "    loss, grads = grad_fn(params, batch)",
+        "    updates, opt_state = opt.update(grads, opt_state, params)",
+        "    return optim.apply_updates(params, updates), opt_state, loss",
+        "",
+        *_shard_lines(c),
+    ]
+    return "\n".join(lines)
+
+
+def _rules(c: Configuration) -> list[str]:
+    """List the rules that split leaves over "tp" and "ep"."""
+    return [
+        *(["fzero.parallel.tensor.split(dims)"] if c.tp > 1 else []),
+        *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
+    ]
+
+
+def _model_lines(c: Configuration) -> list[str]:
+    """Write the lines about blocks, tensor parallelism and the pipeline."""
+    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
+    lines = []
+    if c.tp > 1:
+        lines += [
+            "# names of leaves, and the dimension that is split; or, for a transformers model, the rule",
+            "# layers.split of layers = fzero.parallel.tensor.layers(model), for fzero.nn.functional(model, tp=layers)",
+            'dims = {"up": -1, "down": 0}',
+        ]
+    if c.pp == 1:
+        return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
+    more = f", stages={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
+    more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
+    more += f", remat={_quote(c.remat)}" if c.remat else ""
+    more += f", split={_join(rules)}" if rules else ""
+    return [
+        *lines,
+        "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
+        "loss_fn = fzero.pipeline(",
+        "    first=first, block=block, last=last,",
+        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
+        ")",
+    ]
+
+
+def _grad_options(c: Configuration) -> str:
+    """Write the further arguments of `value_and_grad`."""
+    if c.pp > 1:
+        return ', reduce="weighted"'
+    return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
+
+
+def _shard_lines(c: Configuration) -> list[str]:
+    """Write the lines of the mesh, and of the step on it."""
+    sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
+    rules = _rules(c)
+    split = "loss_fn.split" if c.pp > 1 else _join(rules)
+    axis = f", axis={_join([*map(_quote, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
+    more = axis + (f", split={split}" if split else "")
+    if not more:
+        return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
+    lines = [
+        f"mesh = fzero.mesh({sizes})",
+        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{more}))",
+    ]
+    if c.pp > 1:
+        lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
+    data = _join([_quote(name) for name in c.mean if name != "pp"])
+    return [*lines, f"# call step with mesh.split(batch, {data})"] if axis else lines
+
+
+def _quote(word: object) -> str:
+    return f'"{word}"' if isinstance(word, str) else str(word)
+
+
+def _join(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
+
+
+def warnings_of(table: Table) -> list[str]:
+    """List the ways in which the numbers of a table are estimates."""
+    is_gpu = table.machine.kind == "cuda"
+    caveats = [
+        "peaks were not measured on a GPU: they are those of torch's operations with fused attention; the margin "
+        "covers a GPU's workspaces, context and fragmentation",
+        "seconds are those of unfused torch operations: Inductor's fused kernels take less",
+    ]
+    if any(r.config.offload for r in table.rows):
+        caveats.append(
+            "copies of offload count at their place in the step; the host's update overlaps with the work after it"
+        )
+    if any(r.config.precision == "float16" for r in table.rows):
+        caveats.append("float16 needs a loss scale, which the lines below lack: add fzero.optim.dynamic_loss_scale")
+    return caveats if is_gpu else caveats[1:]

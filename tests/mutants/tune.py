@@ -16,7 +16,7 @@ OTHERS = ("tests/tuning/test_others.py",)
 COMMAND = ("tests/tuning/test_command.py",)
 
 MUTANTS = [
-    *File("tuning/_table.py", TUNE).faults(
+    *File("tuning/_tune.py", TUNE).faults(
         Fault("the budget is forgotten in the best", "Table.fitting", always("A.B <= self.budget")),
         Fault("the best is the smallest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")),
         Fault("a frontier of all rows", "Table.frontier", always("A.B < C[-1].B")),
@@ -42,21 +42,21 @@ MUTANTS = [
     *File("tuning/_row.py", TUNE).faults(
         Fault(
             "buffers are surely held",
-            "Row.at_least",
+            "TableRow.at_least",
             becomes(
                 "('parameters', A, 'activations')",
                 "('parameters', A, 'activations', 'buffers', 'gathered', 'gradients')",
             ),
         ),
         Fault("the line is a step too steep", "extrapolate.at", becomes("depth - A", "depth - A + 1")),
-        Fault("bytes of loops count once", "digest_of", bare("A * c.times")),
+        Fault("bytes of loops count once", "summarize", bare("A * c.times")),
         Fault(
             "a step takes what its fullest rank does",
             "row_of",
-            becomes("max([A.schedules[A.B].C for A in D])", "digest.schedules[digest.B].C"),
+            becomes("max([A.schedules[A.B].C for A in D])", "summary.schedules[summary.B].C"),
             PLACES,
         ),
-        Fault("a message is sent once", "digest_of", bare("A * m.times"), PLACES),
+        Fault("a message is sent once", "summarize", bare("A * m.times"), PLACES),
     ),
     *File("tuning/_space.py", TUNE).faults(
         Fault("a larger micro-batch holds less", "Configuration.holds_no_less_than", swapped(">=", "<=")),
@@ -126,7 +126,7 @@ MUTANTS = [
         Fault("a tied head counts twice", "init", never("A.tied")),
         Fault("keys are as many as queries", "_block", dropped("A.kv_heads")),
         Fault("one expert stands for all", "_block", never("count", at="1 of 2")),
-        Fault("a head is as wide as its share", "Shape.head_width", dropped("self.head")),
+        Fault("a head is as wide as its share", "ModelShape.head_width", dropped("self.head")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
         Fault("attention is always fused", "_attention", never("explicit")),
@@ -146,7 +146,7 @@ MUTANTS = [
         Fault("a timeline that misses the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
         Fault("a script within the data ends the page", "page", bare("A.replace('</', '<\\\\/')")),
     ),
-    *File("tuning/_recipe.py", PLACES).faults(
+    *File("tuning/command.py", PLACES).faults(
         Fault(
             "the lines to paste gather at once", "_grad_options", constant(", gather=False", ", gather=True"), COMMAND
         ),
@@ -169,7 +169,7 @@ MUTANTS = [
         Fault("the compiled call is not", "WatchedStep.__call__", bare("A or self.B")),
         Fault("all calls have the last plan", "WatchedStep._plan", never("A is not None")),
         Fault("a machine's seconds are anyone's", "WatchedStep._plan", dropped("device")),
-        Fault("a device that is behind is waited for", "WatchedStep.__call__", bare("A.taken.is_over()")),
+        Fault("a device that is behind is waited for", "WatchedStep.__call__", bare("A.measurement.is_over()")),
         Fault("rows are written again", "WatchedStep._write", bare("A[B:]")),
         Fault("a hint is said each time", "WatchedStep._write", skipped("self._reported.add(A.name)")),
         Fault("the median is the worst", "_time_hints", becomes("median", "max")),
@@ -202,7 +202,7 @@ MUTANTS = [
         Fault("tensor parallelism has no end", "_within", never("A.B.tp > C.devices_per_host")),
         Fault("a pipeline is filled by any batch", "_pipeline_fill.order", always("A >= B")),
         Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
-        Fault("layouts of other accumulation are not compared", "LAYOUT", dropped("'accumulation'")),
+        Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("no pipeline is idle", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
     *File("graph/_pass_manager.py", PLACES).faults(

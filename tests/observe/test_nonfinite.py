@@ -173,7 +173,7 @@ def test_a_mask_is_not_named(stage):
 def test_a_row_that_is_masked_whole_is_named_by_its_softmax():
     found = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
     assert found.origin is not None and found.origin.operation == "softmax", found
-    assert found.origin.line == line_of(attention) and found.became is None
+    assert found.origin.line == line_of(attention) and found.nan_origin is None
 
 
 def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
@@ -183,7 +183,7 @@ def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
 
     found = nonfinite(f)(torch.ones(3))
     assert found.origin is not None and (found.origin.operation, found.origin.value) == ("exp", "inf"), found
-    assert found.became is not None and (found.became.operation, found.became.value) == ("sub", "nan")
+    assert found.nan_origin is not None and (found.nan_origin.operation, found.nan_origin.value) == ("sub", "nan")
     assert "and then nan made by sub" in str(found)
 
 
@@ -316,5 +316,5 @@ def test_what_is_refused():
 def test_what_an_operation_was_given_shows_infinities_beside_the_range():
     x = torch.tensor([1.0, -2.0, math.inf])
     found = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
-    assert found.became is not None and "float32 [3] of -2 to 1 and inf" in found.became.given
-    assert "float32 [] of inf" in found.became.given
+    assert found.nan_origin is not None and "float32 [3] of -2 to 1 and inf" in found.nan_origin.inputs
+    assert "float32 [] of inf" in found.nan_origin.inputs

@@ -10,8 +10,8 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
-from fzero.tuning._models import PRESETS, Shape, init, shape_of
-from fzero.tuning._recipe import recipe
+from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
+from fzero.tuning.command import recipe
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
 # block; mixtral and llama by their model cards
@@ -61,11 +61,11 @@ def test_a_hugging_face_configuration_is_read_by_file_and_folder(kind, tmp_path)
 
 
 TINY = {
-    "causal": Shape("llama", 32, 2, 4, 48, 64, kv_heads=2, gated=True, norm="rms", biases="", head_norm=True),
-    "gpt2": Shape("gpt2", 32, 2, 4, 48, 64, positions=16, tied=True),
-    "masked": Shape("bert", 32, 2, 4, 48, 64, positions=16, tied=True, task="masked"),
-    "image": Shape("vit", 32, 2, 4, 48, 10, positions=5, patch=8, task="image"),
-    "experts": Shape("mixtral", 32, 2, 4, 48, 64, gated=True, norm="rms", biases="", experts=(4, 2)),
+    "causal": ModelShape("llama", 32, 2, 4, 48, 64, kv_heads=2, gated=True, norm="rms", biases="", head_norm=True),
+    "gpt2": ModelShape("gpt2", 32, 2, 4, 48, 64, positions=16, tied=True),
+    "masked": ModelShape("bert", 32, 2, 4, 48, 64, positions=16, tied=True, task="masked"),
+    "image": ModelShape("vit", 32, 2, 4, 48, 10, positions=5, patch=8, task="image"),
+    "experts": ModelShape("mixtral", 32, 2, 4, 48, 64, gated=True, norm="rms", biases="", experts=(4, 2)),
 }
 
 

@@ -13,18 +13,17 @@ from fzero import tuning
 from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
-from fzero.tuning._recipe import recipe
-from fzero.tuning._row import Digest, ScheduleCost, row_of
+from fzero.tuning._row import PlanSummary, ScheduleCost, row_of
 from fzero.tuning._search import Measure, depths_of, fullest_of
-from fzero.tuning._space import Dimensions, space_of
-from fzero.tuning.command import page
+from fzero.tuning._space import TuneOptions, space_of
+from fzero.tuning.command import page, recipe
 from tests.helpers import cases
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 from tests.tuning.test_models import TINY
 
 ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "device": CPU, "micro_batches": (8,), "remat": (False,)}
 SPACE = space_of(
-    Dimensions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
+    TuneOptions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
 )
 
 
@@ -137,8 +136,8 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
 
 
 def test_a_row_takes_what_the_slowest_rank_does():
-    def digest(peak: float, seconds: float) -> Digest:
-        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
+    def digest(peak: float, seconds: float) -> PlanSummary:
+        return PlanSummary({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
     row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
     assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})

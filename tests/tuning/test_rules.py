@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from fzero.tuning import H100, Configuration, Row, Table
+from fzero.tuning import H100, Configuration, Table, TableRow
 from fzero.tuning._rules import RULES, verdicts
 
 USUAL = Configuration(1, 1, 8, ranks=4)
 SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in RULES]
 
 
-def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> Row:
-    return Row(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host, flops, True, {})
+def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> TableRow:
+    return TableRow(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host, flops, True, {})
 
 
-def judged(*rows: Row, devices_per_host: int = 8) -> dict[str, tuple[bool, str]]:
+def judged(*rows: TableRow, devices_per_host: int = 8) -> dict[str, tuple[bool, str]]:
     fitting = sorted(rows, key=lambda r: r.seconds)
-    return {v.rule: (v.kept, v.why) for v in verdicts(fitting[0], fitting, devices_per_host)}
+    return {v.rule: (v.is_followed, v.why) for v in verdicts(fitting[0], fitting, devices_per_host)}
 
 
 def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():

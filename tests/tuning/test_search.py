@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _search
+from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow, _search
 from fzero.tuning import _search as _plan_cache
 from fzero.tuning._search import in_order, rows_of
-from fzero.tuning._space import REMATS, Dimensions, space_of
+from fzero.tuning._space import REMATS, TuneOptions, space_of
 from tests.tuning.spaces import planned
 
-SPACE = space_of(Dimensions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
+SPACE = space_of(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
 
-def row(config: Configuration) -> Row:
+def row(config: Configuration) -> TableRow:
     """Make up a row, of a configuration that surely holds no less than another no fewer bytes."""
     held = (4 - config.stage) * (1 + config.micro_batch) * (3 - REMATS.index(config.remat)) * (2 - config.offload)
     wide = 2 if config.precision == "float32" else 1
-    return Row(config, {"parameters": held * wide}, {"dp": 1.0}, 1.0, 0.0, 1.0, True, {})
+    return TableRow(config, {"parameters": held * wide}, {"dp": 1.0}, 1.0, 0.0, 1.0, True, {})
 
 
 class Processes:
@@ -32,13 +32,13 @@ class Processes:
 
     def __init__(self, workers: int, draw: Any, monkeypatch: Any) -> None:
         self.workers, self.draw = workers, draw
-        self.running: dict[Future[Row], Configuration] = {}
+        self.running: dict[Future[TableRow], Configuration] = {}
         self.started: list[Configuration] = []
         self.idle = 0
         monkeypatch.setattr(_search, "wait", self.wait)
 
-    def start(self, config: Configuration) -> Future[Row]:
-        future: Future[Row] = Future()
+    def start(self, config: Configuration) -> Future[TableRow]:
+        future: Future[TableRow] = Future()
         self.running[future] = config
         self.started.append(config)
         assert len(self.running) <= self.workers
@@ -75,8 +75,8 @@ def test_a_row_that_comes_to_be_skipped_is_left_out():
     with pytest.MonkeyPatch.context() as patch:
         many = Processes(8, lambda _: 0, patch)
         found = [*rows_of(SPACE, many.start, 8, 1.0)]  # nothing fits
-    assert len(many.started) > sum(isinstance(x, Row) for x in found) == 2  # the leanest of both precisions
-    assert all(isinstance(x, Row) or x.as_little_as.stage == 3 for x in found)
+    assert len(many.started) > sum(isinstance(x, TableRow) for x in found) == 2  # the leanest of both precisions
+    assert all(isinstance(x, TableRow) or x.as_little_as.stage == 3 for x in found)
 
 
 def without_threads() -> None:
@@ -98,7 +98,7 @@ def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, capl
 
 
 def test_an_error_ends_the_search():
-    def start(config: Configuration) -> Future[Row]:
+    def start(config: Configuration) -> Future[TableRow]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -16,7 +16,7 @@ from fzero.tuning._watch import Measurement, hints_of, meter_of
 
 
 def watch(*args: Any, **asked: Any) -> Any:
-    return fzero.tuning.watch(*args, **{"say": None, **asked})
+    return fzero.tuning.watch(*args, **{"print_fn": None, **asked})
 
 
 def trained(**asked: Any) -> tuple[tuple[Any, ...], Any]:
@@ -52,11 +52,11 @@ def run(watched: Any, args: tuple[Any, ...], calls: int) -> list[float]:
 
 def test_the_measured_peak_is_the_plans_and_the_step_is_the_step():
     said: list[str] = []
-    args, watched = trained(say=said.append, every=3)
+    args, watched = trained(print_fn=said.append, every=3)
     again, plain = trained()
     assert run(watched, args, 5) == run(plain.step, again, 5)
     assert watched.stage == 3 and watched.traces == 1 and "Watched(Jitted(" in repr(watched)
-    assert watched.last.step == 3 and not watched.last.first and watched.last.plan == watched.plans()[0]
+    assert watched.last.step == 3 and not watched.last.has_compilation and watched.last.plan == watched.plans()[0]
     assert watched.last.peak_bytes == pytest.approx(watched.last.plan.peak_bytes, rel=0.01)
     assert [line.split(":")[0] for line in said] == ["step 1", "step 3"] and not watched.hints
 
@@ -99,7 +99,7 @@ def test_a_step_that_was_compiled_before_is_measured_at_once():
     watched = watch(plain.step)
     run(watched, trained()[0], 1)
     watched.flush()
-    assert watched.last.step == 0 and not watched.last.first
+    assert watched.last.step == 0 and not watched.last.has_compilation
 
 
 def test_what_is_wasted_outside_of_the_graph_is_seen():
@@ -136,7 +136,7 @@ def test_ranks_in_lockstep_have_no_plan():
     step = fzero.jit(
         fzero.shard(lambda x: fzero.collectives.psum(x), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep"))
     )
-    watched = watch(step, say=None, every=1)
+    watched = watch(step, print_fn=None, every=1)
     for _ in range(2):
         watched(watched.mesh.split(torch.ones(4)))
     watched.flush()
@@ -144,7 +144,7 @@ def test_ranks_in_lockstep_have_no_plan():
 
 
 def test_what_the_step_raises_is_raised():
-    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), say=None, every=1)
+    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), print_fn=None, every=1)
     watched(torch.ones(3, 3))
     with pytest.raises(RuntimeError):
         watched(torch.ones(3, 2))
@@ -161,10 +161,16 @@ PLAN: Any = SimpleNamespace(
 WITH_WORKSPACE: Any = SimpleNamespace(**{**vars(PLAN), "workspace_bytes": 1_000_000_000})
 
 
-def reading(seconds: float = 1.0, waited: float = 0.0, first: bool = False, plan: Any = PLAN, **taken: Any) -> Reading:
+def reading(
+    seconds: float = 1.0, idle_seconds: float = 0.0, first: bool = False, plan: Any = PLAN, **measurement: Any
+) -> Reading:
     usual = {"added_bytes": 6_000_000_000, "before_bytes": 4_000_000_000, "reserved_bytes": 10_200_000_000}
     return Reading(
-        3, Measurement(lambda: seconds, lambda: waited, lambda: True, **{**usual, **taken}), plan, True, first
+        3,
+        Measurement(lambda: seconds, lambda: idle_seconds, lambda: True, **{**usual, **measurement}),
+        plan,
+        True,
+        first,
     )
 
 
@@ -186,9 +192,9 @@ CASES: dict[str, tuple[list[Reading], list[str]]] = {
     "fragmentation": ([reading(reserved_bytes=11_200_000_000)], ["fragmentation"]),
     "no room": ([reading(retries=1), reading(retries=3)], ["out of room"]),
     "no room long ago": ([reading(retries=3), reading(retries=3)], []),
-    "slow batches": ([reading(waited=0.2)] * 3, ["between steps"]),
-    "one call tells no usual time": ([reading(waited=0.2), reading(waited=0.2)], []),
-    "one slow batch": ([reading(waited=5.0), reading(), reading()], []),
+    "slow batches": ([reading(idle_seconds=0.2)] * 3, ["between steps"]),
+    "one call tells no usual time": ([reading(idle_seconds=0.2), reading(idle_seconds=0.2)], []),
+    "one slow batch": ([reading(idle_seconds=5.0), reading(), reading()], []),
     "slow": ([reading(1.5), reading(1.5), reading()], ["slow"]),
     "compiled": ([reading(90.0, 9.0, first=True), reading()], []),
     "no plan": ([reading(plan=None)], []),
@@ -213,7 +219,7 @@ def test_hints_say_by_how_much_and_what_to_do():
 def test_a_hint_is_said_once():
     said: list[str] = []
     x = torch.ones(8, 8)
-    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), every=1, say=said.append, device=CPU)
+    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), every=1, print_fn=said.append, device=CPU)
     for _ in range(30):
         watched(x)
     assert sum(line.startswith("step") for line in said) >= 20
@@ -277,8 +283,8 @@ def test_a_gpus_counters_are_read_around_the_call_and_its_events_when_they_are_o
     _, two = meter(lambda: None, False)
     assert two.added_bytes is None and gpu.log == ["reset", "call"] and not one.is_over()
     gpu.done = 2
-    assert one.is_over() and not two.is_over() and one.seconds() == 1.0 and one.waited() == 0.0
-    assert two.seconds() == 1.0 and two.waited() == 1.0
+    assert one.is_over() and not two.is_over() and one.seconds() == 1.0 and one.idle_seconds() == 0.0
+    assert two.seconds() == 1.0 and two.idle_seconds() == 1.0
 
 
 def test_a_device_that_is_behind_is_not_waited_for(gpu, monkeypatch):
@@ -296,7 +302,7 @@ def test_a_device_that_is_behind_is_not_waited_for(gpu, monkeypatch):
     watched(x)
     assert [step for step, _ in rows] == [*range(7)]
     watched.flush()
-    assert [step for step, _ in rows] == [*range(8)] and watched.last.taken.before_bytes == 40
+    assert [step for step, _ in rows] == [*range(8)] and watched.last.measurement.before_bytes == 40
 
 
 # ---------------------------------------------------------------- bad input

@@ -12,21 +12,21 @@ from fzero._torch.watched import Memory, WatchedOperation, current_call_site, is
 from fzero.axes import bound_axes
 
 __all__ = [
-    "Birth",
     "Edge",
     "Explanation",
     "Kind",
     "NonFiniteResult",
+    "NonFiniteTracker",
     "NonFiniteValue",
-    "Trail",
-    "Watch",
+    "ValueGraph",
+    "ValueOrigin",
     "explain",
     "kind_of",
     "pack",
     "unpack",
 ]
 
-# The trail of non-finite values: a graph from each value to its parents, on all ranks.
+# The graph of non-finite values: edges from each value to its parents, on all ranks.
 
 
 class Edge(NamedTuple):
@@ -37,11 +37,11 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Birth:
+class ValueOrigin:
     """The origin of a value.
 
     Attributes:
-        order: its place in time: the number of collectives before it, the rank of the process, the number of the value.
+        order: its order in time: the number of collectives before it, the rank of the process, the number of the value.
         ranks: the ranks that made it.
         leaf: the leaf of an argument that held it; "" if an operation made it.
         operation: the operation that made it.
@@ -72,26 +72,26 @@ class NonFiniteValue:
     Attributes:
         nan: whether it holds nan, and not only infinities.
         parents: the values that it was made of.
-        birth: its origin, if it may be the first non-finite value.
+        origin: its origin, if it may be the first non-finite value.
         collective: the number of the collective, if the value came from other ranks.
     """
 
     nan: bool
     parents: list[Edge]
-    birth: Birth | None = None
+    origin: ValueOrigin | None = None
     collective: int | None = None
 
 
 class NonFiniteResult(NamedTuple):
-    """A result that is not finite: its place, whether it holds nan, and its parents."""
+    """A result that is not finite: its path, whether it holds nan, and its parents."""
 
-    place: str
+    path: str
     nan: bool
     parents: list[Edge]
 
 
 @dataclass
-class Trail:
+class ValueGraph:
     """The non-finite values of a process, its non-finite results, and the values that it sent in each collective."""
 
     values: list[NonFiniteValue] = field(default_factory=list)
@@ -99,63 +99,65 @@ class Trail:
     sent: dict[int, list[Edge]] = field(default_factory=dict)
 
 
-def pack(trail: Trail) -> Any:
-    """Return a trail as lists and dicts, for JSON."""
-    return asdict(trail) | {"results": [[r.place, r.nan, r.parents] for r in trail.results]}
+def pack(graph: ValueGraph) -> Any:
+    """Return a graph as lists and dicts, for JSON."""
+    return asdict(graph) | {"results": [[r.path, r.nan, r.parents] for r in graph.results]}
 
 
-def unpack(data: Any) -> Trail:
-    """Return the trail from the output of `pack`."""
+def unpack(data: Any) -> ValueGraph:
+    """Return the graph from the output of `pack`."""
 
     def edges(items: Any) -> list[Edge]:
         return [Edge(*e) for e in items]
 
-    def birth(b: Any) -> Birth | None:
-        return b and Birth(**{**b, "order": tuple(b["order"]), "ranks": tuple(b["ranks"])})
+    def origin(o: Any) -> ValueOrigin | None:
+        return o and ValueOrigin(**{**o, "order": tuple(o["order"]), "ranks": tuple(o["ranks"])})
 
-    values = [NonFiniteValue(m["nan"], edges(m["parents"]), birth(m["birth"]), m["collective"]) for m in data["values"]]
-    results = [NonFiniteResult(place, nan, edges(parents)) for place, nan, parents in data["results"]]
-    return Trail(values, results, {int(k): edges(sent) for k, sent in data["sent"].items()})
+    values = [
+        NonFiniteValue(m["nan"], edges(m["parents"]), origin(m["origin"]), m["collective"]) for m in data["values"]
+    ]
+    results = [NonFiniteResult(path, nan, edges(parents)) for path, nan, parents in data["results"]]
+    return ValueGraph(values, results, {int(k): edges(sent) for k, sent in data["sent"].items()})
 
 
 class Explanation(NamedTuple):
     """The origin of non-finite results, and the place where an infinity became nan, if it did."""
 
-    origin: Birth | None
-    became: Birth | None
+    origin: ValueOrigin | None
+    nan_origin: ValueOrigin | None
 
 
-Node = tuple[int, int]  # a process, and the number of a value in its trail
+Node = tuple[int, int]  # a process, and the number of a value in its graph
 
 
-def explain(trails: Sequence[Trail]) -> Explanation:
+def explain(graphs: Sequence[ValueGraph]) -> Explanation:
     """Find the origin of the non-finite results of all processes."""
-    results = [(p, r) for p, trail in enumerate(trails) for r in trail.results]
-    nans = _ends(trails, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
-    for node in _in_time(trails, nans):
-        sources = _ends(trails, [parent for parent, _ in _parents(trails, node)], nan=False)
-        first = [n for n in _in_time(trails, sources) if not _birth(trails, n).is_intended]
+    results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
+    nans = _ends(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
+    for node in _in_time(graphs, nans):
+        sources = _ends(graphs, [parent for parent, _ in _parents(graphs, node)], nan=False)
+        first = [n for n in _in_time(graphs, sources) if not _origin(graphs, n).is_intended]
         if first:
-            return Explanation(_joint(trails, first[0], sources), _joint(trails, node, nans))
-        return Explanation(_joint(trails, node, nans), None)
-    infinities = _ends(trails, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    candidates = sorted(_in_time(trails, infinities), key=lambda n: _birth(trails, n).is_intended)
-    return Explanation(_joint(trails, candidates[0], infinities) if candidates else None, None)
+            return Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
+        return Explanation(_with_all_ranks(graphs, node, nans), None)
+    infinities = _ends(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
+    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin(graphs, n).is_intended)
+    return Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
-def _parents(trails: Sequence[Trail], node: Node) -> Iterator[tuple[Node, bool]]:
+def _parents(graphs: Sequence[ValueGraph], node: Node) -> Iterator[tuple[Node, bool]]:
     """Yield the parents of a value: on its own process, or those that all ranks sent into a collective."""
     process, number = node
-    value = trails[process].values[number]
+    value = graphs[process].values[number]
     for e in value.parents:
         yield (process, e.number), e.nan
     if value.collective is not None:
-        for source, trail in enumerate(trails):
-            for e in trail.sent.get(value.collective, ()):
+        for source, graph in enumerate(graphs):
+            for e in graph.sent.get(value.collective, ()):
                 yield (source, e.number), e.nan
 
 
-def _ends(trails: Sequence[Trail], start: Iterable[Node], nan: bool) -> set[Node]:
+def _ends(graphs: Sequence[ValueGraph], start: Iterable[Node], nan: bool) -> set[Node]:
     """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
     stack, visited, ends = list(start), set[Node](), set[Node]()
     while stack:
@@ -163,35 +165,35 @@ def _ends(trails: Sequence[Trail], start: Iterable[Node], nan: bool) -> set[Node
         if node in visited:
             continue
         visited.add(node)
-        sources = [source for source, is_nan in _parents(trails, node) if is_nan or not nan]
+        sources = [source for source, is_nan in _parents(graphs, node) if is_nan or not nan]
         stack += sources
-        if not sources and trails[node[0]].values[node[1]].birth is not None:
+        if not sources and graphs[node[0]].values[node[1]].origin is not None:
             ends.add(node)
     return ends
 
 
-def _birth(trails: Sequence[Trail], node: Node) -> Birth:
-    birth = trails[node[0]].values[node[1]].birth
-    assert birth is not None
-    return birth
+def _origin(graphs: Sequence[ValueGraph], node: Node) -> ValueOrigin:
+    origin = graphs[node[0]].values[node[1]].origin
+    assert origin is not None
+    return origin
 
 
-def _in_time(trails: Sequence[Trail], nodes: Iterable[Node]) -> list[Node]:
-    return sorted(nodes, key=lambda n: _birth(trails, n).order)
+def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda n: _origin(graphs, n).order)
 
 
-def _joint(trails: Sequence[Trail], node: Node, nodes: Iterable[Node]) -> Birth:
-    """Return the birth of a value, with all ranks that made a value at the same place."""
-    birth, births = _birth(trails, node), [_birth(trails, n) for n in nodes]
+def _with_all_ranks(graphs: Sequence[ValueGraph], node: Node, nodes: Iterable[Node]) -> ValueOrigin:
+    """Return the origin of a value, with all ranks that made a value at the same source."""
+    origin, origins = _origin(graphs, node), [_origin(graphs, n) for n in nodes]
 
-    def place(b: Birth) -> Any:
-        return b.leaf, b.operation, b.line, b.backward
+    def source(o: ValueOrigin) -> Any:
+        return o.leaf, o.operation, o.line, o.backward
 
-    ranks = sorted({r for b in births if place(b) == place(birth) for r in b.ranks})
-    return Birth(**{**asdict(birth), "ranks": tuple(ranks)})
+    ranks = sorted({r for o in origins if source(o) == source(origin) for r in o.ranks})
+    return ValueOrigin(**{**asdict(origin), "ranks": tuple(ranks)})
 
 
-# The watch looks at the results of each operation, and tracks non-finite ones by their memory.
+# The tracker looks at the results of each operation, and tracks non-finite ones by their memory.
 
 
 _OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # operations that overwrite a tensor without reading it
@@ -234,18 +236,18 @@ class _Region(NamedTuple):
     expected: Callable[[bool], int] | None = None
 
 
-class Watch:
+class NonFiniteTracker:
     """Tracks non-finite values through the operations of one process.
 
     Attributes:
-        trail: the trail of the values.
+        graph: the graph of the values.
         rank: the rank of the process; None if ranks are threads.
         size: the number of ranks.
         collective_count: a function that returns how many collectives have run.
     """
 
     def __init__(self, rank: int | None, size: int, collective_count: Callable[[], int]) -> None:
-        self.trail = Trail()
+        self.graph = ValueGraph()
         self.rank, self.size, self.collective_count = rank, size, collective_count
         self._regions: dict[int, list[_Region]] = {}
 
@@ -281,15 +283,17 @@ class Watch:
         kind = kind_of(x)
         if kind:
             # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
-            birth = Birth(self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above)
-            self._remember([x], self._record(kind.nan, [], birth))
+            origin = ValueOrigin(
+                self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above
+            )
+            self._remember([x], self._record(kind.nan, [], origin))
 
-    def result(self, x: torch.Tensor, place: str) -> None:
+    def result(self, x: torch.Tensor, path: str) -> None:
         """Record a result if it is not finite."""
         kind = kind_of(x)
         if kind:
             parents = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
-            self.trail.results.append(NonFiniteResult(place, kind.nan, parents))
+            self.graph.results.append(NonFiniteResult(path, kind.nan, parents))
 
     # ------------------------------------------------------------ operations
 
@@ -310,7 +314,7 @@ class Watch:
             return
         parents = list(dict.fromkeys(parents))
         first = not parents or (kind.nan and not any(e.nan for e in parents))
-        number = self._record(kind.nan, parents, self._birth(operation, kind) if first else None)
+        number = self._record(kind.nan, parents, self._origin(operation, kind) if first else None)
         self._remember([x for x, k in kinds if k], number)
 
     def _record_messages(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
@@ -318,11 +322,11 @@ class Watch:
         collective = self.collective_count()
         is_receive = "recv" in operation.name
         if not is_receive:
-            self.trail.sent.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
-        birth = self._birth(operation, _FINITE, with_inputs=False)
+            self.graph.sent.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
+        origin = self._origin(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:
-            return self._record(nan, [], birth, collective)
+            return self._record(nan, [], origin, collective)
 
         self._expect(
             [*results, *operation.mutated_arguments, *(operation.arguments if is_receive else ())], record_received
@@ -330,11 +334,11 @@ class Watch:
 
     def _record_early_read(self, operation: WatchedOperation) -> Callable[[bool], int]:
         """Return a function that records a read of uninitialized memory. It must not keep the tensors alive."""
-        operation, birth = WatchedOperation(operation.name, [], [], []), list[Birth]()
+        operation, origin = WatchedOperation(operation.name, [], [], []), list[ValueOrigin]()
 
         def record_read(nan: bool) -> int:
-            birth[:] = birth or [self._birth(operation, _FINITE, with_inputs=False)]
-            return self._record(nan, [], birth[0])
+            origin[:] = origin or [self._origin(operation, _FINITE, with_inputs=False)]
+            return self._record(nan, [], origin[0])
 
         return record_read
 
@@ -382,37 +386,37 @@ class Watch:
             expected = next((r.expected for r in reversed(regions) if r.expected is not None), None)
             numbers = [self._record_captured(kind, operation) if expected is None else expected(kind.nan)]
             self._remember([x], numbers[0])
-        return [Edge(n, kind.nan and self.trail.values[n].nan) for n in numbers]
+        return [Edge(n, kind.nan and self.graph.values[n].nan) for n in numbers]
 
-    # ------------------------------------------------------------ births
+    # ------------------------------------------------------------ origins
 
-    def _record(self, nan: bool, parents: list[Edge], birth: Birth | None, collective: int | None = None) -> int:
-        self.trail.values.append(NonFiniteValue(nan, parents, birth, collective))
-        return len(self.trail.values) - 1
+    def _record(self, nan: bool, parents: list[Edge], origin: ValueOrigin | None, collective: int | None = None) -> int:
+        self.graph.values.append(NonFiniteValue(nan, parents, origin, collective))
+        return len(self.graph.values) - 1
 
     def _record_captured(self, kind: Kind, operation: WatchedOperation) -> int:
         """Record a tensor from before the call that is no argument: one that a function captured."""
-        birth = self._birth(operation, kind, with_inputs=False)
+        origin = self._origin(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
         is_intended = not kind.nan and not kind.above
-        return self._record(kind.nan, [], Birth(**{**vars(birth), "leaf": leaf, "is_intended": is_intended}))
+        return self._record(kind.nan, [], ValueOrigin(**{**vars(origin), "leaf": leaf, "is_intended": is_intended}))
 
     def _order(self) -> tuple[int, int, int]:
-        return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.trail.values)
+        return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)
 
-    def _birth(self, operation: WatchedOperation, kind: Kind, with_inputs: bool = True) -> Birth:
-        place = current_call_site()
-        file, _, number = place.line.rpartition(":")
+    def _origin(self, operation: WatchedOperation, kind: Kind, with_inputs: bool = True) -> ValueOrigin:
+        site = current_call_site()
+        file, _, number = site.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
-        return Birth(
+        return ValueOrigin(
             order=self._order(),
-            ranks=tuple(range(self.size)) if place.collective else self._current_rank(),
-            operation=f"{name}, in a collective" if place.collective else name,
+            ranks=tuple(range(self.size)) if site.collective else self._current_rank(),
+            operation=f"{name}, in a collective" if site.collective else name,
             value=str(kind),
             inputs=_format_inputs(operation) if with_inputs else "",
-            line=place.line,
+            line=site.line,
             code=linecache.getline(file, int(number)).strip() if number else "",
-            backward=place.backward,
+            backward=site.backward,
             is_intended=any(not math.isfinite(x) for x in operation.numbers) or "lift_fresh" in operation.name,
         )
 
@@ -420,10 +424,10 @@ class Watch:
         """Return the rank that runs now, as a tuple; an empty one if it is not known."""
         if self.rank is not None:
             return (self.rank,)
-        place, axes = 0, bound_axes()
+        rank, axes = 0, bound_axes()
         for axis in axes:
-            place = place * axis.size + axis.rank
-        return (place,) if axes or self.size == 1 else ()
+            rank = rank * axis.size + axis.rank
+        return (rank,) if axes or self.size == 1 else ()
 
 
 def _format_inputs(operation: WatchedOperation) -> str:
