@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from fzero.checkpoint import hf
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._folder import Checkpoints, checkpoints
+from fzero.checkpoint._inspect import leaves, read, verify
 from fzero.checkpoint._load import load
-from fzero.checkpoint._look import leaves, read, verify
-from fzero.checkpoint._save import Saving, save
+from fzero.checkpoint._save import SaveHandle, save
 
 if TYPE_CHECKING:
     from fzero.checkpoint import dcp
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Checkpoints",
-    "Saving",
+    "SaveHandle",
     "checkpoints",
     "dcp",
     "hf",

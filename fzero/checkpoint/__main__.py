@@ -17,7 +17,7 @@ from rich.text import Text
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete, step_name, step_numbers
-from fzero.checkpoint._look import differences, export, verify
+from fzero.checkpoint._inspect import differences, export, verify
 from fzero.checkpoint._manifest import MANIFEST, Manifest
 
 __all__ = ["main"]
@@ -140,7 +140,7 @@ def _ls(args: Any) -> int:
     table = _table("step", "date", "size", "ranks", "mesh", "leaves", "state")
     for step in steps:
         try:
-            manifest = read_complete(files.at(step_name(step)))
+            manifest = read_complete(files.subfolder(step_name(step)))
         except CheckpointError as error:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
@@ -176,7 +176,7 @@ def _verify(args: Any) -> int:
     files, steps = files_at(args.path), _steps(args.path)
     failures = 0
     for step in steps or [None]:
-        folder = files if step is None else files.at(step_name(step))
+        folder = files if step is None else files.subfolder(step_name(step))
         try:
             with _bar(folder.path) as progress:
                 nbytes = verify(folder.path, progress)

@@ -18,7 +18,7 @@ from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._manifest import File
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
-__all__ = ["Reports", "agree", "all_or_none", "check_same"]
+__all__ = ["StoreChannel", "agree", "all_or_none", "check_same_on_ranks"]
 
 T = TypeVar("T")
 _POLL = 0.005  # seconds
@@ -56,7 +56,7 @@ def _raise_together(task: str, error: BaseException | None, kinds: list[int], me
         raise kind(f"{task}: rank {first} failed: {texts[first]}") from error
 
 
-def check_same(task: str, text: bytes, mesh: Mesh | None) -> None:
+def check_same_on_ranks(task: str, text: bytes, mesh: Mesh | None) -> None:
     """Check that `text` is equal on all ranks.
 
     Raises:
@@ -77,7 +77,7 @@ def _try(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "Reports":
+def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "StoreChannel":
     """Check that all ranks do the same work, and agree on rank 0's nonce.
 
     Args:
@@ -92,20 +92,20 @@ def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | Non
     """
     text = all_or_none(task, describe, mesh)
     if mesh is None or not mesh.distributed:
-        return Reports(nonce, 0, 1, None, timeout)
+        return StoreChannel(nonce, 0, 1, None, timeout)
     halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # because the collective exchanges int64
     all_numbers = all_gather_numbers(torch.tensor([zlib.crc32(text), *halves], device="cpu"), mesh)
     nonce = "".join([f"{half:08x}" for half in all_numbers[0][1:]])
-    reports = Reports(nonce, mesh.rank, mesh.size, default_store(), timeout)
+    channel = StoreChannel(nonce, mesh.rank, mesh.size, default_store(), timeout)
     outliers = [r for r, numbers in enumerate(all_numbers) if numbers[0] != all_numbers[0][0]]
     if outliers:
-        reports.publish("tree", text.decode())
-        first, other = [reports.wait_for("tree", r) for r in (0, outliers[0])]
+        channel.publish("tree", text.decode())
+        first, other = [channel.wait_for("tree", r) for r in (0, outliers[0])]
         raise CheckpointError(
             f"{task}: rank {outliers[0]} has another tree, or another folder, than rank 0: "
             f"{_named_difference(first, other, outliers[0]) or _difference(first, other)}"
         )
-    return reports
+    return channel
 
 
 def _named_difference(one: str, other: str, rank: int) -> str:
@@ -139,7 +139,7 @@ def _difference(one: str, other: str) -> str:
     return f"...{one[start : at + 40]!r}... and ...{other[start : at + 40]!r}..."
 
 
-class Reports:
+class StoreChannel:
     """Messages between the ranks through the store, under keys of their own.
 
     Attributes:

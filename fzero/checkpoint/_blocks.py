@@ -193,8 +193,8 @@ class BlockRange(NamedTuple):
 class CommonRun(NamedTuple):
     """Contiguous elements that two ranges share: where they begin in the first and in the second, and how many."""
 
-    at: int
-    to: int
+    source_offset: int
+    target_offset: int
     numel: int
 
 
@@ -278,11 +278,11 @@ def _common(
     numel = math.prod([high - low for low, high in box[d:]])
     for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
         first = (*outer, *[low for low, _ in box[d:]])
-        yield CommonRun(_place(first, source, source_shape), _place(first, target, target_shape), numel)
+        yield CommonRun(_offset_in(first, source, source_shape), _offset_in(first, target, target_shape), numel)
 
 
-def _place(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
-    """Return the position in a range of an element, which is given by its index along each dimension."""
+def _offset_in(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
+    """Return the offset in a range of an element, which has an index along each dimension."""
     at = 0
     for i, (offset, _), size in zip(element, within.block, shape, strict=True):
         at = at * size + i - offset

@@ -31,7 +31,7 @@ class Remote:
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def at(self, name: str) -> "Remote":
+    def subfolder(self, name: str) -> "Remote":
         """Return the files of a subfolder."""
         return Remote(f"{self.path}/{name}")
 
@@ -181,7 +181,7 @@ class Files(Protocol):
         """
         ...
 
-    def at(self, name: str) -> "Files":
+    def subfolder(self, name: str) -> "Files":
         """Return the files of a subfolder."""
         ...
 
@@ -208,7 +208,7 @@ class LocalFolder:
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
 
-    def at(self, name: str) -> "LocalFolder":
+    def subfolder(self, name: str) -> "LocalFolder":
         """Return the files of a subfolder."""
         return LocalFolder(self._at(name))
 

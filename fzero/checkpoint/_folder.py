@@ -16,7 +16,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._memory import Machines, SharedMemory
-from fzero.checkpoint._save import TIMEOUT, Saving, Staging, start_save
+from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
@@ -112,7 +112,7 @@ class Checkpoints:
             self.wait()
 
     @api_boundary
-    def save(self, step: int, values: Any, *, background: bool = True) -> Saving:
+    def save(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step, and remove the checkpoints that need not be kept.
 
         It returns when the tree is copied; the tree may then be changed or donated. The next save waits for this one.
@@ -128,7 +128,7 @@ class Checkpoints:
         """
         return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
-    def remember(self, step: int, values: Any, *, background: bool = True) -> Saving:
+    def remember(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 
         Each rank writes on its own machine. If there are several machines, a rank on another machine receives a copy.
@@ -152,17 +152,19 @@ class Checkpoints:
         def remove_old() -> None:
             for old in step_numbers(shared):
                 if old != step:
-                    shared.at(step_name(old)).remove_all()
+                    shared.subfolder(step_name(old)).remove_all()
 
         return self._start(shared, step, values, background, remove_old)
 
-    def _start(self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]) -> Saving:
+    def _start(
+        self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]
+    ) -> SaveHandle:
         if type(step) is not int or not 0 <= step < 10**_DIGITS:
             raise ValueError(f"step={step!r}: expected a whole number, 0 or more, of at most {_DIGITS} digits")
         self.wait()
         if files is self._files:
             self._warn_of_newer(step)
-        folder = files.at(step_name(step))
+        folder = files.subfolder(step_name(step))
         self._saving = start_save(folder, values, self._mesh, background, self._timeout, self._staging, on_commit)
         return self._saving
 
@@ -187,7 +189,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """List the steps that have a manifest, oldest first."""
-        return [n for n in step_numbers(self._files) if self._files.at(step_name(n)).size(MANIFEST) is not None]
+        return [n for n in step_numbers(self._files) if self._files.subfolder(step_name(n)).size(MANIFEST) is not None]
 
     @api_boundary
     def restore(self, like: Any, *, partial: bool = False) -> Any:
@@ -215,7 +217,7 @@ class Checkpoints:
             else:
                 files = self._files
             try:
-                return load_files(files.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                return load_files(files.subfolder(step_name(step)), like, self._mesh, partial)  # pyright: ignore
             except DamagedError as error:
                 damaged |= {step: str(error)} if files is self._files else {}
                 failure = failure or str(error)
@@ -249,7 +251,7 @@ class Checkpoints:
     def _newest_on_disk(self, damaged: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
             try:
-                read_complete(self._files.at(step_name(step)))
+                read_complete(self._files.subfolder(step_name(step)))
             except CheckpointError as error:
                 warn_once(f"fzero: skipped: {error}")
                 continue
@@ -263,7 +265,9 @@ class Checkpoints:
         keep = {*steps[-self._keep :], *[n for n in steps if self._every and n % self._every == 0]}
         for step in step_numbers(self._files):
             if step < newest and step not in keep:
-                self._files.at(step_name(step)).remove_all(first=MANIFEST)  # so that a partial removal is no checkpoint
+                self._files.subfolder(step_name(step)).remove_all(
+                    first=MANIFEST
+                )  # so that a partial removal is no checkpoint
 
 
 def step_numbers(files: Files) -> list[int]:

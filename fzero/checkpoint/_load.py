@@ -8,14 +8,14 @@ import torch
 from fzero import tree
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._agree import all_or_none, check_same
+from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, materialize, runs
-from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._holdings import Holdings, holdings, is_entry
+from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
 from fzero.checkpoint._manifest import BLOCK, Manifest, is_none, paths_of, read_manifest, sum_of, values_like
 from fzero.checkpoint._memory import SharedMemory
+from fzero.checkpoint._ranges import ShardedTree
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 
@@ -49,7 +49,7 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
         >>> import fzero, tempfile, torch
         >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=3)
         >>> fzero.save(folder, {"w": torch.arange(4.0)})
-        Saving(..., committed)
+        SaveHandle(..., committed)
         >>> like = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
         >>> fzero.load(folder, like=like, mesh=mesh)["w"].data
         tensor([[0., 1.],
@@ -82,15 +82,15 @@ def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
 
 
 def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, checksums: list[int]) -> Any:
-    results: list[tuple[Manifest, Any, Holdings]] = []
+    results: list[tuple[Manifest, Any, LocalTree]] = []
 
     def prepare() -> int:
         manifest, crc = read_manifest(files)
         checksums.append(crc)
         result = materialize(like, mesh)
-        mine = holdings("like", result, mesh)
-        check_alike(files, manifest.tree, mine.tree, partial)
-        results.append((manifest, result, mine))
+        local = local_tree("like", result, mesh)
+        check_leaves(files, manifest.tree, local.tree, partial)
+        results.append((manifest, result, local))
         return crc
 
     crc = all_or_none(f"loading {files.path!r}", prepare, mesh)
@@ -98,14 +98,14 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
         sums = [crc for (crc,) in all_gather_numbers(torch.tensor([crc], device="cpu"), mesh)]
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
-    manifest, result, mine = results[0]
-    check_same(f"loading {files.path!r}", Manifest("", mine.tree, (), 0.0).text(), mesh)
-    by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, mine), mesh)
+    manifest, result, local = results[0]
+    check_same_on_ranks(f"loading {files.path!r}", Manifest("", local.tree, (), 0.0).text(), mesh)
+    by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)
-    all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, mine, by_file), mesh)
+    all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, local, by_file), mesh)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)
-    values = values_like(mine.tree.values, manifest.tree.values)
+    values = values_like(local.tree.values, manifest.tree.values)
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
@@ -113,7 +113,7 @@ def _leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
 
-def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bool) -> None:
+def check_leaves(files: Files, saved: ShardedTree, local: ShardedTree, partial: bool) -> None:
     """Check that a tree has the leaves of a checkpoint, with their shapes and dtypes.
 
     Raises:
@@ -121,20 +121,20 @@ def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bo
     """
     theirs = {**{p: str(saved.leaves[i]) for p, i in saved.number.items()}, **dict.fromkeys(saved.values, "a value")}
     # None is not a leaf, and may be missing on either side
-    items = [(path, x) for path, x in mine.values.items() if path in theirs or not is_none(x)]
+    items = [(path, x) for path, x in local.values.items() if path in theirs or not is_none(x)]
     parts = [p for path, x in items for p in paths_of(path, x, saved.values)]
-    ours = {**{p: str(mine.leaves[i]) for p, i in mine.number.items()}, **dict.fromkeys(parts, "a value")}
+    ours = {**{p: str(local.leaves[i]) for p, i in local.number.items()}, **dict.fromkeys(parts, "a value")}
     theirs = {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}
     problems = []
     for path, text in ours.items():
         if path not in theirs:
             problems.append(f"it has no {_leaf(path)} ({text})")
         elif theirs[path] != text:
-            problems.append(_differs(path, saved, mine, theirs[path], text))
+            problems.append(_differs(path, saved, local, theirs[path], text))
     problems += (
         [] if partial else [f"the tree has no {_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
     )
-    for path, first in mine.ties.items():
+    for path, first in local.ties.items():
         if not problems and saved.number[path] != saved.number[first]:
             problems.append(f"leaves {first!r} and {path!r} are one tensor in the tree, and two in the checkpoint")
     if problems:
@@ -144,9 +144,9 @@ def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bo
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
-def _differs(path: str, saved: ShardedTree, mine: ShardedTree, theirs: str, ours: str) -> str:
-    one, other = saved.number.get(path), mine.number.get(path)
-    if one is not None and other is not None and saved.leaves[one].per_rank and mine.leaves[other].per_rank:
+def _differs(path: str, saved: ShardedTree, local: ShardedTree, theirs: str, ours: str) -> str:
+    one, other = saved.number.get(path), local.number.get(path)
+    if one is not None and other is not None and saved.leaves[one].per_rank and local.leaves[other].per_rank:
         return (
             f"leaf {path!r} is a PerRank value, {theirs} there and {ours} here: it differs by rank, and cannot be "
             "resharded for another mesh; save what does not depend on the ranks, such as one position in the data"
@@ -160,32 +160,32 @@ def _differs(path: str, saved: ShardedTree, mine: ShardedTree, theirs: str, ours
 class ReadRequest(NamedTuple):
     """A range of bytes of a file, and the range of a tensor that they are read into."""
 
-    at: int
+    offset: int
     nbytes: int
-    to: torch.Tensor
+    tensor: torch.Tensor
     start: int
 
 
-def _by_file(manifest: Manifest, mine: Holdings) -> dict[int, list[ReadRequest]]:
+def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest]]:
     """List the reads of this process by file. Memory that simulated ranks share is read once."""
     requests: dict[int, list[ReadRequest]] = {}
     seen: set[tuple[int, int, int]] = set()
-    for rank in mine.ranks:
-        for piece, x, first in mine.held_pieces(rank):
+    for rank in local.ranks:
+        for piece, x, first in local.local_pieces(rank):
             if (piece.leaf, x.data_ptr(), first) in seen:
                 continue
             seen.add((piece.leaf, x.data_ptr(), first))
-            leaf = manifest.tree.number[mine.tree.leaves[piece.leaf].path]
+            leaf = manifest.tree.number[local.tree.leaves[piece.leaf].path]
             for writer, request in read_requests(manifest, leaf, piece.range, x, first):
                 requests.setdefault(writer, []).append(request)
     return requests
 
 
-def _fill(files: Files, manifest: Manifest, mine: Holdings, by_file: dict[int, list[ReadRequest]]) -> None:
+def _fill(files: Files, manifest: Manifest, local: LocalTree, by_file: dict[int, list[ReadRequest]]) -> None:
     """Read all ranges that this process holds, file by file."""
     for writer, requests in sorted(by_file.items()):
         read_blocks(files, manifest, writer, requests)
-    for memory in mine.memory:
+    for memory in local.memory:
         for x in memory.tensors():
             if not x.is_inference():
                 torch.autograd.graph.increment_version(x)
@@ -202,8 +202,8 @@ def read_requests(
     size = x.element_size()
     for writer, at, written in manifest.tree.writers(leaf, target):
         for run in runs(written, target):
-            start = manifest.base(writer) + at + run.at * size
-            yield writer, ReadRequest(start, run.numel * size, x, first + run.to)
+            start = manifest.base(writer) + at + run.source_offset * size
+            yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
 
 
 def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[ReadRequest]) -> None:
@@ -213,7 +213,7 @@ def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[
         DamagedError: if the file is missing or truncated, or a checksum differs. The message names the file and leaves.
     """
     name, file, scratch = manifest.names[rank], manifest.files[rank], bytearray(BLOCK)
-    batch = sorted(requests, key=lambda request: request.at)
+    batch = sorted(requests, key=lambda request: request.offset)
     while batch:
         batch, rest = _split_overlapping(batch)
         for block, parts in _by_block(batch):
@@ -234,8 +234,8 @@ def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadReques
     """Split sorted reads into reads that do not overlap, and the rest. Untied leaves may read the same bytes."""
     batch, rest, end = [], [], 0
     for request in requests:
-        (batch if request.at >= end else rest).append(request)
-        end = max(end, request.at + request.nbytes) if request.at >= end else end
+        (batch if request.offset >= end else rest).append(request)
+        end = max(end, request.offset + request.nbytes) if request.offset >= end else end
     return batch, rest
 
 
@@ -244,15 +244,15 @@ def _by_block(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadR
     parts: list[ReadRequest] = []
     block = -1
     for request in requests:
-        at, start = request.at, request.start
-        while at < request.at + request.nbytes:
+        at, start = request.offset, request.start
+        while at < request.offset + request.nbytes:
             if at // BLOCK != block:
                 if parts:
                     yield block, parts
                 block, parts = at // BLOCK, []
-            n = min(request.at + request.nbytes, (block + 1) * BLOCK) - at
-            parts.append(ReadRequest(at, n, request.to, start))
-            at, start = at + n, start + n // request.to.element_size()
+            n = min(request.offset + request.nbytes, (block + 1) * BLOCK) - at
+            parts.append(ReadRequest(at, n, request.tensor, start))
+            at, start = at + n, start + n // request.tensor.element_size()
     if parts:
         yield block, parts
 
@@ -263,20 +263,20 @@ def _views(
     """List the buffers for a block's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
     views, finish, at, used = list[memoryview](), list[Callable[[], None]](), start, 0
     for request in [*parts, None]:
-        gap = (stop if request is None else request.at) - at
+        gap = (stop if request is None else request.offset) - at
         if gap:
             views.append(scratch[used : used + gap])
             used += gap
         if request is None:
             break
-        numel = request.nbytes // request.to.element_size()
-        if is_direct(request.to):
-            views.append(bytes_of(request.to.detach().view(-1)[request.start : request.start + numel]))
+        numel = request.nbytes // request.tensor.element_size()
+        if is_direct(request.tensor):
+            views.append(bytes_of(request.tensor.detach().view(-1)[request.start : request.start + numel]))
         else:
-            data = torch.empty(numel, dtype=request.to.dtype, device="cpu")
+            data = torch.empty(numel, dtype=request.tensor.dtype, device="cpu")
             views.append(bytes_of(data))
-            finish.append(lambda request=request, data=data: put_elements(request.to.detach(), request.start, data))
-        at = request.at + request.nbytes
+            finish.append(lambda request=request, data=data: put_elements(request.tensor.detach(), request.start, data))
+        at = request.offset + request.nbytes
     return views, finish
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fzero.checkpoint._cut import ALIGNMENT, Leaf, LeafGroup, ShardedTree
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
+from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, ShardedTree
 from fzero.sharding import Split
 
 __all__ = [
@@ -191,11 +191,11 @@ class Manifest:
         groups = []
         for g in tree.groups:
             split = [[s.axis, s.size, list(s.dims)] for s in g.split]
-            rest = [split, [list(x) for x in g.at], list(g.copies)]
-            groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.at else rest[: bool(split)])])
+            rest = [split, [list(x) for x in g.coordinates], list(g.copies)]
+            groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.coordinates else rest[: bool(split)])])
         body = {
             "format": FORMAT,
-            "version": VERSION if any(g.at for g in tree.groups) else 1,
+            "version": VERSION if any(g.coordinates for g in tree.groups) else 1,
             "written": self.timestamp,
             "nonce": self.nonce,
             "mesh": [list(axis) for axis in tree.mesh],
@@ -323,7 +323,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
     tree = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    numbers = [i for g in tree.groups for place, i in enumerate(g.leaves) if place not in g.copies]
+    numbers = [i for g in tree.groups for index, i in enumerate(g.leaves) if index not in g.copies]
     _check(sorted(numbers) == [*range(len(leaves))], "a leaf is in no group, or in several")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
     _check(len(files) == tree.ranks, f"it has {len(files)} files for {tree.ranks} ranks")
@@ -351,23 +351,26 @@ def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any
         tuple(map(_text, axes)),
         _int(shard),
         tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
-        tuple([(_text(axis), _int(place)) for axis, place in at]),
+        tuple([(_text(axis), _int(coordinate)) for axis, coordinate in at]),
         tuple(map(_int, copies)),
     )
-    names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.at]]
+    names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.coordinates]]
     _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")
-    _check(all(place < mesh[axis] for axis, place in group.at), "a group is held by ranks that do not exist")
+    _check(
+        all(coordinate < mesh[axis] for axis, coordinate in group.coordinates),
+        "a group is held by ranks that do not exist",
+    )
     _check(set(group.copies) <= set(range(len(group.leaves))), "a group has a copy of a leaf that does not exist")
     _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no single dtype")
     numel = sum(leaves[i].numel for i in group.leaves)
     for s in group.split:
         _check(s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split does not match its axis or leaves")
         numel //= s.size
-    for place, i in enumerate(group.leaves):
+    for index, i in enumerate(group.leaves):
         shape = list(leaves[i].shape)
         for s in group.split:
-            _check(shape[s.dims[place]] % s.size == 0, f"leaf {leaves[i].path!r} cannot be split")
-            shape[s.dims[place]] //= s.size
+            _check(shape[s.dims[index]] % s.size == 0, f"leaf {leaves[i].path!r} cannot be split")
+            shape[s.dims[index]] //= s.size
     ranks = 1
     for name in group.axes:
         ranks *= mesh[name]

@@ -52,12 +52,12 @@ class Machines:
         """Return the lowest rank on a machine."""
         return self.hosts.index(name)
 
-    def numbers(self, mine: Sequence[int]) -> list[list[int]]:
+    def numbers(self, local: Sequence[int]) -> list[list[int]]:
         """All-gather numbers, equally many on all ranks; return each rank's numbers, in rank order."""
         return (
-            [list(mine)]
+            [list(local)]
             if len(self.hosts) == 1
-            else all_gather_numbers(torch.tensor(list(mine), device="cpu"), self._mesh())
+            else all_gather_numbers(torch.tensor(list(local), device="cpu"), self._mesh())
         )
 
     def _mesh(self) -> Mesh:
@@ -105,7 +105,7 @@ class SharedMemory(LocalFolder):
         """Return the folder of a run."""
         return cls(os.path.join(memory, "fzero", machines.hosts[machines.rank], run), machines)
 
-    def at(self, name: str) -> "SharedMemory":
+    def subfolder(self, name: str) -> "SharedMemory":
         """Return the files of a folder in this one."""
         return SharedMemory(self._at(name), self.machines)
 
@@ -167,7 +167,7 @@ class SharedMemory(LocalFolder):
         latest = sorted(steps)[-4:]
         all_numbers = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
         candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
-        return next((n for n in candidates if self.at(name(n)).manifest() is not None), None)
+        return next((n for n in candidates if self.subfolder(name(n)).manifest() is not None), None)
 
     def manifest(self) -> bytes | None:
         """Return this folder's manifest if each of its files is on some machine; else None. All ranks call it."""
@@ -199,8 +199,8 @@ class SharedMemory(LocalFolder):
         """Copy the files that this machine's ranks read from machines that have them. All ranks call it."""
         if self.machines.group is None:
             return
-        mine = set(writers)
-        needs = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
+        local = set(writers)
+        needs = self.machines.numbers([int(r in local) for r in range(len(manifest.files))])
         present = self._present(manifest)
         for i, name in enumerate(manifest.names):
             source = next(r for r, is_there in enumerate(present) if is_there[i])

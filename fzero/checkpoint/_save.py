@@ -12,23 +12,23 @@ import torch
 
 from fzero._notice import warn_once
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._agree import Reports, agree, all_or_none
+from fzero.checkpoint._agree import StoreChannel, agree, all_or_none
 from fzero.checkpoint._blocks import chunks, view_or_chunks
-from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._holdings import Holdings, Plain, holdings
+from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
+from fzero.checkpoint._ranges import ShardedTree
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 
-__all__ = ["Saving", "Staging", "save", "start_save"]
+__all__ = ["SaveHandle", "Staging", "save", "start_save"]
 
 TIMEOUT = 300.0
 MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters
 
 
-class Saving:
+class SaveHandle:
     """A save that is under way or has ended.
 
     Attributes:
@@ -47,7 +47,7 @@ class Saving:
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "committed" if self._error is None else "failed"
-        return f"Saving({self.path!r}, {state})"
+        return f"SaveHandle({self.path!r}, {state})"
 
     def _run_guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -89,7 +89,7 @@ class Staging:
 @api_boundary
 def save(
     path: Any, values: Any, mesh: Mesh | None = None, *, background: bool = False, timeout: float = TIMEOUT
-) -> Saving:
+) -> SaveHandle:
     """Save a tree, in any layout, to a folder. All ranks of the mesh call it.
 
     Each rank writes its own part straight from memory. If several ranks hold the same elements, each writes a part of
@@ -106,7 +106,7 @@ def save(
         timeout: how long to wait for the other ranks, in seconds.
 
     Returns:
-        A `Saving`. Its `wait()` returns when the save is committed.
+        A `SaveHandle`. Its `wait()` returns when the save is committed.
 
     Raises:
         CheckpointError: on all ranks, if a rank fails or is late, the ranks' trees differ, another process saves to the
@@ -135,42 +135,44 @@ def start_save(
     timeout: float,
     staging: Staging,
     on_commit: Callable[[], None] = lambda: None,
-) -> Saving:
+) -> SaveHandle:
     """Save a tree as `save` does, with a buffer for copies and a function that runs after the commit."""
     nonce = secrets.token_hex(8)
-    results: list[Holdings] = []
+    results: list[LocalTree] = []
 
     def prepare() -> bytes:
-        results.append(holdings("the tree", values, mesh))
+        results.append(local_tree("the tree", values, mesh))
         _check_values(results[0])
         if mesh is None or mesh.rank == 0:
             _check_room(files, results[0])
         return f"{files.common_name}\n".encode() + Manifest("", results[0].tree, (), 0.0).text()
 
-    reports = agree("save", prepare, nonce, mesh, timeout)
-    mine = results.pop()
-    _check_equal(mine, mesh)
-    pieces = {rank: _memory(mine, rank) for rank in mine.ranks}
+    channel = agree("save", prepare, nonce, mesh, timeout)
+    local = results.pop()
+    _check_equal(local, mesh)
+    pieces = {rank: _memory(local, rank) for rank in local.ranks}
     if background:  # a rank without enough memory must not leave the others waiting
         pieces = all_or_none("save", lambda: _stage(pieces, staging), mesh)
-    # only numbers are kept of `mine`: a step may donate the saved tensors, so nothing may hold a reference to them
-    return Saving(files.path, functools.partial(_write_all, files, mine.tree, pieces, reports, on_commit), background)
+    # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
+    return SaveHandle(
+        files.path, functools.partial(_write_all, files, local.tree, pieces, channel, on_commit), background
+    )
 
 
-def _check_values(mine: Holdings) -> None:
+def _check_values(local: LocalTree) -> None:
     """Check that every leaf has values to write.
 
     Raises:
         ValueError: if a leaf is on the meta device. The message names the leaf.
     """
-    for rank in mine.ranks:
-        for piece, x, _ in mine.owned_pieces(rank):
+    for rank in local.ranks:
+        for piece, x, _ in local.owned_pieces(rank):
             if x.is_meta:
-                path = mine.tree.leaves[piece.leaf].path
+                path = local.tree.leaves[piece.leaf].path
                 raise ValueError(f"the tree leaf {path!r} is on the meta device, and has no values to save")
 
 
-def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
+def _check_equal(local: LocalTree, mesh: Mesh | None) -> None:
     """Check that small plain leaves are equal on all processes, since each rank writes a part of them.
 
     Raises:
@@ -178,7 +180,7 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
     """
     if mesh is None or not mesh.distributed:
         return
-    plain = {i: x for memory in mine.memory if isinstance(memory, Plain) for i, x in memory.leaves.items()}
+    plain = {i: x for memory in local.memory if isinstance(memory, PlainMemory) for i, x in memory.leaves.items()}
     small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
     sums = torch.stack([torch.zeros((), dtype=torch.int64, device="cpu"), *[checksum(plain[i]).cpu() for i in small]])
     all_numbers = all_gather_numbers(sums, mesh)
@@ -186,14 +188,14 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
         rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:
             raise ValueError(
-                f"the tree leaf {mine.tree.leaves[i].path!r} is a plain tensor, which must be equal on all ranks, and "
+                f"the tree leaf {local.tree.leaves[i].path!r} is a plain tensor, which must be equal on all ranks, and "
                 f"differs between ranks 0 and {rank}: box a value that differs by rank, as mesh.local(x)"
             )
 
 
-def _check_room(files: Files, mine: Holdings) -> None:
+def _check_room(files: Files, local: LocalTree) -> None:
     """Check before the first write that the disk has room for the files of all ranks."""
-    free, nbytes = files.free(), sum(mine.tree.starts(r)[-1] for r in range(mine.tree.ranks))
+    free, nbytes = files.free(), sum(local.tree.starts(r)[-1] for r in range(local.tree.ranks))
     if free is not None and free < nbytes:
         raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
 
@@ -201,10 +203,10 @@ def _check_room(files: Files, mine: Holdings) -> None:
 _Part = tuple[torch.Tensor, int, int]  # a tensor, and the range of its elements
 
 
-def _memory(mine: Holdings, rank: int) -> list[_Part]:
+def _memory(local: LocalTree, rank: int) -> list[_Part]:
     """List the parts that a rank writes, in file order."""
     # `owned_pieces` gives where each piece begins in its tensor
-    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned_pieces(rank)]
+    return [(x.detach(), at, at + piece.numel) for piece, x, at in local.owned_pieces(rank)]
 
 
 def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
@@ -226,22 +228,26 @@ def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_
 
 
 def _write_all(
-    files: Files, tree: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, on_commit: Callable[[], None]
+    files: Files,
+    tree: ShardedTree,
+    pieces: dict[int, list[_Part]],
+    channel: StoreChannel,
+    on_commit: Callable[[], None],
 ) -> None:
     """Write this process's files. Rank 0 then commits the files of all ranks."""
-    names = {rank: data_name(reports.nonce, rank, tree.ranks) for rank in pieces}
+    names = {rank: data_name(channel.nonce, rank, tree.ranks) for rank in pieces}
 
     def write() -> dict[int, File]:
         return {rank: _write(files, names[rank], header(tree, rank), parts) for rank, parts in pieces.items()}
 
     def commit(written: dict[int, File]) -> None:
-        manifest = Manifest.of(reports.nonce, tree, [written[r] for r in range(tree.ranks)])
+        manifest = Manifest.of(channel.nonce, tree, [written[r] for r in range(tree.ranks)])
         for name, file in zip(manifest.names, manifest.files, strict=True):
             if files.is_shared and files.size(name) != file.size:
                 raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")
         files.put(MANIFEST, manifest.encode())
         if not files.is_shared:
-            reports.publish("manifest", manifest.encode().decode())
+            channel.publish("manifest", manifest.encode().decode())
         tidy(manifest)
 
     def tidy(manifest: Manifest) -> None:
@@ -252,18 +258,18 @@ def _write_all(
             warn_once(f"fzero: {files.path!r} is saved, but older files could not be removed: {error}")
 
     try:
-        if reports.is_leader:
+        if channel.is_leader:
             with contextlib.ExitStack() as stack:  # `lead` reports to the other ranks if the lock fails
 
                 def write_locked() -> dict[int, File]:
                     stack.enter_context(files.exclusive())
                     return write()
 
-                errors = reports.lead(write_locked, commit)
+                errors = channel.lead(write_locked, commit)
         else:
-            errors = reports.follow(write)
+            errors = channel.follow(write)
             if not errors and isinstance(files, SharedMemory) and files.is_leader:
-                data = reports.wait_for("manifest", 0).encode()
+                data = channel.wait_for("manifest", 0).encode()
                 files.put(MANIFEST, data)
                 tidy(parse(data))
     except CheckpointError as error:  # rank 0 may have committed, so the file stays

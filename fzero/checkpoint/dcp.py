@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from fzero import tree
 from fzero._torch import load_metadata, pytree
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._agree import agree, all_or_none, check_same
+from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import materialize, rectangles
-from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._holdings import Holdings, LeafSource, LocalPiece, holdings, is_entry
+from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
 from fzero.checkpoint._manifest import MANIFEST, Manifest
+from fzero.checkpoint._ranges import Leaf, ShardedTree
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
 from fzero.sharding import elements
@@ -136,7 +136,7 @@ def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
     return parts
 
 
-def place_of(path: str, name: str, keys: dict[str, Keys]) -> Keys:
+def keys_at(path: str, name: str, keys: dict[str, Keys]) -> Keys:
     """Return the keys that lead to a leaf in the nested dict that DCP builds. The first key is a string."""
     if name != path:
         return (name,)
@@ -153,23 +153,23 @@ class _Chunk(NamedTuple):
     offsets: torch.Size
     sizes: torch.Size
     memory: torch.Tensor
-    at: int
+    offset: int
 
     @property
     def metadata(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
-def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
+def _chunks(local: LocalTree, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
     """List the chunks of each leaf that this process holds. Memory that several ranks share counts once."""
     by_leaf: dict[int, dict[Any, _Chunk]] = {}
-    for rank in mine.ranks:
+    for rank in local.ranks:
         for piece, x, at in pieces_of(rank):
             block, start, stop = piece.range
             for r in rectangles(tuple([size for _, size in block]), start, stop):
                 offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
                 chunk = _Chunk(offsets, torch.Size(r.sizes), x.detach(), at + r.flat - start)
-                key = (offsets, chunk.sizes, x.data_ptr(), chunk.at)
+                key = (offsets, chunk.sizes, x.data_ptr(), chunk.offset)
                 by_leaf.setdefault(piece.leaf, {}).setdefault(key, chunk)
     return {leaf: list(chunks.values()) for leaf, chunks in by_leaf.items()}
 
@@ -177,16 +177,16 @@ def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) ->
 class SavePlanner(DefaultSavePlanner):
     """Plans the chunks that this process writes."""
 
-    def __init__(self, mine: Holdings, names: dict[str, str], keys: dict[str, Keys]) -> None:
+    def __init__(self, local: LocalTree, names: dict[str, str], keys: dict[str, Keys]) -> None:
         super().__init__()
-        sharded_tree = mine.tree
+        sharded_tree = local.tree
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
-        chunks = _chunks(mine, mine.owned_pieces)
+        chunks = _chunks(local, local.owned_pieces)
         for path, i in sharded_tree.number.items():
             leaf, leaf_chunks = sharded_tree.leaves[i], chunks.get(i, [])
-            if not leaf.numel and 0 in mine.ranks:  # the leaf has no elements to write, but needs its name
+            if not leaf.numel and 0 in local.ranks:  # the leaf has no elements to write, but needs its name
                 empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
             for chunk in leaf_chunks:
@@ -194,11 +194,11 @@ class SavePlanner(DefaultSavePlanner):
                 self._add(
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
-            self._tree[names[path]] = place_of(path, names[path], keys)
+            self._tree[names[path]] = keys_at(path, names[path], keys)
         for path, value in sharded_tree.values.items():
-            for name, place, part in flat(names[path], place_of(path, names[path], keys), value):
-                self._tree[name] = place
-                if 0 in mine.ranks:
+            for name, keys_of_part, part in flat(names[path], keys_at(path, names[path], keys), value):
+                self._tree[name] = keys_of_part
+                if 0 in local.ranks:
                     self._add(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), part)
 
     def _add(self, item: WriteItem, data: Any) -> None:
@@ -213,7 +213,7 @@ class SavePlanner(DefaultSavePlanner):
         data = self._data[index]
         if not isinstance(data, _Chunk):
             return data
-        part = elements(data.memory, data.at, data.at + data.sizes.numel())
+        part = elements(data.memory, data.offset, data.offset + data.sizes.numel())
         return part.resolve_conj().resolve_neg().view(data.sizes)
 
 
@@ -231,18 +231,18 @@ class Reader(FileSystemReader):
 class LoadPlanner(DefaultLoadPlanner):
     """Plans the reads into the memory of this process."""
 
-    def __init__(self, folder: str, mine: Holdings, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
+    def __init__(self, folder: str, local: LocalTree, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
         super().__init__()
         self.metadata: Metadata = metadata
         entries = metadata.state_dict_metadata
-        self._mine, self._names = mine, names
-        self._first = {i: names[path] for path, i in reversed(mine.tree.number.items())}
-        self._parts = {path: parts_of(names[path], metadata) for path in mine.tree.values}
+        self._local, self._names = local, names
+        self._first = {i: names[path] for path, i in reversed(local.tree.number.items())}
+        self._parts = {path: parts_of(names[path], metadata) for path in local.tree.values}
         self._read: dict[str, Any] = {}
         theirs = {name: _describe(name, x) for name, x in entries.items()}
-        ours = {names[path]: str(mine.tree.leaves[i]) for path, i in mine.tree.number.items()}
-        ours |= {part: "a value" for path in mine.tree.values for part in self._parts[path] or [names[path]]}
-        _check_alike(folder, theirs, ours, partial)
+        ours = {names[path]: str(local.tree.leaves[i]) for path, i in local.tree.number.items()}
+        ours |= {part: "a value" for path in local.tree.values for part in self._parts[path] or [names[path]]}
+        _check_leaves(folder, theirs, ours, partial)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Do nothing: the constructor has set the planner up."""
@@ -250,7 +250,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        for i, chunks in _chunks(self._mine, self._mine.held_pieces).items():
+        for i, chunks in _chunks(self._local, self._local.local_pieces).items():
             name = self._first[i]
             self._chunks[name] = chunks
             entry: Any = self.metadata.state_dict_metadata[name]
@@ -275,7 +275,7 @@ class LoadPlanner(DefaultLoadPlanner):
         x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).memory, chunk.sizes.numel()
         if x.ndim != 1 and x.numel() != numel:  # the chunk is part of x; a tensor that is not contiguous is one chunk
             x = x.view(-1)
-        return (x[chunk.at : chunk.at + numel] if x.ndim == 1 else x).view(chunk.sizes)
+        return (x[chunk.offset : chunk.offset + numel] if x.ndim == 1 else x).view(chunk.sizes)
 
     def values(self) -> dict[str, Any]:
         """Return the values that are not tensors, by path in the tree."""
@@ -289,7 +289,7 @@ def _describe(name: str, x: Any) -> str:
     return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
 
 
-def _check_alike(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
+def _check_leaves(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
     problems = []
     for name, text in ours.items():
         if name not in theirs:
@@ -338,14 +338,14 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
     planners: list[SavePlanner] = []
 
     def prepare() -> bytes:
-        mine = holdings("the tree", values, mesh)
-        planners.append(SavePlanner(mine, names_of(mine.tree, name), keys_of(values, mine.origins)))
+        local = local_tree("the tree", values, mesh)
+        planners.append(SavePlanner(local, names_of(local.tree, name), keys_of(values, local.origins)))
         existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
                 f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + Manifest("", mine.tree, (), 0.0).text()
+        return f"{folder}\n".encode() + Manifest("", local.tree, (), 0.0).text()
 
     agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
@@ -391,13 +391,13 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
     def prepare() -> None:
         metadata = _read_metadata(folder)
         result = materialize(like, mesh)
-        mine = holdings("like", result, mesh)
-        names = names_of(mine.tree, name)
-        results.append((result, LoadPlanner(folder, mine, names, metadata, partial), names))
+        local = local_tree("like", result, mesh)
+        names = names_of(local.tree, name)
+        results.append((result, LoadPlanner(folder, local, names, metadata, partial), names))
 
     all_or_none(f"loading {folder!r}", prepare, mesh)
     result, planner, names = results[0]
-    check_same(f"loading {folder!r}", repr(names).encode(), mesh)
+    check_same_on_ranks(f"loading {folder!r}", repr(names).encode(), mesh)
     reader = Reader(folder, planner.metadata)
     _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)

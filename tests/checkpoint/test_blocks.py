@@ -51,8 +51,12 @@ def test_runs_are_what_two_ranges_share(shape, data):
     source, target = data.draw(ranges(shape)), data.draw(ranges(shape))
     mine, theirs, copied = elements(x, source), elements(x, target), []
     for run in runs(source, target):
-        assert run.numel > 0 and mine[run.at : run.at + run.numel] == theirs[run.to : run.to + run.numel]
-        copied += mine[run.at : run.at + run.numel]
+        assert (
+            run.numel > 0
+            and mine[run.source_offset : run.source_offset + run.numel]
+            == theirs[run.target_offset : run.target_offset + run.numel]
+        )
+        copied += mine[run.source_offset : run.source_offset + run.numel]
     assert sorted(copied) == sorted(set(mine) & set(theirs)), "something is missing, or comes twice"
 
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 import fzero
-from fzero.checkpoint import _look as _diff
+from fzero.checkpoint import _inspect as _diff
 from fzero.checkpoint.__main__ import main
 from tests.checkpoint.states import Layout, filled, state_in
 from tests.distributed.launch import python

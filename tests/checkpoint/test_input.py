@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint._look import differences, export
+from fzero.checkpoint._inspect import differences, export
 from fzero.sharding._boxes import PerRank
 from tests.checkpoint.states import Layout, sharded, state_in
 

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _blocks as _bytes
 from fzero.checkpoint._blocks import BlockRange, runs
-from fzero.checkpoint._holdings import holdings
+from fzero.checkpoint._local_tree import local_tree
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
 from tests.helpers import examples
 
@@ -49,7 +49,7 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
 @given(params=params_of(), layout=LAYOUTS)
 def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
-    mine = holdings("state", state, step.mesh)
+    mine = local_tree("state", state, step.mesh)
     sharded_tree = mine.tree
     bits = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
     for rank in range(sharded_tree.ranks):
@@ -77,9 +77,11 @@ def test_what_the_ranks_write_is_each_leaf_once(params, layout):
 @examples(15, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
-    saved, mine = [holdings("state", s, step.mesh).tree for step, s in (state_in(x, params) for x in (source, target))]
+    saved, mine = [
+        local_tree("state", s, step.mesh).tree for step, s in (state_in(x, params) for x in (source, target))
+    ]
     for rank in range(mine.ranks):
-        for piece in mine.held_pieces(rank):
+        for piece in mine.local_pieces(rank):
             i = saved.number[mine.leaves[piece.leaf].path]
             found = [(r, at, run) for r, at, here in saved.writers(i, piece.range) for run in runs(here, piece.range)]
             wanted = []
@@ -182,6 +184,6 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
 
 
 def test_a_range_of_nothing_has_no_writers():
-    sharded_tree = holdings("state", {"w": torch.empty(0), "s": torch.ones(())}, None).tree
+    sharded_tree = local_tree("state", {"w": torch.empty(0), "s": torch.ones(())}, None).tree
     assert not list(sharded_tree.writers(0, BlockRange(((0, 0),), 0, 0)))
     assert [at for _, at, _ in sharded_tree.writers(1, BlockRange((), 0, 1))] == [0]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint._holdings import holdings
+from fzero.checkpoint._local_tree import local_tree
 from fzero.sharding._spec import prefix_of
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
@@ -129,7 +129,7 @@ def test_what_ranks_write_is_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))
-    sharded_tree = holdings("state", state, step.mesh).tree
+    sharded_tree = local_tree("state", state, step.mesh).tree
     times = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
     for rank in range(sharded_tree.ranks):
         written = 0
@@ -149,7 +149,7 @@ def test_a_rank_holds_and_reads_its_own_blocks_alone():
     placed = Placed({"dp": 2, "pp": 3}, 3, "1f1b", "vmap")
     loss = placed.loss(7)
     step, state = like_in(placed, loss, params_of(7))
-    held = holdings("state", state, step.mesh)
+    held = local_tree("state", state, step.mesh)
 
     def blocks(pieces: Any) -> set[int]:
         paths = [held.tree.leaves[piece.leaf].path for piece in pieces]
@@ -159,7 +159,7 @@ def test_a_rank_holds_and_reads_its_own_blocks_alone():
     for r, row in enumerate(rows):
         mine = {b for b in row if b is not None}
         column = {rows[1][i] for i, b in enumerate(row) if b is None}
-        for pieces, others in ((held.tree.held_pieces, column), (held.tree.owned_pieces, set())):
+        for pieces, others in ((held.tree.local_pieces, column), (held.tree.owned_pieces, set())):
             assert blocks([x for rank in (r, r + 3) for x in pieces(rank)]) == mine | others  # dp shares them
 
 

@@ -14,13 +14,15 @@ HF = ("tests/checkpoint/test_hf.py",)
 SHARING = ("tests/checkpoint/test_sharing.py",)
 
 MUTANTS = [
-    *File("checkpoint/_holdings.py", LAWS).faults(
-        Fault("values change after a save", "_HoldingsBuilder.add_value", bare("copy.deepcopy(A)"), FOLDER),
-        Fault("paths in boxes need no check", "_HoldingsBuilder._take", never("A in self.origins"), INPUT),
-        Fault("a tied leaf is stored twice", "_HoldingsBuilder.add_plain", never("id(A) in self.B")),
-        Fault("a tied leaf of a unit is stored twice", "_HoldingsBuilder._add_members", never("A.index in B")),
+    *File("checkpoint/_local_tree.py", LAWS).faults(
+        Fault("values change after a save", "_LocalTreeBuilder.add_value", bare("copy.deepcopy(A)"), FOLDER),
+        Fault("paths in boxes need no check", "_LocalTreeBuilder._add_path", never("A in self.origins"), INPUT),
+        Fault("a tied leaf is stored twice", "_LocalTreeBuilder.add_plain", never("id(A) in self.B")),
+        Fault("a tied leaf of a unit is stored twice", "_LocalTreeBuilder._add_members", never("A.index in B")),
         Fault(
-            "rows of a simulation are ranks", "Boxed.locate", becomes("A.index(self.B, C)", "C % len(self.parts[0])")
+            "rows of a simulation are ranks",
+            "BoxMemory.locate",
+            becomes("A.index(self.B, C)", "C % len(self.parts[0])"),
         ),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(
@@ -88,7 +90,7 @@ MUTANTS = [
             becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
             BLOCKS,
         ),
-        Fault("a rectangle begins at its block", "_place", returns("at"), BLOCKS),
+        Fault("a rectangle begins at its block", "_offset_in", returns("at"), BLOCKS),
         Fault("the rest of a row is left out", "rectangles", never("A * B < C"), BLOCKS),
         Fault(
             "chunks of a copy are the first one",
@@ -110,7 +112,7 @@ MUTANTS = [
             "_write_all",
             (
                 becomes("A = B.C(D, E)", "stack.enter_context(files.exclusive())"),
-                after("A.enter_context(B.C())", "errors = reports.lead(write, commit)", at="2 of 2"),
+                after("A.enter_context(B.C())", "errors = channel.lead(write, commit)", at="2 of 2"),
             ),
             ON_GLOO,
         ),
@@ -120,7 +122,7 @@ MUTANTS = [
             "_write_all.write",
             before(
                 "return {A: B(C, D, E(F, A), G) for A, G in H}",
-                "C.put(MANIFEST, Manifest.of(reports.nonce, F, [File(9, '')] * F.ranks).encode())",
+                "C.put(MANIFEST, Manifest.of(channel.nonce, F, [File(9, '')] * F.ranks).encode())",
             ),
             CRASH,
         ),
@@ -128,12 +130,16 @@ MUTANTS = [
         Fault("old files stay", "_write_all.tidy", bare("B.remove(A)"), CRASH),
         Fault("there is always room", "_check_room", becomes("A < B", "A < 0"), CRASH),
         Fault("nothing is staged", "start_save", never("background")),
-        Fault("what was saved is held on to", "Saving.__init__", becomes("self.A = A", "self.A, self.held = (A, run)")),
-        Fault("an error in the background is forgotten", "Saving._run_guarded", skipped("self._error = A")),
         Fault(
-            "a thread ends with the script", "Saving.__init__", before("self._thread.A()", "self._thread.daemon = True")
+            "what was saved is held on to", "SaveHandle.__init__", becomes("self.A = A", "self.A, self.held = (A, run)")
         ),
-        Fault("a failed save is silent", "Saving._run_guarded", skipped("A(f'fzero: {B}')")),
+        Fault("an error in the background is forgotten", "SaveHandle._run_guarded", skipped("self._error = A")),
+        Fault(
+            "a thread ends with the script",
+            "SaveHandle.__init__",
+            before("self._thread.A()", "self._thread.daemon = True"),
+        ),
+        Fault("a failed save is silent", "SaveHandle._run_guarded", skipped("A(f'fzero: {B}')")),
         Fault(
             "a rank without memory leaves the others waiting", "start_save", bare("B('save', lambda: A, C)"), ON_GLOO
         ),
@@ -154,22 +160,22 @@ MUTANTS = [
         Fault("a manifest's own sum is not compared", "parse", dropped("int(frame[1], 16) != A")),
         Fault("leaves may be larger than the files", "_manifest", always("A <= B(C.size for C in D)")),
     ),
-    *File("checkpoint/_look.py", INPUT).faults(
+    *File("checkpoint/_inspect.py", INPUT).faults(
         Fault("keys within a value are not found", "read", becomes("A in B.values", "A == name and A in B.values")),
         Fault("an export may replace the manifest", "export", skipped("A(files, B)")),
     ),
-    *File("checkpoint/_cut.py", LAWS).faults(
+    *File("checkpoint/_ranges.py", LAWS).faults(
         Fault(
             "rank 0 writes what all hold, and all others too",
             "ShardedTree.owned_span",
             (bare("-(-A // self.size(B))"), bare("min(A + self.index(B, C) * D, E)")),
         ),
-        Fault("padding is stored", "ShardedTree.held_span", becomes("min(A + B.C, D)", "A + B.C")),
+        Fault("padding is stored", "ShardedTree.local_span", becomes("min(A + B.C, D)", "A + B.C")),
         Fault("parts of split leaves are all the first", "ShardedTree.block", bare("A + self.index((B.axis,), C)")),
         Fault("small elements come first", "ShardedTree.order", bare("-A")),
         Fault(
             "a shard is the next rank's",
-            "ShardedTree.held_span",
+            "ShardedTree.local_span",
             becomes("self.index(A.B, C)", "(self.index(A.B, C) + 1) % self.size(A.B)"),
         ),
     ),
@@ -185,10 +191,10 @@ MUTANTS = [
     ),
     *File("checkpoint/_agree.py", ON_GLOO).faults(
         Fault("trees are not compared", "agree", never("A[0] != B[0][0]")),
-        Fault("a rank that fails is silent", "Reports.follow", always("A is None")),
+        Fault("a rank that fails is silent", "StoreChannel.follow", always("A is None")),
         Fault("damage on one rank is another's other error", "_raise_together", never("max(A) == 1")),
         Fault("a rank's own error is enough", "all_or_none", never("any(A)")),
-        Fault("keys have no nonce", "Reports._key", returns("f'fzero/{topic}/{rank}'")),
+        Fault("keys have no nonce", "StoreChannel._key", returns("f'fzero/{topic}/{rank}'")),
     ),
     *File("checkpoint/hf/_read.py", ON_GLOO).faults(
         Fault("ranks may read different names", "read", becomes("A(B, C.encode(), D)", "print(B, C.encode(), D)")),

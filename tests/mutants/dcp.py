@@ -11,7 +11,7 @@ MUTANTS = [
         Fault("a checkpoint of DCP is overwritten", "save.prepare", never("existing")),
         Fault("the names of DCP are ours", "load.prepare", becomes("name", "None")),
     ),
-    *File("checkpoint/_look.py", COMMAND).faults(
+    *File("checkpoint/_inspect.py", COMMAND).faults(
         Fault(
             "differences are counted in bytes",
             "_compare",

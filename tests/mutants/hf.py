@@ -15,7 +15,7 @@ MUTANTS = [
             becomes("A.setdefault(B.C[D], []).append(D)", "A[len(A)] = [D]"),
         ),
         Fault("a leaf is read as the bytes of another dtype", "_read_part", dropped("A.dtype == B.to.dtype")),
-        Fault("shapes in a folder are believed", "_check_alike", dropped("A[B].shape != C.shape")),
+        Fault("shapes in a folder are believed", "_check_leaves", dropped("A[B].shape != C.shape")),
         Fault("names in an index lead out", "_weight_map", never("any(A in B for A in '/\\\\\\x00')")),
         Fault("two values of a tie are one", "_fill", becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)")),
         Fault("tensors share bytes", "_header", always("A == end")),

@@ -113,15 +113,15 @@ MUTANTS = [
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
-    *File("checkpoint/_holdings.py", OFFLOAD).faults(
+    *File("checkpoint/_local_tree.py", OFFLOAD).faults(
         Fault(
             "a host's piece is loaded from the wrong range",
-            "Boxed.locate",
+            "BoxMemory.locate",
             (bare("A + a - B.C"), becomes("A + B - C.D", "A + B - a")),
         ),
         Fault(
             "a host's piece begins where the shard does",
-            "Boxed.locate",
+            "BoxMemory.locate",
             becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
         ),
     ),

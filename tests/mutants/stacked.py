@@ -35,18 +35,18 @@ MUTANTS = [
         Fault("a block's path is the rank's", "path_on_rank", becomes("A.B(C)", "B")),
         Fault("all blocks are the first", "path_on_rank", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),
     ),
-    *File("checkpoint/_holdings.py", CHECKPOINT).faults(
+    *File("checkpoint/_local_tree.py", CHECKPOINT).faults(
         Fault("each row is of the first item", "parts_of", becomes("(A, False)", "(any_number, False)")),
         Fault("idle slots are leaves", "parts_of", becomes("(A, True)", "(A, False)")),
         Fault("copies of tied leaves are several", "parts_of", never("is_copy")),
         Fault("tp cuts another dimension", "parts_of", bare("A - 1")),
-        Fault("blocks come by rank", "in_order.place", becomes("A.B", "0", at="4 of 5")),
+        Fault("blocks come by rank", "in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
         Fault("a list by another name", "parts_of", never("item is None")),
     ),
-    *File("checkpoint/_cut.py", CHECKPOINT).faults(
+    *File("checkpoint/_ranges.py", CHECKPOINT).faults(
         Fault(
             "each rank holds all groups",
-            "ShardedTree.held_span",
+            "ShardedTree.local_span",
             (swapped("!=", "<"), becomes("coordinate", "0", at="1 of 2")),
         ),
         Fault("copies are written", "ShardedTree.owned_pieces", becomes("self.A[B].C", "()")),
@@ -63,8 +63,8 @@ MUTANTS = [
         Fault("None of other blocks", "_value_like", never("A(B.get(C))")),
     ),
     *File("checkpoint/_load.py", CHECKPOINT).faults(
-        Fault("None is a leaf", "check_alike", dropped("A in B or not C(x)")),
-        Fault("None is saved as a leaf", "check_alike", always("not A(B.values.get(C, 0))")),
+        Fault("None is a leaf", "check_leaves", dropped("A in B or not C(x)")),
+        Fault("None is saved as a leaf", "check_leaves", always("not A(B.values.get(C, 0))")),
     ),
     *File("checkpoint/dcp.py", CHECKPOINT).faults(
         Fault("dcp's keys are the rank's", "_of_item", becomes("A.B", "keys[at]", at="3 of 3")),

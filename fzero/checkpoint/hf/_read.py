@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._agree import all_or_none, check_same
+from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block, is_direct, materialize, runs
-from fzero.checkpoint._cut import Leaf
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._holdings import Holdings, holdings
+from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import DTYPES, is_empty
+from fzero.checkpoint._ranges import Leaf
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import elements, put_elements
 
@@ -40,14 +40,14 @@ class NamedLeaf(NamedTuple):
     names: tuple[str, ...]
 
 
-def named_leaves(label: str, mine: Holdings, name: Callable[[str], str]) -> list[NamedLeaf]:
+def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> list[NamedLeaf]:
     """List the leaves of a tree in its own order, which does not depend on the layout.
 
     Raises:
         TypeError: if a leaf is not a tensor, a leaf differs by rank, or `name` returns no string. The message names
             the leaf's path.
     """
-    tree = mine.tree
+    tree = local.tree
     for path, x in tree.values.items():
         if not is_empty(x):
             raise TypeError(
@@ -60,13 +60,13 @@ def named_leaves(label: str, mine: Holdings, name: Callable[[str], str]) -> list
                 f"{label} leaf {leaf.path!r} is a PerRank value, but a folder of safetensors has one for all ranks: "
                 "make it replicated, such as by fzero.collectives.pmean in a step"
             )
-    places: dict[int, list[str]] = {}
-    for path in mine.origins:
+    paths_of_leaf: dict[int, list[str]] = {}
+    for path in local.origins:
         if path in tree.number:
-            places.setdefault(tree.number[path], []).append(path)
+            paths_of_leaf.setdefault(tree.number[path], []).append(path)
     return [
         NamedLeaf(i, tree.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
-        for i, paths in places.items()
+        for i, paths in paths_of_leaf.items()
     ]
 
 
@@ -93,13 +93,13 @@ class StoredTensor(NamedTuple):
         file: the name of the file.
         kind: its dtype, by safetensors' name.
         shape: its shape.
-        at: where it begins in the file, in bytes.
+        offset: where it begins in the file, in bytes.
     """
 
     file: str
     kind: str
     shape: tuple[int, ...]
-    at: int
+    offset: int
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -206,7 +206,7 @@ def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
         check(stored is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
         assert stored is not None
         tensors[tensor] = stored
-        spans.append((stored.at, stop, tensor))
+        spans.append((stored.offset, stop, tensor))
     end = 8 + numel
     for start, stop, tensor in sorted(spans):  # safetensors has no gaps and no overlaps, so no two share bytes
         check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")
@@ -279,19 +279,19 @@ def read(
                 [0., 0.]])
     """
     files = files_at(folder)
-    results: list[tuple[Tensors, Any, Holdings, list[NamedLeaf]]] = []
+    results: list[tuple[Tensors, Any, LocalTree, list[NamedLeaf]]] = []
 
     def prepare() -> None:
         tensors = tensors_in(files)
         result = materialize(like, mesh)
-        mine = holdings("like", result, mesh)
-        leaves = named_leaves("like", mine, name)
-        _check_alike(files, tensors.stored, leaves, partial)
-        results.append((tensors, result, mine, leaves))
+        local = local_tree("like", result, mesh)
+        leaves = named_leaves("like", local, name)
+        _check_leaves(files, tensors.stored, leaves, partial)
+        results.append((tensors, result, local, leaves))
 
     task = f"reading {files.path!r}"
     all_or_none(task, prepare, mesh)
-    tensors, result, mine, leaves = results[0]
+    tensors, result, local, leaves = results[0]
     crcs = (
         all_gather_numbers(torch.tensor([tensors.crc], device="cpu"), mesh)
         if mesh is not None and mesh.distributed
@@ -299,12 +299,12 @@ def read(
     )
     if any(crc != [tensors.crc] for crc in crcs):
         raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
-    check_same(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
-    all_or_none(task, lambda: _fill(files, tensors.stored, mine, leaves), mesh)
+    check_same_on_ranks(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
+    all_or_none(task, lambda: _fill(files, tensors.stored, local, leaves), mesh)
     return result
 
 
-def _check_alike(files: Files, stored: dict[str, StoredTensor], leaves: Sequence[NamedLeaf], partial: bool) -> None:
+def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequence[NamedLeaf], partial: bool) -> None:
     """Check that a folder has the leaves of a tree, with their shapes.
 
     Raises:
@@ -348,26 +348,26 @@ class _FileRange(NamedTuple):
     numel: int
 
 
-def _parts(mine: Holdings) -> Iterator[tuple[int, _FileRange]]:
+def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
     """Yield the ranges that this process holds, each with its leaf's number. Memory that ranks share counts once."""
     seen: set[tuple[int, int, int]] = set()
-    for rank in mine.ranks:
-        for piece, x, start in mine.held_pieces(rank):
+    for rank in local.ranks:
+        for piece, x, start in local.local_pieces(rank):
             key = (piece.leaf, x.data_ptr(), start)
             if key in seen:  # a simulation holds replicated values once
                 continue
             seen.add(key)
-            leaf = mine.tree.leaves[piece.leaf]
+            leaf = local.tree.leaves[piece.leaf]
             for run in runs(BlockRange(full_block(leaf.shape), 0, leaf.numel), piece.range):
-                yield piece.leaf, _FileRange(x.detach(), start + run.to, run.at, run.numel)
+                yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)
 
 
-def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves: Sequence[NamedLeaf]) -> None:
+def _fill(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]) -> None:
     """Read all ranges that this process holds."""
-    places = {leaf.number: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
+    names = {leaf.number: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:
-        for number, part in _parts(mine):
-            name, *rest = places[number]
+        for number, part in _parts(local):
+            name, *rest = names[number]
             _read_part(files, stored[name], part)
             for other in rest:
                 if not _is_read(files, stored[other], part):
@@ -376,7 +376,7 @@ def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves:
                         "tree: use a model that does not tie them"
                     )
     finally:
-        for memory in mine.memory:
+        for memory in local.memory:
             for x in memory.tensors():
                 if not x.is_inference():
                     torch.autograd.graph.increment_version(x)
@@ -386,7 +386,7 @@ def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
     """Read elements straight into memory; if they must be cast, or go to a device, through a small buffer."""
     if source.dtype == part.to.dtype and is_direct(part.to):
         view = bytes_of(part.to.view(-1)[part.start : part.start + part.numel])
-        files.read_into(source.file, source.at + part.first * part.to.element_size(), [view])
+        files.read_into(source.file, source.offset + part.first * part.to.element_size(), [view])
         return
     for at, values in _buffers(files, source, part):
         put_elements(part.to, part.start + at, values)
@@ -409,5 +409,5 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]
-        files.read_into(source.file, source.at + (part.first + at) * size, [bytes_of(values)])
+        files.read_into(source.file, source.offset + (part.first + at) * size, [bytes_of(values)])
         yield at, values

@@ -15,7 +15,7 @@ from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, full_block, runs
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
-from fzero.checkpoint._holdings import Holdings, holdings
+from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh
@@ -35,7 +35,7 @@ class _File(NamedTuple):
         name: its final name.
         head: its header.
         size: its bytes, header included.
-        tensors: the place of each leaf in the file, by the leaf's number.
+        tensors: the range of each leaf in the file, by the leaf's number.
     """
 
     name: str
@@ -87,21 +87,21 @@ def write(
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_file) is not int or max_file < 1:
         raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
-    results: list[tuple[Holdings, list[_File]]] = []
+    results: list[tuple[LocalTree, list[_File]]] = []
 
     def prepare() -> bytes:
-        mine = holdings("params", params, mesh)
-        plan = _plan(named_leaves("params", mine, name), dtype, max_file)
-        results.append((mine, plan))
+        local = local_tree("params", params, mesh)
+        plan = _plan(named_leaves("params", local, name), dtype, max_file)
+        results.append((local, plan))
         return files.path.encode() + b"".join([f.head for f in plan])
 
     task = f"writing {files.path!r}"
     nonce = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
-    mine, plan = results[0]
+    local, plan = results[0]
     is_leader = mesh is None or mesh.rank == 0
     with contextlib.ExitStack() as stack:
         all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if is_leader else None, mesh)
-        all_or_none(task, lambda: _write_local(files, plan, nonce, mine), mesh)
+        all_or_none(task, lambda: _write_local(files, plan, nonce, local), mesh)
         all_or_none(task, lambda: _commit(files, plan, nonce) if is_leader else None, mesh)
 
 
@@ -115,7 +115,7 @@ def _local(folder: Any) -> LocalFolder:
 
 
 def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_File]:
-    """Decide which file each leaf goes to, and its place in the file.
+    """Decide which file each leaf goes to, and its offset in the file.
 
     Raises:
         ValueError: if two leaves have one name.
@@ -143,17 +143,17 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
 def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    places, at = list[tuple[int, StoredTensor]](), 0
+    ranges, at = list[tuple[int, StoredTensor]](), 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
         entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        places.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
+        ranges.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in places}
+    tensors = {number: stored._replace(offset=stored.offset + len(head)) for number, stored in ranges}
     return _File(name, head, len(head) + at, tensors)
 
 
@@ -188,18 +188,25 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
             os.fsync(f.fileno())
 
 
-def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Holdings) -> None:
+def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, local: LocalTree) -> None:
     """Write this process's ranges of all files. They are durable on return."""
     file_numbers = {number: i for i, file in enumerate(plan) for number in file.tensors}
     fds: dict[int, int] = {}
     try:
-        for rank in mine.ranks:
-            for piece, x, start in mine.owned_pieces(rank):
-                i, leaf = file_numbers[piece.leaf], mine.tree.leaves[piece.leaf]
+        for rank in local.ranks:
+            for piece, x, start in local.owned_pieces(rank):
+                i, leaf = file_numbers[piece.leaf], local.tree.leaves[piece.leaf]
                 if i not in fds:
                     fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
                 for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):
-                    _write_run(fds[i], plan[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
+                    _write_run(
+                        fds[i],
+                        plan[i].tensors[piece.leaf],
+                        run.target_offset,
+                        x.detach(),
+                        start + run.source_offset,
+                        run.numel,
+                    )
         for fd in fds.values():
             os.fsync(fd)
     finally:
@@ -208,9 +215,9 @@ def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Ho
 
 
 def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
-    """Write elements of a tensor to their place in a file. If they must be cast, they are cast in small parts."""
+    """Write elements of a tensor to their range of a file. If they must be cast, they are cast in small parts."""
     assert to.dtype is not None
-    at = to.at + first * to.dtype.itemsize
+    at = to.offset + first * to.dtype.itemsize
     if to.dtype == x.dtype:
         for view in chunks(x, start, start + numel):
             at = _write_at(fd, view, at)

@@ -10,12 +10,12 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block
-from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
+from fzero.checkpoint._ranges import Leaf, ShardedTree
 
 __all__ = ["Difference", "differences", "export", "fill_leaf", "leaves", "read", "verify"]
 
@@ -282,7 +282,7 @@ def export(
         examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.tree.number})[:3])
         raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}: its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
-        _check_apart(files, target)
+        _check_outside(files, target)
     if as_torch:
         values = _below(prefix, manifest.tree.values)
         with _atomic_file(target) as f:
@@ -310,7 +310,7 @@ def _check_kind(target: str, as_torch: bool) -> None:
         raise CheckpointError(f"{target!r}: torch.save writes no safetensors; omit --torch, or name the file .pt")
 
 
-def _check_apart(files: Files, target: str) -> None:
+def _check_outside(files: Files, target: str) -> None:
     """Check that a file lies outside the checkpoint's folder, where it could replace one of the checkpoint's files.
 
     Raises:

@@ -58,8 +58,8 @@ class LeafGroup(NamedTuple):
         axes: the axes that the group is sharded over; none if each rank holds the whole group.
         shard: elements of a shard, padding included.
         split: the axes along which each leaf is split before the leaves are concatenated.
-        at: the ranks that hold the group, as coordinates along some axes; empty if all ranks hold it. Ranks at other
-            coordinates have other groups: each stage of a pipeline has its own blocks.
+        coordinates: the ranks that hold the group, as coordinates along some axes; empty if all ranks hold it. Ranks
+            at other coordinates have other groups: each stage of a pipeline has its own blocks.
         copies: the positions of unused copies of leaves. A load fills a copy like the leaf; a save skips it.
     """
 
@@ -67,7 +67,7 @@ class LeafGroup(NamedTuple):
     axes: tuple[str, ...]
     shard: int
     split: tuple[Split, ...] = ()
-    at: tuple[tuple[str, int], ...] = ()
+    coordinates: tuple[tuple[str, int], ...] = ()
     copies: tuple[int, ...] = ()
 
 
@@ -78,13 +78,13 @@ class LeafPiece(NamedTuple):
         leaf: the number of the leaf.
         group: the number of its group.
         range: the range of the leaf's elements.
-        at: where the piece begins in the rank's part of the group, in elements.
+        offset: where the piece begins in the rank's part of the group, in elements.
     """
 
     leaf: int
     group: int
     range: BlockRange
-    at: int
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -179,20 +179,20 @@ class ShardedTree:
     def replicas(self, g: int) -> tuple[str, ...]:
         """Return the axes whose ranks hold the same elements of a group."""
         group = self.groups[g]
-        group_axes = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
+        group_axes = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.coordinates])
         return tuple([name for name, _ in self.mesh if name not in group_axes])
 
-    def held_span(self, g: int, rank: int) -> tuple[int, int]:
+    def local_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the range of the concatenated group that a rank holds, without padding."""
         group, end = self.groups[g], self.offsets[g][-1]
-        if any(self.index((name,), rank) != coordinate for name, coordinate in group.at):
+        if any(self.index((name,), rank) != coordinate for name, coordinate in group.coordinates):
             return 0, 0
         start = self.index(group.axes, rank) * group.shard
         return min(start, end), min(start + group.shard, end)
 
     def owned_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the range of a group that a rank writes. Ranks that hold the same elements write equal parts."""
-        start, stop = self.held_span(g, rank)
+        start, stop = self.local_span(g, rank)
         replicas = self.replicas(g)
         k = -(-(stop - start) // self.size(replicas))
         first = min(start + self.index(replicas, rank) * k, stop)
@@ -206,10 +206,10 @@ class ShardedTree:
             block[s.dims[position]] = (offset * s.size + self.index((s.axis,), rank), size)
         return tuple([(index * size, size) for index, size in block])
 
-    def held_pieces(self, rank: int) -> Iterator[LeafPiece]:
+    def local_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List the pieces that a rank holds."""
         for g in range(len(self.groups)):
-            yield from self._pieces(g, rank, *self.held_span(g, rank), skip=())
+            yield from self._pieces(g, rank, *self.local_span(g, rank), skip=())
 
     def owned_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List the pieces that a rank writes, in file order: larger elements first, so that all are aligned."""
@@ -218,7 +218,7 @@ class ShardedTree:
 
     def _pieces(self, g: int, rank: int, start: int, stop: int, skip: Sequence[int]) -> Iterator[LeafPiece]:
         """List a rank's pieces in a range of a group, without the leaves at the positions `skip`."""
-        base, _ = self.held_span(g, rank)
+        base, _ = self.local_span(g, rank)
         offsets = self.offsets[g]
         for position, i in enumerate(self.groups[g].leaves):
             a, b = max(start, offsets[position]), min(stop, offsets[position + 1])
@@ -267,18 +267,23 @@ class ShardedTree:
         g, position = self.home[i]
         group, replicas = self.groups[g], self.replicas(g)
         offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
-        splits, group_at = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
+        splits, group_coordinates = (
+            tuple([s.axis for s in group.split]),
+            [((name,), i) for name, i in group.coordinates],
+        )
         for part in range(self.size(splits)):
-            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_at))
+            block = self.block(
+                g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_coordinates)
+            )
             low, high = (target.start, target.stop) if block == target.block else (0, numel)
             if not _intersect(block, target.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *group_at)
-                start, stop = self.held_span(g, first)
+                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *group_coordinates)
+                start, stop = self.local_span(g, first)
                 k = -(-(stop - start) // self.size(replicas))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *group_at)
+                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *group_coordinates)
                     a, b = self.owned_span(g, rank)
                     begin, end = max(a, offset), min(b, offset + numel)
                     before = self._count_written(g, begin) - self._count_written(g, a)

@@ -9,8 +9,8 @@ import torch
 
 from fzero import tree
 from fzero.checkpoint._blocks import BlockRange
-from fzero.checkpoint._cut import Leaf, LeafGroup, LeafPiece, ShardedTree
 from fzero.checkpoint._manifest import NAMES, is_json
+from fzero.checkpoint._ranges import Leaf, LeafGroup, LeafPiece, ShardedTree
 from fzero.ranks import Mesh
 from fzero.sharding import (
     PerRank,
@@ -25,13 +25,23 @@ from fzero.sharding import (
     stacked_of,
 )
 
-__all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_entry", "parts_of"]
+__all__ = [
+    "LeafSource",
+    "LocalTree",
+    "Member",
+    "PlainMemory",
+    "UnitPart",
+    "in_order",
+    "is_entry",
+    "local_tree",
+    "parts_of",
+]
 
 # The leaves of a unit in a checkpoint. All ranks hold the same leaves, or each rank its own items of a stacked list.
 
 
 class LeafSource(NamedTuple):
-    """The place in a tree that a leaf of a checkpoint comes from.
+    """The part of a tree that a leaf of a checkpoint comes from.
 
     Attributes:
         path: the path in the tree. It differs from the leaf's path if the leaf is a row of a stacked leaf.
@@ -50,7 +60,7 @@ class Member(NamedTuple):
     Attributes:
         index: the index of the leaf in the unit.
         path: its path in the checkpoint.
-        origin: its place in the tree.
+        origin: its source in the tree.
         is_copy: whether the occurrence is an unused copy. `path` is then the path of a leaf of the same shape.
     """
 
@@ -67,13 +77,13 @@ class UnitPart(NamedTuple):
         members: the occurrences of the leaves; tied leaves have several.
         shapes: the full shape of each leaf.
         split: the axes along which each leaf is split.
-        at: the ranks that hold the part, as coordinates along an axis; empty if all ranks hold it.
+        coordinates: the ranks that hold the part, as coordinates along an axis; empty if all ranks hold it.
     """
 
     members: list[Member]
     shapes: tuple[tuple[int, ...], ...]
     split: tuple[Split, ...]
-    at: tuple[tuple[str, int], ...] = ()
+    coordinates: tuple[tuple[str, int], ...] = ()
 
 
 def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
@@ -97,7 +107,7 @@ def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.full_shapes])
     splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [UnitPart([], shapes, tuple(splits), ((along.axis, place),)) for place in range(along.size)]
+    parts = [UnitPart([], shapes, tuple(splits), ((along.axis, coordinate),)) for coordinate in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
         if item is None:
             raise ValueError(
@@ -126,11 +136,11 @@ def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[st
         if o.list is not None:
             first[o.list] = min(first.get(o.list, len(paths)), position[o.path])
 
-    def place(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
+    def sort_key(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
         o = item[1]
         return (position[o.path], 0, 0) if o.list is None else (first[o.list], o.number, position[o.path])
 
-    return dict(sorted(origins.items(), key=place))
+    return dict(sorted(origins.items(), key=sort_key))
 
 
 class LocalPiece(NamedTuple):
@@ -139,16 +149,16 @@ class LocalPiece(NamedTuple):
     Attributes:
         piece: the piece.
         memory: the tensor that holds it.
-        at: where it begins in `memory`, in elements.
+        offset: where it begins in `memory`, in elements.
     """
 
     piece: LeafPiece
     memory: torch.Tensor
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
-class Holdings:
+class LocalTree:
     """The part of a tree that this process holds.
 
     Attributes:
@@ -162,12 +172,12 @@ class Holdings:
 
     tree: ShardedTree
     ranks: range
-    memory: tuple["Boxed | Plain", ...]
+    memory: tuple["BoxMemory | PlainMemory", ...]
     origins: dict[str, LeafSource]
 
-    def held_pieces(self, rank: int) -> Iterator[LocalPiece]:
+    def local_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank holds, each with its memory."""
-        return self._locate(self.tree.held_pieces(rank), rank)
+        return self._locate(self.tree.local_pieces(rank), rank)
 
     def owned_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank writes, in file order, each with its memory."""
@@ -179,7 +189,7 @@ class Holdings:
 
 
 @dataclass(frozen=True)
-class Boxed:
+class BoxMemory:
     """A value in a box: one rank's, or all ranks' in a simulation.
 
     Attributes:
@@ -194,14 +204,14 @@ class Boxed:
         """Yield where a rank's piece lies: in one tensor, or perhaps in both tensors of a shard in two pieces."""
         row = sharded_tree.index(self.axes, rank)
         if len(self.parts) == 1:
-            yield LocalPiece(piece, self.parts[0][row], piece.at)
+            yield LocalPiece(piece, self.parts[0][row], piece.offset)
             return
         first, (block, start, _) = 0, piece.range
         for x in self.parts:
-            a, b = max(piece.at, first), min(piece.at + piece.numel, first + x.shape[-1])
+            a, b = max(piece.offset, first), min(piece.offset + piece.numel, first + x.shape[-1])
             if a < b:
-                block_range = BlockRange(block, start + a - piece.at, start + b - piece.at)
-                yield LocalPiece(piece._replace(range=block_range, at=a), x[row], a - first)
+                block_range = BlockRange(block, start + a - piece.offset, start + b - piece.offset)
+                yield LocalPiece(piece._replace(range=block_range, offset=a), x[row], a - first)
             first += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -210,7 +220,7 @@ class Boxed:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainMemory:
     """Leaves that each rank holds in full."""
 
     leaves: dict[int, torch.Tensor]
@@ -229,7 +239,7 @@ def is_entry(x: Any) -> bool:
     return is_box(x) or (type(x) in (dict, list) and is_json(x))
 
 
-def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
+def local_tree(label: str, values: Any, mesh: Mesh | None) -> LocalTree:
     """Return the part of a tree that this process holds.
 
     Args:
@@ -242,7 +252,7 @@ def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
         TypeError: if a checkpoint cannot hold a leaf. The message names its path.
     """
     shape = () if mesh is None else mesh.shape
-    builder = _HoldingsBuilder(label, shape, mesh is None or mesh.simulated)
+    builder = _LocalTreeBuilder(label, shape, mesh is None or mesh.simulated)
     paths, entries, _ = tree.flatten_with_paths(values, is_entry)
     for unit in sharded_units(paths, entries):
         _check_mesh(label, paths[unit.members[0][0]], unit.spec_id, shape)
@@ -260,7 +270,7 @@ def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
                 )
             builder.add_value(path, x)
     ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(builder.size)
-    return builder.holdings(ranks, paths)
+    return builder.build(ranks, paths)
 
 
 def _check_mesh(label: str, path: str, spec_id: int, shape: tuple[tuple[str, int], ...]) -> None:
@@ -269,14 +279,14 @@ def _check_mesh(label: str, path: str, spec_id: int, shape: tuple[tuple[str, int
     check_sharded_for(spec_id, f"{label} leaf {path!r}", shape)
 
 
-class _HoldingsBuilder:
+class _LocalTreeBuilder:
     """Collects the leaves and groups of a tree."""
 
     def __init__(self, label: str, mesh: tuple[tuple[str, int], ...], is_simulated: bool) -> None:
         self.label, self.mesh, self.is_simulated = label, mesh, is_simulated
         self.leaves: list[Leaf] = []
         self.groups: list[LeafGroup] = []
-        self.memory: list[Boxed | Plain] = []
+        self.memory: list[BoxMemory | PlainMemory] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, LeafSource] = {}
@@ -294,11 +304,11 @@ class _HoldingsBuilder:
     ) -> int:
         if dtype not in NAMES:
             raise TypeError(f"{self.label} leaf {path!r} has dtype {dtype}, which a checkpoint cannot hold")
-        self._take(path, origin)
+        self._add_path(path, origin)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
 
-    def _take(self, path: str, origin: LeafSource | None = None) -> None:
+    def _add_path(self, path: str, origin: LeafSource | None = None) -> None:
         if path in self.origins:
             raise ValueError(
                 f"{self.label} has two leaves of the path {path!r}: a dot in a key separates parts of a path; rename "
@@ -307,11 +317,11 @@ class _HoldingsBuilder:
         self.origins[path] = origin or LeafSource(path)
 
     def _tie(self, path: str, first: str, origin: LeafSource | None = None) -> None:
-        self._take(path, origin)
+        self._add_path(path, origin)
         self.ties[path] = first
 
     def add_value(self, path: str, value: Any) -> None:
-        self._take(path)
+        self._add_path(path)
         self.values[path] = copy.deepcopy(value)  # the user may change it while a save is under way
 
     def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
@@ -323,7 +333,7 @@ class _HoldingsBuilder:
                 f"{self.label} has only part of unit {spec.unit!r}, without leaf {missing[0]!r}: give the whole unit"
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
-        memory = Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes)
+        memory = BoxMemory(tuple([x if axes else x[None] for x in shard.parts]), axes)
         parts = parts_of(self.label, spec, members)
         numbers = [self._add_members(part, shard.dtype) for part in parts]
         numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}
@@ -331,7 +341,7 @@ class _HoldingsBuilder:
             copy_paths = {m.index: numbers_by_path[m.path] for m in part.members if m.is_copy}
             leaves = tuple([leaf_numbers[i] if i in leaf_numbers else copy_paths[i] for i in range(len(spec.paths))])
             copies = tuple(sorted(copy_paths))
-            self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
+            self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.coordinates, copies))
             self.memory.append(memory)
 
     def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
@@ -359,7 +369,7 @@ class _HoldingsBuilder:
             numel = x.numel() // n if self.is_simulated else x.numel()
             i = self._add(name, shape, x.dtype, per_rank=True, origin=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
-            self.memory.append(Boxed((x,), axes) if self.is_simulated else Boxed((x[None],), ()))
+            self.memory.append(BoxMemory((x,), axes) if self.is_simulated else BoxMemory((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
@@ -371,10 +381,10 @@ class _HoldingsBuilder:
         i = self._add(path, x.shape, x.dtype)
         self.plain.setdefault(x.dtype, {})[i] = x
 
-    def holdings(self, ranks: range, paths: Sequence[str]) -> Holdings:
+    def build(self, ranks: range, paths: Sequence[str]) -> LocalTree:
         for leaves in self.plain.values():  # concatenated, so that each rank writes one long range of them
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
-            self.memory.append(Plain(leaves))
+            self.memory.append(PlainMemory(leaves))
         sharded_tree = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return Holdings(sharded_tree, ranks, tuple(self.memory), in_order(self.origins, paths))
+        return LocalTree(sharded_tree, ranks, tuple(self.memory), in_order(self.origins, paths))
