@@ -21,8 +21,8 @@ __all__ = [
     "Axes",
     "Axis",
     "Binding",
+    "InvariantLoss",
     "LossCollective",
-    "OneLoss",
     "PerRankMemory",
     "Scope",
     "averaged_axes",
@@ -32,12 +32,12 @@ __all__ = [
     "axis_size",
     "bound_axes",
     "bound_axis",
-    "call_as_one_loss",
+    "call_as_invariant_loss",
     "call_in_micro_batch",
     "call_in_scope",
     "call_with_loss_scale",
+    "current_invariant_loss",
     "current_loss_scale",
-    "current_one_loss",
     "current_rules",
     "current_scope",
     "data_axes",
@@ -119,7 +119,7 @@ class LossCollective(NamedTuple):
 
     Attributes:
         name: the name of the function that was called.
-        axes: the axes along which the loss is one value.
+        axes: the axes along which the loss is invariant.
         source_line: the user's line, "file:line".
     """
 
@@ -128,19 +128,19 @@ class LossCollective(NamedTuple):
     source_line: str
 
 
-class OneLoss:
-    """A loss that is one value along some axes, over which the ranks share the work.
+class InvariantLoss:
+    """A loss that is invariant along some axes: equal on their ranks, which share its work.
 
     Attributes:
         axes: these axes.
         calls: the collectives over these axes that were called on differentiated values.
-        has_other_calls: whether other collectives were called: on constants, or in a rematerialised block.
+        has_calls: whether any such collective was called, also on constants and in a rematerialised block.
     """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = axes
         self.calls: list[LossCollective] = []
-        self.has_other_calls = False
+        self.has_calls = False
 
 
 class Scope(NamedTuple):
@@ -152,7 +152,7 @@ class Scope(NamedTuple):
         micro_batch: the index of the micro-batch that is being differentiated; a 0-d tensor in a traced loop.
         in_loss: whether the loss function of a `value_and_grad` is running.
         own: the memory of a process that differs by rank; empty in a simulation, which needs no such list.
-        one_loss: the running loss, if it is one value along some axes.
+        invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
     """
 
@@ -161,7 +161,7 @@ class Scope(NamedTuple):
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[PerRankMemory, ...] = ()
-    one_loss: OneLoss | None = None
+    invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
 
 
@@ -218,15 +218,15 @@ def in_loss() -> bool:
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
 
 
-def call_as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `f` as a loss that is one value along some axes; `one_loss` records its collectives."""
-    scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
+def call_as_invariant_loss(invariant_loss: InvariantLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss that is invariant along some axes; `invariant_loss` records its collectives."""
+    scope = _SCOPES.stack[-1]._replace(invariant_loss=invariant_loss)
     return call_in_scope(scope, lambda: f(*args, **kwargs))
 
 
-def current_one_loss() -> OneLoss | None:
+def current_invariant_loss() -> InvariantLoss | None:
     """Return the record of the running loss; None if the loss is one value along no axis."""
-    return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
+    return _SCOPES.stack[-1].invariant_loss if _SCOPES.stack else None
 
 
 def call_with_loss_scale(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

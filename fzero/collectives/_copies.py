@@ -14,7 +14,7 @@ import torch
 
 from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
-from fzero.axes import Axis, LossCollective, OneLoss, current_one_loss
+from fzero.axes import Axis, InvariantLoss, LossCollective, current_invariant_loss
 from fzero.collectives._table import COPIES, INVARIANT, VARYING, LinearMap, row_of
 
 __all__ = ["DeferredCheck", "check_copies", "note_call"]
@@ -32,53 +32,55 @@ _INVARIANT = {
 
 def note_call(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
     """Note the call of a collective over axes along which the running loss is one value, and return its result `y`."""
-    one_loss = None if torch.compiler.is_dynamo_compiling() else current_one_loss()
-    if one_loss is not None and y.is_floating_point():
-        shared = tuple([part for a in axes for part in a.name.split(",") if part in one_loss.axes])
+    invariant_loss = None if torch.compiler.is_dynamo_compiling() else current_invariant_loss()
+    if invariant_loss is not None and y.is_floating_point():
+        shared = tuple([part for a in axes for part in a.name.split(",") if part in invariant_loss.axes])
         if shared and is_differentiated(y):
-            one_loss.calls.append(LossCollective(name, shared, user_line()))
+            invariant_loss.calls.append(LossCollective(name, shared, user_line()))
             node: Any = y.grad_fn
             if row_of(node) is not None:  # a list of nodes would keep the nodes' residuals alive
-                node.note = one_loss.calls[-1]
-        one_loss.has_other_calls |= bool(shared)
+                node.note = invariant_loss.calls[-1]
+        invariant_loss.has_calls |= bool(shared)
     return y
 
 
-def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, varying: Mapping[str, set[int]]) -> None:
+def check_copies(
+    results: Sequence[torch.Tensor], invariant_loss: InvariantLoss, varying: Mapping[str, set[int]]
+) -> None:
     """Check that a loss that is one value does not use copies of a rank-dependent value as one value.
 
     Rematerialised blocks have no graph yet; they store what to check once it exists.
 
     Args:
         results: the loss, or results of a rematerialised block that the loss depends on.
-        one_loss: the axes along which the loss is one value, and the collectives over them that it called.
+        invariant_loss: the axes along which the loss is one value, and the collectives over them that it called.
         varying: axis -> the ids of the differentiated tensors that differ by rank along it.
 
     Raises:
         ValueError: if it does. The message names the line and the function to use.
     """
-    for axis in one_loss.axes if one_loss.has_other_calls else ():
-        _check([(y.grad_fn, y.output_nr) for y in results], axis, one_loss, varying[axis])
+    for axis in invariant_loss.axes if invariant_loss.has_calls else ():
+        _check([(y.grad_fn, y.output_nr) for y in results], axis, invariant_loss, varying[axis])
 
 
-def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]) -> None:
+def _check(start: Sequence[Edge], axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> None:
     for node, output in _walk(start, axis):
         row = _row_over(node, axis)
         if row is not None and row.output is COPIES:
             differs, blocks = _differs(node.next_functions, axis, leaves)
             if differs:
-                raise ValueError(_message(row.name, axis, node, one_loss.calls))
+                raise ValueError(_message(row.name, axis, node, invariant_loss.calls))
             for block, index in blocks:
-                _deferred_check(block, axis, one_loss, leaves).summed[index] = (row.name, node)
+                _deferred_check(block, axis, invariant_loss, leaves).summed[index] = (row.name, node)
         if hasattr(node, "deferred_checks"):
-            _deferred_check(node, axis, one_loss, leaves).results.add(output)
+            _deferred_check(node, axis, invariant_loss, leaves).results.add(output)
 
 
-def _deferred_check(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "DeferredCheck":
+def _deferred_check(block: Any, axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> "DeferredCheck":
     if block.deferred_checks is None:
         block.deferred_checks = {}
     if axis not in block.deferred_checks:
-        block.deferred_checks[axis] = DeferredCheck(axis, one_loss, leaves, block.next_functions)
+        block.deferred_checks[axis] = DeferredCheck(axis, invariant_loss, leaves, block.next_functions)
     return block.deferred_checks[axis]
 
 
@@ -87,15 +89,15 @@ class DeferredCheck:
 
     Attributes:
         axis: an axis along which the loss is one value.
-        one_loss: the loss.
+        invariant_loss: the loss.
         leaves: the ids of the differentiated tensors outside the block that differ by rank.
         sources: the edges to the nodes that computed the block's arguments.
         results: the indices of the block's results that the loss uses as one value.
         summed: the indices of results whose sum the loss uses as one value -> the name and node of the sum.
     """
 
-    def __init__(self, axis: str, one_loss: OneLoss, leaves: set[int], sources: Sequence[Edge]) -> None:
-        self.axis, self.one_loss, self.leaves, self.sources = axis, one_loss, leaves, sources
+    def __init__(self, axis: str, invariant_loss: InvariantLoss, leaves: set[int], sources: Sequence[Edge]) -> None:
+        self.axis, self.invariant_loss, self.leaves, self.sources = axis, invariant_loss, leaves, sources
         self.results: set[int] = set()
         self.summed: dict[int, tuple[str, Any]] = {}
 
@@ -110,12 +112,12 @@ class DeferredCheck:
         varying = {x for i, x in arg_ids.items() if _differs([self.sources[i]], self.axis, self.leaves)[0]}
         for i, (name, node) in self.summed.items():
             if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, varying)[0]:
-                raise ValueError(_message(name, self.axis, node, self.one_loss.calls))
+                raise ValueError(_message(name, self.axis, node, self.invariant_loss.calls))
         start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
-        _check(start, self.axis, self.one_loss, varying)
+        _check(start, self.axis, self.invariant_loss, varying)
         reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf(node)) is not None}
         sources = [self.sources[i] for i, x in arg_ids.items() if x in reached]
-        _check(sources, self.axis, self.one_loss, self.leaves)
+        _check(sources, self.axis, self.invariant_loss, self.leaves)
 
 
 # ---------------------------------------------------------------- types, read from the autograd graph

@@ -32,7 +32,7 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["Argument", "GradientGroup", "PerRankGroup", "as_one_value", "open_argument"]
+__all__ = ["Argument", "GradientGroup", "PerRankGroup", "as_invariant", "open_argument"]
 
 Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
@@ -49,7 +49,7 @@ class GradientGroup:
         copy_axes: the axes along which each rank has a copy of the variables, and the gradient for its part of the
             batch; none outside any mesh.
         reduce_spec: the id of the unit's spec, with the dtypes in which its gradient is reduced; None without a unit.
-        is_one_value: whether the copies count as one value, so that an outer torch.func transform sees unsharded
+        is_invariant: whether the copies count as one value, so that an outer torch.func transform sees unsharded
             derivatives. Otherwise that transform would see each copy as an input and an output of its own.
     """
 
@@ -58,7 +58,7 @@ class GradientGroup:
     dtypes: list[torch.dtype]
     copy_axes: Sequence[Axis]
     reduce_spec: int | None
-    is_one_value: bool = field(default=False, kw_only=True)
+    is_invariant: bool = field(default=False, kw_only=True)
 
     @property
     def varies(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class GradientGroup:
         """Reduce the variables' gradients, and return the members' entries in the argument's gradient."""
         entries = self._reduced(gradients)
         return (
-            tree.map(lambda g: mark_invariant(g, join_axes(self.copy_axes)), entries) if self.is_one_value else entries
+            tree.map(lambda g: mark_invariant(g, join_axes(self.copy_axes)), entries) if self.is_invariant else entries
         )
 
     def _reduced(self, gradients: Tensors) -> Any:
@@ -147,12 +147,12 @@ class PerRankGroup(GradientGroup):
         return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
-def as_one_value(group: GradientGroup) -> GradientGroup:
+def as_invariant(group: GradientGroup) -> GradientGroup:
     """Make the ranks' copies of a group one differentiable input, as `pvary` does."""
     if not group.copy_axes:
         return group
     variables = [apply_along("pvary", x, join_axes(group.copy_axes), NoOptions()) for x in group.variables]
-    return replace(group, variables=variables, is_one_value=True)
+    return replace(group, variables=variables, is_invariant=True)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,22 @@ from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
-from fzero.axes import Axis, AxisName, OneLoss, bound_axes, call_as_one_loss, in_loss, join_axes, resolve_axes
+from fzero.axes import (
+    Axis,
+    AxisName,
+    InvariantLoss,
+    bound_axes,
+    call_as_invariant_loss,
+    in_loss,
+    join_axes,
+    resolve_axes,
+)
 from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import unwrap_per_rank
 from fzero.transforms._accumulate import MicroBatches, accumulate, micro_batches_of
-from fzero.transforms._gradient_groups import Argument, PerRankGroup, as_one_value, open_argument
+from fzero.transforms._gradient_groups import Argument, PerRankGroup, as_invariant, open_argument
 from fzero.transforms._stage_transforms import gather as gather_tree
 
 __all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
@@ -238,10 +247,10 @@ def value_and_grad(
         axes = resolve_axes(axis)
         batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
-        one_value = _is_differentiated_itself(arguments)
-        if one_value:
+        is_invariant = _is_differentiated_itself(arguments)
+        if is_invariant:
             arguments = {
-                i: replace(x, groups=[as_one_value(group) for group in x.groups]) for i, x in arguments.items()
+                i: replace(x, groups=[as_invariant(group) for group in x.groups]) for i, x in arguments.items()
             }
         kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
         if gather:
@@ -249,9 +258,17 @@ def value_and_grad(
         # the loss is divided before the sums, since a sum could overflow in half precision
         divisor = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
         is_fenced = gather and _runs_in_eager_order(axes)
-        shared_axes = _one_value_along(axes, arguments)
+        invariant_axes = _invariant_axes(axes, arguments)
         loss = _Loss(
-            loss_and_aux, rest, kwargs, arguments, batch, divisor, is_fenced, shared_axes, getattr(f, "__name__", "f")
+            loss_and_aux,
+            rest,
+            kwargs,
+            arguments,
+            batch,
+            divisor,
+            is_fenced,
+            invariant_axes,
+            getattr(f, "__name__", "f"),
         )
         groups = [group for argument in arguments.values() for group in argument.groups]
         variables, dtypes = (
@@ -264,7 +281,7 @@ def value_and_grad(
         )
         value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, is_looped, precision is not None)
         value = psum(value, axis)
-        value = mark_invariant(value, join_axes(axes)) if one_value else value
+        value = mark_invariant(value, join_axes(axes)) if is_invariant else value
         trees = [argument.reduce(gradients) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
@@ -303,7 +320,7 @@ def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     return can_loop and not differentiates_now()
 
 
-def _one_value_along(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tuple[str, ...]:
+def _invariant_axes(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tuple[str, ...]:
     """List the axes along which a loss is one value: axes outside the mean, whose ranks hold parts of one model.
 
     If every differentiated value is in a `PerRank` that differs along an axis, the loss differs along it too.
@@ -332,7 +349,7 @@ class _Loss:
         batch: how the arguments are split into micro-batches.
         divisor: the number of losses in the mean, or 1.
         is_fenced: whether units are reduced in the order of the tree.
-        shared_axes: the axes along which the loss is one value.
+        invariant_axes: the axes along which the loss is one value.
         name: the name of the user's function.
     """
 
@@ -343,7 +360,7 @@ class _Loss:
     batch: MicroBatches
     divisor: int
     is_fenced: bool
-    shared_axes: tuple[str, ...]
+    invariant_axes: tuple[str, ...]
     name: str
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
@@ -363,7 +380,9 @@ class _Loss:
             args[i] = self.batch.part(argument.build(leaves), i, j)
             inputs[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace detects writes itself
         versions = {i: [version_key(x) for x in xs] for i, xs in inputs.items()}
-        loss, aux = self._as_one_value(variables, args) if self.shared_axes else self.loss_and_aux(*args, **self.kwargs)
+        loss, aux = (
+            self._compute_invariant(variables, args) if self.invariant_axes else self.loss_and_aux(*args, **self.kwargs)
+        )
         for i, xs in inputs.items():
             if versions[i] != [version_key(x) for x in xs]:
                 raise RuntimeError(
@@ -373,16 +392,18 @@ class _Loss:
         loss = loss if self.divisor == 1 else loss / self.divisor
         return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
 
-    def _as_one_value(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
+    def _compute_invariant(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
         """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""
-        one_loss = OneLoss(self.shared_axes)
-        loss, aux = call_as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
-        if one_loss.has_other_calls:
+        invariant_loss = InvariantLoss(self.invariant_axes)
+        loss, aux = call_as_invariant_loss(invariant_loss, self.loss_and_aux, *args, **self.kwargs)
+        if invariant_loss.has_calls:
             rest = iter(variables)
             groups = [group for x in self.arguments.values() for group in x.groups]
             varying = [(group.varies, [next(rest) for _ in group.variables]) for group in groups]
             check_copies(
-                [loss], one_loss, {a: {id(x) for v, xs in varying if a in v for x in xs} for a in self.shared_axes}
+                [loss],
+                invariant_loss,
+                {a: {id(x) for v, xs in varying if a in v for x in xs} for a in self.invariant_axes},
             )
         return loss, aux
 

@@ -87,7 +87,7 @@ MUTANTS = [
         Fault("what needs all tokens has a part", "_kind", always("is_norm")),
     ),
     *File("collectives/_copies.py", COPIES).faults(
-        Fault("copies are not looked at", "note_call", skipped("A.has_other_calls |= bool(B)")),
+        Fault("copies are not looked at", "note_call", skipped("A.has_calls |= bool(B)")),
         Fault(
             "copies of what is equal are refused",
             "_differs",
@@ -104,15 +104,15 @@ MUTANTS = [
         Fault(
             "nothing before a block is checked",
             "DeferredCheck.check",
-            skipped("A(B, self.axis, self.one_loss, self.C)"),
+            skipped("A(B, self.axis, self.invariant_loss, self.C)"),
         ),
     ),
     *File("transforms/_remat.py", COPIES).faults(
         Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.deferred_checks", "None")),
     ),
     *File("transforms/_value_and_grad.py", COPIES).faults(
-        Fault("an ensemble is one model", "_one_value_along", dropped("not all(A)")),
-        Fault("the axes of the mean are checked too", "_one_value_along", dropped("A.name not in [B.name for B in C]")),
+        Fault("an ensemble is one model", "_invariant_axes", dropped("not all(A)")),
+        Fault("the axes of the mean are checked too", "_invariant_axes", dropped("A.name not in [B.name for B in C]")),
     ),
     *File("axes/lockstep.py", COPIES).faults(
         Fault(
