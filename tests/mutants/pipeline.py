@@ -21,8 +21,6 @@ MUTANTS = [
             becomes("self.axis not in [A.name for A in B()]", "self.axis in ()"),
             ERRORS,
         ),
-        Fault("second derivatives by the table", "run_on_ranks", dropped("A > 1")),
-        Fault("evaluation runs backward", "run_on_ranks", always("A == 1")),
     ),
     *File("parallel/pipeline/_model.py", LAWS).faults(
         Fault("the first block draws the masks of what comes first", "Model.run_block", bare("A + 1")),
@@ -41,7 +39,9 @@ MUTANTS = [
         Fault("ranks of a pipeline draw apart", "without_axis", dropped("A != B")),
         Fault("a part that does not divide", "micro_batch_of.part", never("remainder"), ERRORS),
     ),
-    *File("parallel/pipeline/_table.py", LAWS).faults(
+    *File("parallel/pipeline/_execution.py", LAWS).faults(
+        Fault("second derivatives by the table", "run_on_ranks", dropped("A > 1")),
+        Fault("evaluation runs backward", "run_on_ranks", always("A == 1")),
         Fault("a table forgets the loss scale", "run_table", becomes("A = B()", "A = None")),
         Fault(
             "a loss scale stays in the gradients", "_RowExecutor.scaled_grads", always("self.A is None", at="2 of 2")
@@ -59,7 +59,7 @@ MUTANTS = [
             ERRORS,
         ),
     ),
-    *File("parallel/pipeline/_ticks.py", LAWS).faults(
+    *File("parallel/pipeline/_execution.py", LAWS).faults(
         Fault("what has no use has a gradient", "_MaskGradient.backward", bare("torch.where(condition, A, B)")),
         Fault("a bubble's block has a gradient", "_run_stages", bare("is_active & A")),
         Fault("the loss counts on all ranks", "run_ticks", becomes("torch.where(is_last, a, A)", "a")),

@@ -79,7 +79,7 @@ MUTANTS = [
         Fault("a norm of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),
         Fault("a mean over all ranks' blocks", "_leaf_norms", dropped("not A.B")),
     ),
-    *File("parallel/pipeline/_ticks.py", OUTPUTS).faults(
+    *File("parallel/pipeline/_execution.py", OUTPUTS).faults(
         Fault("stage 0 has the outputs", "outputs_by_ticks", becomes("last_rank", "0", at="2 of 2")),
     ),
     *File("zero/_evaluate.py", OUTPUTS).faults(

@@ -7,11 +7,8 @@ from typing import Any, TypeGuard
 import torch
 
 from fzero import tree
-from fzero._torch import is_tracing
-from fzero._torch.levels import derivatives
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, data_axes, join_rules, micro_batch
-from fzero.graph import loop
 from fzero.parallel.pipeline._checks import (
     PipelineSplit,
     blocks_of,
@@ -23,6 +20,7 @@ from fzero.parallel.pipeline._checks import (
     check_untied,
     map_blocks,
 )
+from fzero.parallel.pipeline._execution import outputs_by_ticks, run_on_ranks
 from fzero.parallel.pipeline._model import (
     BlockPlacement,
     MicroBatchCall,
@@ -33,16 +31,14 @@ from fzero.parallel.pipeline._model import (
     without_axis,
 )
 from fzero.parallel.pipeline._stages import Stages
-from fzero.parallel.pipeline._table import run_table
-from fzero.parallel.pipeline._ticks import outputs_by_ticks, run_ticks
 from fzero.parallel.schedules import Schedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh
 from fzero.transforms import gather
 
-__all__ = ["Pipeline", "full_outputs", "pipeline", "run_full", "run_on_ranks"]
+__all__ = ["Pipeline", "pipeline"]
 
-# How a pipeline runs: by its schedule on real ranks, tick by tick under vmap, and on its own without ranks.
+# The full model, on a mesh without the pipeline's axis.
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -73,23 +69,6 @@ def _run_blocks(model: Model, blocks: Sequence[Any], rest: Any, call: MicroBatch
     for index, p in enumerate(blocks):
         x = model.run_block(p, x, index, call, stacked=False)
     return x
-
-
-def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> Pair:
-    """Run a pipeline on the ranks of an axis.
-
-    Each rank runs its row of the schedule's table if ranks run separate programs: on processes, in lockstep, and in a
-    graph of fzero.jit. All ranks run one program, tick by tick, under vmap, in the graphs of other tracers, and for any
-    derivative but a single gradient.
-    """
-    if not stages.axis.group or torch.compiler.is_dynamo_compiling():
-        return run_ticks(stages, slots, rest)
-    order = derivatives(tree.tensors([slots, rest]))
-    if order is None or order > 1 or (is_tracing() and not (order and loop.pipelines_are_recorded())):
-        return run_ticks(stages, slots, rest)
-    if is_tracing() and isinstance(micro_batch(), torch.Tensor):
-        raise loop.NotScannable("the loss holds a pipeline, which has its own micro-batches")
-    return run_table(stages, slots, rest, backward=order == 1)
 
 
 @dataclass(frozen=True)
