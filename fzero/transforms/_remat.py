@@ -37,7 +37,7 @@ from fzero.transforms._remat_call import (
     within_vjp,
 )
 from fzero.transforms._remat_guards import Guard
-from fzero.transforms._remat_tape import Player, RandomTape, SaveFilter, Script, is_matmul
+from fzero.transforms._remat_tape import OperationLog, RandomTape, SaveFilter, TapeReplayer, is_matmul
 
 __all__ = ["Computation", "RunInfo", "offload", "reload", "remat"]
 
@@ -81,12 +81,12 @@ class Recording:
     """The first run's results besides tensors.
 
     Attributes:
-        script: the operations of the tensors on the tape.
+        log: the operations whose results are on the tape.
         result: the block's result, with stand-ins for tensors.
         is_tracked: whether each run is within a vjp of its own.
     """
 
-    script: Script
+    log: OperationLog
     result: StandIns
     is_tracked: bool
 
@@ -121,7 +121,7 @@ class Computation:
     @property
     def tape_size(self) -> int:
         """The number of tensors from the tape, which come before the inputs."""
-        return 0 if self.recording is None else self.recording.script.size
+        return 0 if self.recording is None else self.recording.log.size
 
     @property
     def offload_numbers(self) -> frozenset[int]:
@@ -166,12 +166,12 @@ class Computation:
         guard.check_escapes([*out, *tape.tape])
         arg_storages = {storage_id(x) for x in tensors}  # a write into a result must not change an argument
         out = tuple([y.clone() if storage_id(y) in arg_storages else y for y in out])
-        return RunInfo(batched, Recording(tape.script(), result, is_tracked)), (*out, *[x.detach() for x in tape.tape])
+        return RunInfo(batched, Recording(tape.log(), result, is_tracked)), (*out, *[x.detach() for x in tape.tape])
 
     def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
         # a jvp computes tangents by matrix products too, which cannot be told from the block's own
         is_selective = not any(isinstance(step, Jvp) for step in self.steps)
-        tape = Player(recording.script, tensors[: self.tape_size], self.call.save if is_selective else None)
+        tape = TapeReplayer(recording.log, tensors[: self.tape_size], self.call.save if is_selective else None)
 
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.call.run(xs, Guard(None), tape)[0]

@@ -16,7 +16,7 @@ from fzero.axes import Axis, Scope, call_in_scope, current_scope
 from fzero.collectives import DeferredCheck
 from fzero.sharding import Shard, Slot
 from fzero.transforms._remat_guards import Guard, check_captured, check_sources
-from fzero.transforms._remat_tape import Player, RandomTape, SaveFilter
+from fzero.transforms._remat_tape import RandomTape, SaveFilter, TapeReplayer
 from fzero.transforms._stage_transforms import gather
 
 __all__ = [
@@ -237,7 +237,7 @@ class BlockCall:
         return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed_numbers()
 
     def run(
-        self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | Player
+        self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | TapeReplayer
     ) -> tuple[tuple[torch.Tensor, ...], StandIns]:
         """Run the block on its tensors, in the scope and under the autocast settings of its call.
 

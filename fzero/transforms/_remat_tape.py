@@ -1,7 +1,7 @@
 """A tape of operations' results: the forward pass records them, and the recomputation replays them.
 
-`RandomTape` and `Player` are dispatch modes, so they run below the transforms of torch.func and see the tensors that
-hold the values. The tape keeps tensors, and writes a `Script`, which lists the operation of each tensor.
+`RandomTape` and `TapeReplayer` are dispatch modes, so they run below the transforms of torch.func and see the tensors
+that hold the values. The tape keeps tensors, and writes an `OperationLog`, which lists the operation of each tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from fzero._torch import OpOverload, TorchDispatchMode, storage_id
 from fzero.tree import flatten, tensors, unflatten
 
-__all__ = ["Player", "RandomTape", "SaveFilter", "Script", "Tape", "is_matmul"]
+__all__ = ["OperationLog", "RandomTape", "SaveFilter", "Tape", "TapeReplayer", "is_matmul"]
 
 SaveFilter = Callable[[OpOverload], bool]
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "convolution"}
@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
     structure: Any
 
 
-class Script(NamedTuple):
+class OperationLog(NamedTuple):
     """A recording without its tensors.
 
     Attributes:
@@ -108,9 +108,9 @@ class RandomTape(TorchDispatchMode):
         self._overwritten: set[int] = set()
         self._storages: dict[int, list[int]] = {}  # storage -> the indices of the tensors in it
 
-    def script(self) -> Script:
+    def log(self) -> OperationLog:
         """Return the recording without its tensors."""
-        return Script(tuple(self._entries), len(self.tape), frozenset(self._overwritten))
+        return OperationLog(tuple(self._entries), len(self.tape), frozenset(self._overwritten))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,11 +143,11 @@ class RandomTape(TorchDispatchMode):
                         self._overwritten.add(j)
 
 
-class Player(TorchDispatchMode):
+class TapeReplayer(TorchDispatchMode):
     """Replays the tensors that a `RandomTape` kept, in order.
 
     Args:
-        script: the recorder's script.
+        log: the operations that the tape recorded.
         tape: the tensors.
         save_filter: the recorder's filter; None to replay only the operations that draw.
 
@@ -155,10 +155,10 @@ class Player(TorchDispatchMode):
         RuntimeError: if the operations are not those of the recording.
     """
 
-    def __init__(self, script: Script, tape: Sequence[torch.Tensor], save_filter: SaveFilter | None) -> None:
+    def __init__(self, log: OperationLog, tape: Sequence[torch.Tensor], save_filter: SaveFilter | None) -> None:
         super().__init__()
-        self.overwritten, self.tape, self.save_filter = script.overwritten, tape, save_filter
-        self.entries = [e for e in script.entries if e.drawn or save_filter is not None]
+        self.overwritten, self.tape, self.save_filter = log.overwritten, tape, save_filter
+        self.entries = [e for e in log.entries if e.drawn or save_filter is not None]
         self.position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
