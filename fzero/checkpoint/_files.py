@@ -271,7 +271,7 @@ class LocalFolder:
         with open(self._at(name), "xb", buffering=0) as f:
             fd, at, flush_start = f.fileno(), 0, 0
             for part in parts:
-                for views in _batched(part):
+                for views in _batches(part):
                     at += _finish(lambda rest, _: os.writev(fd, rest), views)
                 if at - flush_start >= _AHEAD:  # flushing from now on, not at the end, saves a fifth of a save's time
                     _begin_to_write(fd, flush_start, at - flush_start)
@@ -294,7 +294,7 @@ class LocalFolder:
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
-            for batch in _batched(views):
+            for batch in _batches(views):
                 at += _finish(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
         except EOFError:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at}") from None
@@ -352,7 +352,7 @@ def _begin_to_write(fd: int, start: int, numel: int) -> None:
         os.posix_fadvise(fd, start, numel, os.POSIX_FADV_DONTNEED)
 
 
-def _batched(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Split views into batches, each small enough for one system call."""
     nonempty = [v for v in views if len(v)]
     for i in range(0, len(nonempty), _VECTORS):

@@ -110,14 +110,14 @@ def _holds_dicts(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(x, dict) or _holds_dicts(x) for x in value)
 
 
-def nested(parts: dict[Keys, Any]) -> Any:
+def nest(parts: dict[Keys, Any]) -> Any:
     """Build a value from its parts: the inverse of `flat`."""
     if () in parts:
         return parts[()]
     below: dict[str | int, dict[Keys, Any]] = {}
     for keys, x in parts.items():
         below.setdefault(keys[0], {})[keys[1:]] = x
-    values = {key: nested(below[key]) for key in below}
+    values = {key: nest(below[key]) for key in below}
     return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
 
 
@@ -280,8 +280,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def values(self) -> dict[str, Any]:
         """Return the values that are not tensors, by path in the tree."""
         return {
-            path: nested({keys: self._read[name] for name, keys in parts.items()})
-            for path, parts in self._parts.items()
+            path: nest({keys: self._read[name] for name, keys in parts.items()}) for path, parts in self._parts.items()
         }
 
 

@@ -51,7 +51,7 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
         if not isinstance(x, torch.Tensor) or not kind_of(x):
             continue
         # the first part of a path in a box is that of its only child
-        place = (
+        leaf_path = (
             ".".join([name for name in (path, inner.partition(".")[2]) if name]) if isinstance(box, PerRank) else path
         )
         ranks = [mesh.rank] if mesh.distributed else range(mesh.size)
@@ -60,8 +60,8 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
             group_ranks = tuple([rank for _, rank in pairs])
             part = x if mesh.distributed or not axes else x[row]
             if isinstance(box, Shard):
-                part, place = _in_unit(path, box, part, mesh, group_ranks[0])
-            yield NonFiniteLeaf(place, part, group_ranks)
+                part, leaf_path = _in_unit(path, box, part, mesh, group_ranks[0])
+            yield NonFiniteLeaf(leaf_path, part, group_ranks)
 
 
 def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:
@@ -94,7 +94,7 @@ def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> t
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where a non-finite value was made.
+    """The argument or the operation that made a non-finite value.
 
     Attributes:
         ranks: the ranks that made it.
@@ -156,9 +156,9 @@ class Nonfinite:
     Attributes:
         name: the name of the step.
         size: the number of ranks.
-        results: the places of the results that are not finite.
+        results: the paths of the results that are not finite.
         origin: the origin of the first non-finite value that reaches a result; None if all results are finite.
-        nan_origin: the place where an infinity of `origin` became nan, if it did.
+        nan_origin: the operation that made nan of an infinity of `origin`, if one did.
     """
 
     name: str

@@ -34,7 +34,7 @@ LETTERS = 170  # the number of letters that fit into the full width
 
 
 class Bar(NamedTuple):
-    """A bar of the chart: its row, the names of the bars above it and its own, and its place in seconds."""
+    """A bar of the chart: its row, the names of the bars above it and its own, and its start and length in seconds."""
 
     row: int
     names: tuple[str, ...]
@@ -171,14 +171,14 @@ class Profile(FigureReport):
         total = sum([s.seconds for s in self.spans]) or 1.0
         rows = ["the most expensive lines", _line("", "ms", "share", "calls", "backward")]
         for c in self.lines[:8]:
-            place = f"{short(c.line)} {c.function}".strip() or "fzero, or without a line"
+            label_text = f"{short(c.line)} {c.function}".strip() or "fzero, or without a line"
             cells = (
                 f"{c.seconds * 1e3:.2f}",
                 f"{c.seconds / total:.1%}",
                 f"{c.calls:,}",
                 f"{c.backward_seconds * 1e3:.2f}",
             )
-            rows += [_line(place, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
+            rows += [_line(label_text, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
         return rows
 
     _caption = "a flame chart of one step"

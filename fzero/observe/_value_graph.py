@@ -121,7 +121,7 @@ def unpack(data: Any) -> ValueGraph:
 
 
 class Explanation(NamedTuple):
-    """The origin of non-finite results, and the place where an infinity became nan, if it did."""
+    """The origin of non-finite results, and the origin of the nan that was made of an infinity."""
 
     origin: ValueOrigin | None
     nan_origin: ValueOrigin | None

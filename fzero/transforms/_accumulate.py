@@ -38,17 +38,17 @@ def accumulate(
         `(value, aux, gradients)`.
     """
 
-    def widened(value: torch.Tensor) -> torch.Tensor:
+    def widen(value: torch.Tensor) -> torch.Tensor:
         return value.to(torch.promote_types(value.dtype, torch.float32)) if in_float32 else value
 
     def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-        value, aux, gradients = _differentiated(loss_of(j), variables, j)
-        return widened(value), aux, gradients
+        value, aux, gradients = _value_and_grad(loss_of(j), variables, j)
+        return widen(value), aux, gradients
 
     def forward(j: torch.Tensor) -> tuple[torch.Tensor, Any]:
         auxes: list[Any] = []
         outputs: Any = torch.func.vjp(_with_tensors(loss_of(j), j, auxes), variables, has_aux=True)
-        return widened(outputs[0]), _with(outputs[2], auxes.pop())
+        return widen(outputs[0]), _with(outputs[2], auxes.pop())
 
     if is_looped:
         return _in_a_loop(run, forward, dtypes, micro_batches)
@@ -61,7 +61,7 @@ def accumulate(
         total = total + value
         auxes.append(aux)
         _in_place(gradients, torch.add, new)
-    return total, auxes[0] if micro_batches == 1 else tree.map(_stacked, *auxes), gradients
+    return total, auxes[0] if micro_batches == 1 else tree.map(_stack, *auxes), gradients
 
 
 def _in_a_loop(
@@ -73,13 +73,13 @@ def _in_a_loop(
     """Record one micro-batch as an iteration of a loop, and its additions to the sums of earlier iterations."""
     iteration = loop.iteration(micro_batches)
 
-    def summed(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def add_up(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         before = loop.sum_before(share, iteration, dtype)
         return loop.sum_after(torch.add(before, share), before)
 
     value, aux, gradients = run(iteration)
-    _in_place(gradients, summed, list(dtypes))
-    total = summed(value, value.dtype)
+    _in_place(gradients, add_up, list(dtypes))
+    total = add_up(value, value.dtype)
     stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
     again = loop.run_again(iteration)
@@ -108,7 +108,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _differentiated(
+def _value_and_grad(
     loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]],
     variables: list[torch.Tensor],
     j: int | torch.Tensor,
@@ -146,7 +146,7 @@ def _in_place(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> Non
         xs[i] = f(xs[i], stack.pop())
 
 
-def _stacked(*xs: Any) -> Any:
+def _stack(*xs: Any) -> Any:
     return torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[-1]
 
 
@@ -167,14 +167,14 @@ class MicroBatches:
     def part(self, arg: Any, i: int, j: int | torch.Tensor) -> Any:
         """Return micro-batch j of argument i, or all of an argument that is not split."""
 
-        def narrowed(x: Any) -> Any:
+        def narrow(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             if isinstance(j, torch.Tensor):
                 return loop.part(x, j, 0, self.size)
             return x.narrow(0, j * self.size, self.size)
 
-        return tree.map(narrowed, arg) if i in self.argnums else arg
+        return tree.map(narrow, arg) if i in self.argnums else arg
 
 
 def micro_batches_of(
@@ -194,7 +194,7 @@ def micro_batches_of(
     """
     if count == 1:
         return MicroBatches(1)
-    argnums = _batch_positions(args, nums, batch_argnums, count)
+    argnums = _batch_argnums(args, nums, batch_argnums, count)
     sizes = {}
     for i in argnums:
         for path, x in zip(*tree.flatten_with_paths(args[i])[:2], strict=True):
@@ -216,7 +216,7 @@ def micro_batches_of(
     return MicroBatches(count, argnums, size // count)
 
 
-def _batch_positions(
+def _batch_argnums(
     args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
 ) -> list[int]:
     """List the positions of the batch: `batch_argnums`, or the only argument that may be the batch."""

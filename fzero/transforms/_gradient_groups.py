@@ -75,12 +75,12 @@ class GradientGroup:
 
     def reduce(self, gradients: Tensors) -> Any:
         """Reduce the variables' gradients, and return the members' entries in the argument's gradient."""
-        entries = self._reduced(gradients)
+        entries = self._reduce(gradients)
         return (
             tree.map(lambda g: mark_invariant(g, join_axes(self.copy_axes)), entries) if self.is_invariant else entries
         )
 
-    def _reduced(self, gradients: Tensors) -> Any:
+    def _reduce(self, gradients: Tensors) -> Any:
         if self.reduce_spec is None:
             return [g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)]
         return apply_over_unit_axes("all_reduce", join_axes(self.copy_axes), self.reduce_spec, gradients)
@@ -113,7 +113,7 @@ class ShardGroup(GradientGroup):
     def inputs(self, leaves: Tensors) -> Any:
         return Shard(leaves[0], self.reduce_spec, self.origin) if self.form == "box" else leaves
 
-    def _reduced(self, gradients: Tensors) -> Shard:
+    def _reduce(self, gradients: Tensors) -> Shard:
         if self.form == "full":
             gradients = apply_to_unit("reduce_scatter", self.reduce_spec, gradients)
         if self.copy_axes:
@@ -142,7 +142,7 @@ class PerRankGroup(GradientGroup):
     def inputs(self, leaves: Tensors) -> list[Any]:
         return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.indices])]
 
-    def _reduced(self, gradients: Tensors) -> list[PerRank]:
+    def _reduce(self, gradients: Tensors) -> list[PerRank]:
         summed = [apply_along("psum", g, join_axes(self.copy_axes), NoOptions()) for g in gradients]
         return [PerRank(self.inputs(summed)[0], self.axes)]
 

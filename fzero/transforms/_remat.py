@@ -2,13 +2,15 @@
 
 The algorithm has five parts:
 
-1. A call of the block becomes a function of distinct tensors; its arguments hold numbers in place of tensors (`_call`).
+1. A call of the block becomes a function of distinct tensors; its arguments hold numbers in place of tensors
+   (`_remat_call`).
 2. One autograd Function runs the call below all transforms of torch.func, where nothing is tracked or kept alive.
-   Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost (`_guards`).
-3. This first run records the results of random draws and of selected operations (`_tape`). They become outputs of the
-   Function, and inputs of its backward pass.
-4. A derivative is a `Computation`: the call, and the steps that derive it (`_call`). A step is a vjp, a jvp or a map
-   over a batch. The computation runs the block again inside these transforms, and replays the recording.
+   Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost
+   (`_remat_guards`).
+3. This first run records the results of random draws and of selected operations (`_remat_tape`). They become outputs
+   of the Function, and inputs of its backward pass.
+4. A derivative is a `Computation`: the call, and the steps that derive it (`_remat_call`). A step is a vjp, a jvp or a
+   map over a batch. The computation runs the block again inside these transforms, and replays the recording.
 5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
    derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.
 """
@@ -24,16 +26,16 @@ from fzero._torch import in_transform, storage_id
 from fzero.collectives import to_device, to_host
 from fzero.random import call_with_key, next_key
 from fzero.transforms._remat_call import (
-    Batched,
+    BatchFlags,
     BlockCall,
     Jvp,
     Map,
     StandIns,
     Step,
-    Tuples,
+    TupleFunction,
     Vjp,
-    call_gathered,
     call_of,
+    gather_and_call,
     within_vjp,
 )
 from fzero.transforms._remat_guards import Guard
@@ -96,11 +98,11 @@ class RunInfo:
     """A run's results besides tensors.
 
     Attributes:
-        batched: for each step of the computation which outputs have its batch; empty for a step that is not a map.
+        batch_flags: for each step of the computation which outputs have its batch; empty for a step that is not a map.
         recording: the recording of the first run.
     """
 
-    batched: tuple[Batched, ...]
+    batch_flags: tuple[BatchFlags, ...]
     recording: Recording
 
 
@@ -159,14 +161,15 @@ class Computation:
 
         is_tracked = any(call.differentiated) and (call.save is not None or bool(self.steps))
         versions = [x._version for x in tensors]
-        out, batched = self._through(f, tensors, is_tracked)
+        out, batch_flags = self._through(f, tensors, is_tracked)
         if versions != [x._version for x in tensors]:
             raise RuntimeError("remat: the block writes into an argument in place: return a new value instead")
         guard, result = runs[-1]
         guard.check_escapes([*out, *tape.tape])
         arg_storages = {storage_id(x) for x in tensors}  # a write into a result must not change an argument
         out = tuple([y.clone() if storage_id(y) in arg_storages else y for y in out])
-        return RunInfo(batched, Recording(tape.log(), result, is_tracked)), (*out, *[x.detach() for x in tape.tape])
+        recording = Recording(tape.log(), result, is_tracked)
+        return RunInfo(batch_flags, recording), (*out, *[x.detach() for x in tape.tape])
 
     def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
         # a jvp computes tangents by matrix products too, which cannot be told from the block's own
@@ -176,22 +179,22 @@ class Computation:
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.call.run(xs, Guard(None), tape)[0]
 
-        out, batched = self._through(f, tensors[self.tape_size :], recording.is_tracked)
+        out, batch_flags = self._through(f, tensors[self.tape_size :], recording.is_tracked)
         tape.finish()
-        return RunInfo(batched, recording), out
+        return RunInfo(batch_flags, recording), out
 
     def _through(
-        self, f: Tuples, inputs: Tensors, is_tracked: bool
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[Batched, ...]]:
+        self, f: TupleFunction, inputs: Tensors, is_tracked: bool
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[BatchFlags, ...]]:
         """Run `f` through the steps; return the outputs, and for each step which outputs have its batch."""
-        batched: list[list[Batched]] = [[] for _ in self.steps]
+        batch_flags: list[list[BatchFlags]] = [[] for _ in self.steps]
         if is_tracked:
             wrt = [i for i, d in enumerate(self.call.differentiated) if d]
             f = within_vjp(f, wrt, check=self.recording is None)
-        for step, runs in zip(self.steps, batched, strict=True):
+        for step, runs in zip(self.steps, batch_flags, strict=True):
             f = step.of(f, runs)
         out = f(*[x.detach() for x in inputs])
-        return tuple(out), tuple([runs[-1] if runs else () for runs in batched])
+        return tuple(out), tuple([runs[-1] if runs else () for runs in batch_flags])
 
 
 class _Remat(torch.autograd.Function):
@@ -242,8 +245,8 @@ class _Remat(torch.autograd.Function):
         results: list[Any] = [None] * ctx.num_outputs
         if wrt and ctx.floats:
             computation = ctx.computation.then(Jvp(ctx.num_inputs, wrt, tuple(ctx.floats)))
-            pushed: Any = _Remat.apply(computation, *ctx.saved_tensors, *[inputs[i] for i in wrt])
-            for i, t in zip(ctx.floats, pushed[1:], strict=True):
+            jvp: Any = _Remat.apply(computation, *ctx.saved_tensors, *[inputs[i] for i in wrt])
+            for i, t in zip(ctx.floats, jvp[1:], strict=True):
                 results[1 + i] = t
         return tuple(results)
 
@@ -254,8 +257,8 @@ class _Remat(torch.autograd.Function):
         has_batch = any(d is not None for d in dims[: len(computation.call.differentiated)])
         out: Any = _Remat.apply(computation.then(Map(dims, info.randomness if has_batch else "same")), *tensors)
         run_info: RunInfo = out[0]
-        batched = [0 if is_batched else None for is_batched in run_info.batched[len(computation.steps)]]
-        return out, (None, *batched, *[None] * (len(out) - 1 - len(batched)))
+        out_dims = [0 if is_mapped else None for is_mapped in run_info.batch_flags[len(computation.steps)]]
+        return out, (None, *out_dims, *[None] * (len(out) - 1 - len(out_dims)))
 
 
 def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Callable[..., Any]:
@@ -312,7 +315,7 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
         key = next_key()  # inside a seeded function: both runs draw from this key, which becomes an argument
         f, args = (block, args) if key is None else (seeded_block, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
-            return call_gathered(f, args, kwargs)
+            return gather_and_call(f, args, kwargs)
         call, tensors = call_of(f, save_filter, args, kwargs, uses_host)
         info, *outputs = _Remat.apply(Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
         return info.recording.result.restore(outputs)

@@ -20,18 +20,18 @@ from fzero.transforms._remat_tape import RandomTape, SaveFilter, TapeReplayer
 from fzero.transforms._stage_transforms import gather
 
 __all__ = [
-    "Batched",
+    "BatchFlags",
     "BlockCall",
     "DistinctTensors",
     "Jvp",
     "Map",
     "StandIns",
     "Step",
-    "Tuples",
+    "TupleFunction",
     "Vjp",
     "arguments",
-    "call_gathered",
     "call_of",
+    "gather_and_call",
     "result",
     "within_vjp",
 ]
@@ -169,7 +169,7 @@ def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
 # A call of a rematerialised block as a function of tensors, which can run again later in another context.
 
 
-def call_gathered(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def gather_and_call(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Gather the boxes in a block's arguments, and call the block."""
     args, kwargs = gather((args, kwargs))
     return block(*args, **kwargs)
@@ -188,7 +188,7 @@ class AutocastState:
     enabled: frozenset[str]
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Restore the autocast settings of the call."""
         with ExitStack() as stack:
             for device, dtype in self.dtypes.items():
@@ -249,25 +249,25 @@ class BlockCall:
             args, kwargs = self.arguments.restore(tensors)
             with guard, tape:
                 return (
-                    call_gathered(self.block, args, kwargs)
+                    gather_and_call(self.block, args, kwargs)
                     if self.arguments.has_boxes()
                     else self.block(*args, **kwargs)
                 )
 
-        with self.autocast.restored():
-            out = run() if self.scope is None else call_in_scope(self._rebound(self.scope, tensors), run)
+        with self.autocast.restore():
+            out = run() if self.scope is None else call_in_scope(self._rebind(self.scope, tensors), run)
         distinct = DistinctTensors()
         stand_ins = result(out, distinct)
         return tuple(distinct.tensors), stand_ins
 
-    def _rebound(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
+    def _rebind(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
         """Return the scope with this run's tokens, which outer transforms may have wrapped."""
         tokens = iter([tensors[i] for i in self.tokens])
 
-        def rebound(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        def rebind(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
             return tuple([a._replace(token=next(tokens)) for a in axes])
 
-        axes = scope.axes._replace(each=rebound(scope.axes.each), joint=rebound(scope.axes.joint))
+        axes = scope.axes._replace(each=rebind(scope.axes.each), joint=rebind(scope.axes.joint))
         return scope._replace(axes=axes)
 
 
@@ -297,8 +297,8 @@ def call_of(
 
 
 Tensors = Sequence[torch.Tensor]
-Tuples = Callable[..., tuple[torch.Tensor, ...]]
-Batched = tuple[bool, ...]
+TupleFunction = Callable[..., tuple[torch.Tensor, ...]]
+BatchFlags = tuple[bool, ...]
 """For each output whether it has the batch dimension of a map."""
 
 
@@ -318,10 +318,10 @@ class Vjp:
     outputs: tuple[int, ...]
     deferred_checks: Mapping[str, DeferredCheck] | None = None
 
-    def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
+    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return the vjp of `f`."""
 
-        def pulled(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def vjp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
@@ -334,7 +334,7 @@ class Vjp:
             # frees each operation's residuals once it has run, unless this is differentiated again
             return pull(tuple(tensors[self.num_inputs :]), retain_graph=torch.is_grad_enabled())
 
-        return pulled
+        return vjp
 
 
 @dataclass(frozen=True)
@@ -351,10 +351,10 @@ class Jvp:
     wrt: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
+    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return the jvp of `f`."""
 
-        def pushed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def jvp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
                 return tuple([ys[i] for i in self.outputs])
@@ -363,7 +363,7 @@ class Jvp:
             _, tangents = torch.func.jvp(partial, primals, tuple(tensors[self.num_inputs :]))  # pyright: ignore
             return tangents
 
-        return pushed
+        return jvp
 
 
 @dataclass(frozen=True)  # not a NamedTuple: torch.func would treat it as a tree, and copy it
@@ -378,26 +378,26 @@ class Map:
     dims: tuple[int | None, ...]
     randomness: str
 
-    def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
-        """Return `f` mapped over a batch; each run appends to `batched` which outputs have the batch."""
+    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
+        """Return `f` mapped over a batch; each run appends to `batch_flags` which outputs have the batch."""
 
         def one(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = f(*xs)
-            batched.append(tuple([is_mapped(y) for y in ys]))
+            batch_flags.append(tuple([is_mapped(y) for y in ys]))
             return ys
 
-        def mapped(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def vmapped(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = torch.vmap(one, in_dims=self.dims, randomness=self.randomness)(*xs)
             # an output without the batch stays without it: along an axis it is equal on all ranks
-            return tuple([y if has_batch else y[0] for y, has_batch in zip(ys, batched[-1], strict=True)])
+            return tuple([y if has_batch else y[0] for y, has_batch in zip(ys, batch_flags[-1], strict=True)])
 
-        return mapped
+        return vmapped
 
 
 Step = Vjp | Jvp | Map
 
 
-def within_vjp(f: Tuples, wrt: Sequence[int], check: bool) -> Tuples:
+def within_vjp(f: TupleFunction, wrt: Sequence[int], check: bool) -> TupleFunction:
     """Run `f` within a vjp of its own, so that torch decomposes composite operations in the same way in each run.
 
     The decomposition differs for a tensor that is differentiated, or mapped and not differentiated. Otherwise results

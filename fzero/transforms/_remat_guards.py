@@ -21,7 +21,7 @@ from fzero.transforms._remat_tape import Tape
 
 __all__ = ["Guard", "check_captured", "check_sources"]
 
-_CUTS = (torch.Tensor.detach, torch.detach)  # results of these may be stored: the user wants no gradient for them
+DETACH = (torch.Tensor.detach, torch.detach)  # results of these may be stored: the user wants no gradient for them
 
 
 class Guard(TorchFunctionMode):
@@ -49,7 +49,7 @@ class Guard(TorchFunctionMode):
                 if isinstance(y, torch.Tensor) and (is_foreign(y) or (self.strict and _requires_grad(y))):
                     raise ValueError(_capture_message(y))
         out = func(*args, **kwargs)
-        if self.strict and func not in _CUTS and any(self._depends_on_inputs(x) for x in tree.tensors((args, kwargs))):
+        if self.strict and func not in DETACH and any(self._depends_on_inputs(x) for x in tree.tensors((args, kwargs))):
             for y in tree.tensors(out):
                 if y.is_floating_point():
                     self.results[id(y)] = weakref.ref(y)
@@ -63,12 +63,12 @@ class Guard(TorchFunctionMode):
         """
         result_ids = {id(y) for y in results} | {id(y._base) for y in results}
 
-        def escaped() -> list[torch.Tensor]:
+        def find_escapes() -> list[torch.Tensor]:
             return [x for ref in self.results.values() if (x := ref()) is not None and id(x) not in result_ids]
 
-        if escaped():
+        if find_escapes():
             gc.collect()  # frees tensors that only a reference cycle holds
-            for x in (tensors := escaped()):
+            for x in (tensors := find_escapes()):
                 holders = [h for h in gc.get_referrers(x) if h is not tensors]
                 if all(isinstance(h, Tape | types.FrameType) for h in holders):
                     continue  # an outer block holds it, or torch, for example as the base of a view

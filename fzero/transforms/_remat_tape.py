@@ -85,7 +85,7 @@ def _is_mask(op: OpOverload) -> bool:
     return _name(op) == "bernoulli"  # 0 or 1, which fits in a byte
 
 
-def _dropped(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+def _apply_dropout(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
     return x.clone() if train is False else x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
@@ -177,12 +177,12 @@ class TapeReplayer(TorchDispatchMode):
             return args[0].copy_(self.tape[entry.results[0]])
         if _is_mask(func):
             return self.tape[entry.results[0]].to(args[0].dtype)
-        results = [self._replayed(x) if isinstance(x, _TapeIndex) else x for x in entry.results]
+        results = [self._replay(x) if isinstance(x, _TapeIndex) else x for x in entry.results]
         if _is_dropout(func):
-            return _dropped(results[0], *args), results[0]
+            return _apply_dropout(results[0], *args), results[0]
         return unflatten(entry.structure, results)
 
-    def _replayed(self, i: int) -> torch.Tensor:
+    def _replay(self, i: int) -> torch.Tensor:
         # a new tensor object, which autograd attaches to the operation; a copy if it will be written into
         return self.tape[i].clone() if i in self.overwritten else self.tape[i].detach()
 

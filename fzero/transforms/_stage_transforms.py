@@ -106,7 +106,7 @@ def partition(
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
     rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
-    assignment = assign_units(_further(params, axes, rules, reduce), axes, rules, reduce)
+    assignment = assign_units(_shard_further(params, axes, rules, reduce), axes, rules, reduce)
     return assignment.with_shards([_own_shard(unit.spec_id, unit.leaves) for unit in assignment.units])
 
 
@@ -115,10 +115,10 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     return Shard(data, spec_id, origin=tuple(leaves))
 
 
-def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
+def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
     """Shard a tree's boxed units, which no axis shards yet."""
 
-    def sharded(unit: ShardedUnit) -> Shard:
+    def shard_unit(unit: ShardedUnit) -> Shard:
         spec = spec_of(unit.spec_id)
         full = torch.empty(spec_info(unit.spec_id).full_shapes[0], dtype=spec.dtype, device="meta")
         over = shard_axes(spec.paths[0], full, axes, rules, spec.varies)
@@ -127,7 +127,7 @@ def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str
         mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
         return _own_shard(on_mesh(unit.spec_id, mesh, reduced, axis_names()), unpack(spec, unit.shard.data))
 
-    return map_units(sharded, params)
+    return map_units(shard_unit, params)
 
 
 def check_unsharded(params: Any) -> None:
@@ -183,14 +183,14 @@ def replicate(params: Any) -> Any:
         RuntimeError: if a box was written through `.data`.
     """
 
-    def replicated(unit: ShardedUnit) -> Any:
+    def replicate_unit(unit: ShardedUnit) -> Any:
         unit_facts = spec_info(unit.spec_id)
         if not unit_facts.split:
             return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
         spec_id = on_mesh(unit.spec_id, (), "each", axis_names())
         return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
 
-    return map_units(replicated, params)
+    return map_units(replicate_unit, params)
 
 
 def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
@@ -218,13 +218,13 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
 def assemble(params: Any) -> Any:
     """Gather every shard of a tree and all parts of split leaves into full leaves, equal on all ranks."""
 
-    def assembled(unit: ShardedUnit) -> list[torch.Tensor]:
+    def assemble_unit(unit: ShardedUnit) -> list[torch.Tensor]:
         leaves = list(_leaves(unit))
         for split in reversed(spec_info(unit.spec_id).split):
             leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
         return leaves
 
-    return map_units(assembled, params)
+    return map_units(assemble_unit, params)
 
 
 def reduce_scatter(grads: Tree, like: Tree) -> Tree:
@@ -257,22 +257,22 @@ def reduce_scatter(grads: Tree, like: Tree) -> Tree:
         if not is_box(entries[i]) and g is not None:
             entries[i] = psum(g)
 
-    def summed(unit: ShardedUnit) -> Shard:
+    def sum_unit(unit: ShardedUnit) -> Shard:
         (data,) = apply_to_unit("reduce_scatter", unit.spec_id, _sum_ties(unit, full, paths))
         return Shard(data, unit.spec_id)
 
-    return map_units(summed, tree.unflatten(structure, entries))
+    return map_units(sum_unit, tree.unflatten(structure, entries))
 
 
 def _sum_ties(unit: ShardedUnit, full: list[Any], paths: list[str]) -> list[torch.Tensor]:
     """Return a unit's full gradients in the unit's order; gradients of one tied leaf are summed."""
     leaves: dict[int, torch.Tensor] = {}
-    for position, index in unit.members:
-        g = full[position]
+    for leaf_index, index in unit.members:
+        g = full[leaf_index]
         expected = list(spec_of(unit.spec_id).shapes[index])
         if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
             shown = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
-            raise ValueError(f"grads leaf {paths[position]!r} is {shown}: expected shape {expected}, as in like")
+            raise ValueError(f"grads leaf {paths[leaf_index]!r} is {shown}: expected shape {expected}, as in like")
         leaves[index] = g if index not in leaves or g is leaves[index] else leaves[index] + g
     return [leaves[i] for i in range(len(leaves))]
 

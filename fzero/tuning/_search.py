@@ -349,8 +349,8 @@ def in_order(
     space: Space, results: Iterable[TableRow | Skipped], budget: float
 ) -> tuple[list[TableRow], list[Skipped]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
-    place = {c: i for i, c in enumerate(space)}
-    parts = sorted(results, key=lambda x: place[x.config])
+    order_in_space = {c: i for i, c in enumerate(space)}
+    parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
     large = [r.config for r in rows if r.at_least > budget]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]

@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     *File("transforms/_accumulate.py").faults(
         Fault("reduce only the last micro-batch", "accumulate", becomes("torch.add", "lambda x, y: y")),
-        Fault("first micro-batch each time", "MicroBatches.part.narrowed", becomes("A * self.size", "0")),
+        Fault("first micro-batch each time", "MicroBatches.part.narrow", becomes("A * self.size", "0")),
         Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
     ),
     *File("sharding/_flat.py").faults(
@@ -81,7 +81,7 @@ MUTANTS = [
         Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
     *File("transforms/_loss_scale.py", HALF).faults(
-        Fault("the scale is not undone", "scaled_value_and_grad.unscaled", becomes("A.to(B) / C", "A.to(B)")),
+        Fault("the scale is not undone", "scaled_value_and_grad.unscale", becomes("A.to(B) / C", "A.to(B)")),
         Fault("the loss is scaled as well", "_ScaleGradient.forward", returns("x * scale")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
@@ -97,7 +97,7 @@ MUTANTS = [
         Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
             "a remat block runs in the first micro-batch",
-            "BlockCall._rebound",
+            "BlockCall._rebind",
             becomes("A.B(axes=C)", "A.B(micro_batch=0, axes=C)"),
         ),
     ),

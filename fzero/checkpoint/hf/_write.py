@@ -229,7 +229,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
 
 
 def _write_at(fd: int, view: memoryview, at: int) -> int:
-    """Write bytes to a place in a file, in several system calls if necessary; return where they end."""
+    """Write bytes at an offset of a file, in several system calls if necessary; return where they end."""
     while len(view):
         count = os.pwrite(fd, view, at)
         view, at = view[count:], at + count
