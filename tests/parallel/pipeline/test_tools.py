@@ -22,9 +22,9 @@ def test_a_table_of_layouts_names_the_blocks():
     loss = loss_of(4, depth=5)
     _, state, _ = made(fzero.mesh(dp=2, pp=2), loss, params_of(5), 3)
     rows = {x.path: x for x in fzero.sharding.layouts(state).leaves}
-    where = "unit 'blocks.1' over dp=2, stacked over pp=2 (blocks.1, blocks.4): 15 of 30 elements"
-    assert rows["0.blocks.1.w"].where == rows["1.1.mu.blocks.1.w"].where == where
-    assert "(blocks.2, none)" in rows["0.blocks.2.w"].where and "(" not in rows["0.table"].where
+    layout = "unit 'blocks.1' over dp=2, stacked over pp=2 (blocks.1, blocks.4): 15 of 30 elements"
+    assert rows["0.blocks.1.w"].layout == rows["1.1.mu.blocks.1.w"].layout == layout
+    assert "(blocks.2, none)" in rows["0.blocks.2.w"].layout and "(" not in rows["0.table"].layout
 
 
 @pytest.mark.parametrize("stage", range(4))
