@@ -265,9 +265,8 @@ class Checkpoints:
         keep = {*steps[-self._keep :], *[n for n in steps if self._every and n % self._every == 0]}
         for step in step_numbers(self._files):
             if step < newest and step not in keep:
-                self._files.subfolder(step_name(step)).remove_all(
-                    first=MANIFEST
-                )  # so that a partial removal is no checkpoint
+                # the manifest first, so that a partial removal is no checkpoint
+                self._files.subfolder(step_name(step)).remove_all(first=MANIFEST)
 
 
 def step_numbers(files: Files) -> list[int]:

@@ -25,17 +25,7 @@ from fzero.sharding import (
     stacked_of,
 )
 
-__all__ = [
-    "LeafSource",
-    "LocalTree",
-    "Member",
-    "PlainMemory",
-    "UnitPart",
-    "in_order",
-    "is_entry",
-    "local_tree",
-    "parts_of",
-]
+__all__ = ["LeafSource", "LocalPiece", "LocalTree", "PlainMemory", "is_entry", "local_tree"]
 
 # The leaves of a unit in a checkpoint. All ranks hold the same leaves, or each rank its own items of a stacked list.
 

@@ -267,23 +267,19 @@ class ShardedTree:
         g, position = self.home[i]
         group, replicas = self.groups[g], self.replicas(g)
         offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
-        splits, group_coordinates = (
-            tuple([s.axis for s in group.split]),
-            [((name,), i) for name, i in group.coordinates],
-        )
+        splits = tuple([s.axis for s in group.split])
+        coordinates = [((name,), i) for name, i in group.coordinates]
         for part in range(self.size(splits)):
-            block = self.block(
-                g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_coordinates)
-            )
+            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *coordinates))
             low, high = (target.start, target.stop) if block == target.block else (0, numel)
             if not _intersect(block, target.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *group_coordinates)
+                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *coordinates)
                 start, stop = self.local_span(g, first)
                 k = -(-(stop - start) // self.size(replicas))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *group_coordinates)
+                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *coordinates)
                     a, b = self.owned_span(g, rank)
                     begin, end = max(a, offset), min(b, offset + numel)
                     before = self._count_written(g, begin) - self._count_written(g, a)

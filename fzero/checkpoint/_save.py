@@ -154,9 +154,8 @@ def start_save(
     if background:  # a rank without enough memory must not leave the others waiting
         pieces = all_or_none("save", lambda: _stage(pieces, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
-    return SaveHandle(
-        files.path, functools.partial(_write_all, files, local.tree, pieces, channel, on_commit), background
-    )
+    write_all = functools.partial(_write_all, files, local.tree, pieces, channel, on_commit)
+    return SaveHandle(files.path, write_all, background)
 
 
 def _check_values(local: LocalTree) -> None:
