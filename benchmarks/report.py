@@ -1,8 +1,10 @@
 """How the benchmarks write their results: Markdown tables, under a line that says what they were measured on."""
 
 import datetime
+import os
 import pathlib
 import platform
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,17 @@ def machine() -> str:
     return f"{cores}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}"
 
 
+def load() -> str:
+    """Say how busy the machine was: the number of processes that ran or waited, over the last 5 minutes."""
+    return f"load {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
+
+
+def quartiles(times: Sequence[float]) -> str:
+    """Show the median of some seconds, and the first and the third quartile behind it."""
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [times[0]] * 3
+    return f"{median:.2f} ({first:.2f} to {third:.2f})"
+
+
 def publish(script: str, command: str, parts: Sequence[str], write: bool) -> None:
     """Print the parts, and with `write` keep them beside the script, as its name with .md.
 
@@ -34,7 +47,7 @@ def publish(script: str, command: str, parts: Sequence[str], write: bool) -> Non
         write: whether to write the file.
     """
     path = pathlib.Path(script).with_suffix(".md")
-    text = "\n\n".join([f"# {path.stem}", f"`{command}`, on {machine()}.", *parts]) + "\n"
+    text = "\n\n".join([f"# {path.stem}", f"`{command}`, on {machine()}, {load()}.", *parts]) + "\n"
     print(text)
     if write:
         path.write_text(text)

@@ -3,38 +3,21 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero import (
-    axes,
-    checkpoint,
-    collectives,
-    data,
-    errors,
-    graph,
-    nn,
-    observe,
-    optim,
-    parallel,
-    random,
-    ranks,
-    sharding,
-    transforms,
-    tree,
-    tuning,
-    zero,
-)
-from fzero.checkpoint import load, save
+from fzero import axes, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
 from fzero.graph import jit, plan
-from fzero.observe import profile
 from fzero.optim import Precision
-from fzero.parallel.pipeline import pipeline
 from fzero.ranks import mesh
 from fzero.sharding import PerRank
 from fzero.transforms import gather, partition, reduce_scatter, remat, scaled_value_and_grad, value_and_grad
-from fzero.tuning import tune
 from fzero.zero import evaluate, predict, shard
 
-if TYPE_CHECKING:  # it needs hypothesis, so it is imported where it is used
+if TYPE_CHECKING:  # a program that does not use these does not wait for their import; `testing` needs hypothesis
+    from fzero import checkpoint, data, errors, nn, observe, parallel, tuning
     from fzero import testing as testing
+    from fzero.checkpoint import load, save
+    from fzero.observe import profile
+    from fzero.parallel.pipeline import pipeline
+    from fzero.tuning import tune
 
 __version__ = "0.2.0.dev0"
 
@@ -78,7 +61,24 @@ __all__ = [
 ]
 
 
+_ROOMS = ("checkpoint", "data", "errors", "nn", "observe", "parallel", "testing", "tuning")
+_ROOM_OF = {
+    "load": "checkpoint",
+    "pipeline": "parallel.pipeline",
+    "profile": "observe",
+    "save": "checkpoint",
+    "tune": "tuning",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("fzero.testing")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a room, or the room of a function, at its first use."""
+    if name not in _ROOMS and name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = importlib.import_module(f"fzero.{_ROOM_OF.get(name, name)}")
+    value = getattr(room, name) if name in _ROOM_OF else room
+    return globals().setdefault(name, value)  # the next use finds it here
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,7 +19,8 @@ OF_TORCH = [
     "utils.flop_counter",
 ]
 OTHERS = ["sympy", "rich", "matplotlib", "fsspec", "hypothesis", "transformers", "safetensors", "tensorboard", "triton"]
-LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS]
+ROOMS = ["checkpoint", "data", "nn", "observe", "parallel.experts", "parallel.tensor", "testing", "tuning"]
+LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS, "optree", *[f"fzero.{name}" for name in ROOMS]]
 
 
 def run(script: str) -> str:
@@ -41,7 +42,9 @@ from torch._dynamo import trace_rules
 from fzero._torch import on_import
 assert id(fzero.collectives.apply) in trace_rules._allowed_callable_ids
 from torch.utils.flop_counter import flop_registry
+import fzero.parallel.experts
 assert torch.ops.fzero.grouped_mm in flop_registry
+import optree
 assert not on_import._REGISTRATIONS and on_import._FINDER not in sys.meta_path
 assert type(torch._dynamo.__loader__).__module__ != on_import.__name__
 assert fzero.checkpoint.dcp.save
@@ -75,6 +78,28 @@ def test_there_is_no_other_attribute():
 
 def test_testing_is_imported_where_it_is_used():
     run("import sys, fzero; assert 'hypothesis' not in sys.modules; fzero.testing.assert_trees_close([], [])")
+
+
+TREES = """
+import torch
+{imports}
+assert optree.tree_map(torch.neg, fzero.sharding.PerRank(torch.ones(2))).value.tolist() == [-1, -1]
+"""
+
+
+@pytest.mark.parametrize("imports", ["import fzero, optree", "import optree, fzero"])
+def test_optree_knows_the_boxes_whichever_is_imported_first(imports: str):
+    run(TREES.format(imports=imports))
+
+
+def test_every_name_is_there_before_and_after_its_first_use():
+    names = "fzero, *[getattr(fzero.parallel, name) for name in fzero.parallel.__all__]"
+    run(f"""
+import fzero
+assert {{*fzero.__all__}} <= {{*dir(fzero)}}
+for room in ({names}):
+    assert all(getattr(room, name) is getattr(room, name) for name in room.__all__)
+""")
 
 
 def test_it_says_its_version():

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from fzero._torch.on_import import register_optree_node
+
 __all__ = [
     "Buffer",
     "attributes",
@@ -39,8 +41,6 @@ def register_box(
     `flatten(box) -> (children, static)`, `unflatten(static, children) -> box`. Both are plain functions:
     Dynamo cannot trace the methods of a class decorator.
     """
-    import optree
-
     pytree.register_pytree_node(
         cls,
         lambda box: (list(flatten(box)[0]), flatten(box)[1]),
@@ -51,7 +51,7 @@ def register_box(
         ),
         serialized_type_name=f"fzero.{cls.__name__}",
     )
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # pyright: ignore
+    register_optree_node(cls, flatten, unflatten)
 
 
 def children_without_names(x: Any) -> list[Any] | None:

@@ -4,9 +4,13 @@ from tests.mutants.changes import always, becomes, before, dropped, never, skipp
 from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Fault, File
 
 MUTANTS = [
+    *File("__init__.py", ("tests/test_import.py",)).faults(
+        Fault("rooms are imported with fzero", "", before("import importlib", "import fzero.tuning")),
+    ),
     *File("_torch/on_import.py", ("tests/test_import.py",)).faults(
         Fault("Dynamo is imported with fzero", "", before("import importlib.abc", "import torch._dynamo")),
         Fault("Dynamo is not told", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
+        Fault("optree is not told of boxes", "register_optree_node", skipped("A('optree', B)")),
     ),
     *File("tree.py").faults(
         Fault("a tie breaks in tree.map", "map", always("A not in B")),
