@@ -338,6 +338,10 @@ class PendingCopy(NamedTuple):
 
 def start_to_host(x: torch.Tensor) -> PendingCopy:
     """Start a copy to the host, after the device's work so far, and return without waiting for it."""
+    return _enqueue_copy(x)
+
+
+def _enqueue_copy(x: torch.Tensor) -> PendingCopy:
     value = _empty_on_host(x).copy_(x, non_blocking=True)
     if x.device.type != "cuda":
         return PendingCopy(value, None)

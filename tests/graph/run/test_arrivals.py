@@ -55,7 +55,7 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     queue = Late()
-    monkeypatch.setattr(moves, "_enqueued", queue)
+    monkeypatch.setattr(moves, "_enqueue_copy", queue)
     monkeypatch.setattr(_lower, "make_copies_async", partial(_arrivals.make_copies_async, kinds=("cpu",)))
     return queue
 
