@@ -17,7 +17,7 @@ from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRank, gather_texts
 
-__all__ = ["agree", "common_schedules", "of_all_ranks", "order", "signatures"]
+__all__ = ["agree", "common_schedules", "digest_of_order", "gather_values", "signatures"]
 
 
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
@@ -29,8 +29,8 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     lines = []
     for n in graph.nodes:
         loop = loop_of(n)
-        if loop and loop.track:  # its ranks run different stages: see `of_own_stages`
-            lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.track.schedule.rows}")
+        if loop and loop.rank_schedule:  # its ranks run different stages: see `stage_signatures`
+            lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.rank_schedule.schedule.rows}")
         elif loop:
             lines += [f"{loop.iterations} times", *signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
@@ -60,7 +60,7 @@ def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
     return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
 
 
-def order(graph: Graph) -> str:
+def digest_of_order(graph: Graph) -> str:
     """Return a digest of the order in which a scheduled graph starts its collectives.
 
     Ranks that traced the same graph compare it. A pipeline's loop counts as a collective: its ranks wait for one
@@ -68,36 +68,37 @@ def order(graph: Graph) -> str:
     """
     names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]
     names += [n.name for part in list(shared_graphs(graph))[1:] for n in part.nodes if is_collective(n)]
-    return _hashed(names)
+    return _digest(names)
 
 
-def of_own_stages(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
+def stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe what this rank's pipeline stages compute. Other ranks along the pipeline's axis run other stages."""
     return [line for body in _stages(graph) for line in signatures(body, groups)]
 
 
-def order_of_own_stages(graph: Graph) -> str:
+def digest_of_stage_order(graph: Graph) -> str:
     """Return a digest of the order in which this rank's stages start their collectives."""
-    return _hashed([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
+    return _digest([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
 
 
-def place_in_pipelines(graph: Graph) -> str:
-    """Return this rank's places along the axes of pipelines: ranks with equal places have the same stages."""
-    loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.track]
-    return " ".join([f"{loop.track.binding.axis}={loop.track.binding.rank}" for loop in loops if loop.track])
+def pipeline_coordinates(graph: Graph) -> str:
+    """Return this rank's coordinates along the axes of pipelines: ranks with equal coordinates have the same stages."""
+    loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
+    bindings = [loop.rank_schedule.binding for loop in loops if loop.rank_schedule]
+    return " ".join([f"{b.axis}={b.rank}" for b in bindings])
 
 
 def _is_pipeline(node: Node) -> bool:
     loop = loop_of(node)
-    return loop is not None and loop.track is not None
+    return loop is not None and loop.rank_schedule is not None
 
 
 def _stages(graph: Graph) -> list[Graph]:
     """List the loop bodies of pipelines."""
-    return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.track]
+    return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
 
 
-def _hashed(names: Sequence[str]) -> str:
+def _digest(names: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
@@ -128,8 +129,8 @@ def common_schedules(
     """
     if mesh is None or not mesh.distributed:
         return schedules
-    schedule_of = {f"{c.settings} {order(c.graph)}": c for c in schedules}
-    offers = {key: (c.peak_bytes, c.seconds, order_of_own_stages(c.graph)) for key, c in schedule_of.items()}
+    schedule_of = {f"{c.settings} {digest_of_order(c.graph)}": c for c in schedules}
+    offers = {key: (c.peak_bytes, c.seconds, digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
     largest = agree(graph, request, offers, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
@@ -156,13 +157,14 @@ def agree(
         RuntimeError: on all ranks, if the graphs differ, if a rank does not trace, or if the ranks have no candidate
             in common. The message names the first node that differs.
     """
-    groups, place = mesh.groups(), place_in_pipelines(graph)
-    descriptions = {"": [request, *signatures(graph, groups)], place or "no pipeline": of_own_stages(graph, groups)}
-    digests = {part: _hashed(lines) for part, lines in descriptions.items()}
-    replies = of_all_ranks([digests, offers], mesh, name)
+    groups = mesh.groups()
+    stages = pipeline_coordinates(graph) or "no pipeline"
+    descriptions = {"": [request, *signatures(graph, groups)], stages: stage_signatures(graph, groups)}
+    digests = {part: _digest(lines) for part, lines in descriptions.items()}
+    replies = gather_values([digests, offers], mesh, name)
     first: dict[str, str] = {}
     if any(first.setdefault(part, digest) != digest for digests, _ in replies for part, digest in digests.items()):
-        _raise_first_difference(of_all_ranks(descriptions, mesh, name), name)
+        _raise_first_difference(gather_values(descriptions, mesh, name), name)
     offers_by_rank = [rank_offers for _, rank_offers in replies]
     common = [key for key in offers if all(key in x for x in offers_by_rank) and _is_agreed(key, replies)]
     if not common:
@@ -179,7 +181,7 @@ def _is_agreed(key: str, replies: Sequence[Any]) -> bool:
     return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in replies)
 
 
-def of_all_ranks(value: Any, mesh: Mesh, name: str) -> list[Any]:
+def gather_values(value: Any, mesh: Mesh, name: str) -> list[Any]:
     """Send a JSON value to all ranks, and return the values of all ranks in rank order."""
     try:
         return [json.loads(text) for text in gather_texts(json.dumps(value), mesh, f"jit/{name}")]

@@ -17,14 +17,14 @@ from torch.fx import Graph, Node
 
 from fzero import _torch
 from fzero._torch import memory_like, stand_in_at, storage_id
-from fzero.graph._agree import of_all_ranks
+from fzero.graph._agree import gather_values
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, values
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
-from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, mapped, shapes_of, whole_numbers
-from fzero.graph.loop._scan import loop_of, recorded, with_body
+from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, mapped, shapes_of
+from fzero.graph.loop._scan import loop_of, record_loops, set_body
 from fzero.graph.planning._cost import seconds
 from fzero.graph.planning._liveness import peak_bytes
 from fzero.graph.trace._arguments import Arguments, Key, arguments_of
@@ -68,7 +68,7 @@ class Formula:
 
     def at(self, length: int) -> Graph:
         """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
-        return _rewritten(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
+        return _rewrite(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
@@ -124,7 +124,7 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
     loop = loop_of(node)
     if loop is None:
         return node.target
-    return loop.iterations, loop.parts, loop.sums, loop.carried, loop.track, _structure(loop.body, memory)
+    return loop.iterations, loop.parts, loop.sums, loop.carried, loop.rank_schedule, _structure(loop.body, memory)
 
 
 def _metadata(node: Node) -> Hashable:
@@ -154,7 +154,7 @@ def values_in(graph: Graph) -> Iterator[torch.Tensor]:
 
 def _numbers(graph: Graph) -> _Numbers:
     tensors = list(values_in(graph))
-    arguments = [i for n in nodes_in(graph) for i in whole_numbers((n.args, n.kwargs))]
+    arguments = [i for n in nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
     memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
     return _Numbers(tuple(arguments), tuple([_form(x) for x in tensors]), tuple(memory.values()))
 
@@ -163,7 +163,7 @@ def _form(x: torch.Tensor) -> tuple[int, ...]:
     return (*x.shape, *x.stride(), int(x.storage_offset()))
 
 
-def _rewritten(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
+def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
     """Copy a graph with other integers and values."""
     graph = copy_graph(graph)
     for n in graph.nodes:
@@ -174,18 +174,18 @@ def _rewritten(graph: Graph, arguments: Iterator[int], replacements: Mapping[int
             n.meta["val"] = (
                 type(val)([replacements.get(id(x), x) for x in val]) if is_sequence else replacements.get(id(val), val)
             )
-        before = whole_numbers((n.args, n.kwargs))
+        before = integers_in((n.args, n.kwargs))
         now = [next(arguments) for _ in before]
         if now != before:
             again = iter(now)
             n.args, n.kwargs = mapped((n.args, n.kwargs), lambda _, again=again: next(again))
         if loop := loop_of(n):
-            with_body(n, _rewritten(loop.body, arguments, replacements))
+            set_body(n, _rewrite(loop.body, arguments, replacements))
     return graph
 
 
-ENOUGH = 8  # traces; three of them must have the same structure
-MORE = "more lengths must be traced"
+MAX_TRACES = 8  # traces; three of them must have the same structure
+NEEDS_MORE = "more lengths must be traced"
 
 log = logging.getLogger("fzero.jit")
 
@@ -266,7 +266,9 @@ class AnyLength:
         forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
             return None
-        chosen = Candidate(self.sample_entry.chosen.choice, graph, peak_bytes(graph), seconds(graph, options.device))
+        chosen = Candidate(
+            self.sample_entry.chosen.pass_settings, graph, peak_bytes(graph), seconds(graph, options.device)
+        )
         return replace(self.sample_entry, chosen=chosen, rejected=[], executable=None, is_traced=False)
 
     def _find(self, options: JitOptions, arguments: Arguments) -> None:
@@ -276,14 +278,14 @@ class AnyLength:
         try:
             result, reason = _formula_and_lengths(max(groups, key=len), options, arguments), ""
             if result is None:
-                reason = MORE if len(self.traced) < ENOUGH else "its graphs differ by more than sizes"
+                reason = NEEDS_MORE if len(self.traced) < MAX_TRACES else "its graphs differ by more than sizes"
         except _torch.FixedSizeError as error:
             reason = str(error)
         mesh = options.step.mesh
         if mesh is not None and mesh.distributed:
-            reasons = of_all_ranks(reason, mesh, options.step.name)
+            reasons = gather_values(reason, mesh, options.step.name)
             reason = next((f"{text} (on rank {rank})" for rank, text in enumerate(reasons) if text), "")
-        self.is_known = MORE not in reason
+        self.is_known = NEEDS_MORE not in reason
         if not reason and result is not None:
             self.formula, self.holds, self.sample_entry = result
             log.info("%s: further lengths need no trace, unless the step decides otherwise for them", options)
@@ -311,7 +313,7 @@ def _formula_and_lengths(
     )  # the latest: all earlier ones may take another branch
     if len(alike) < SAMPLES or sample is None:
         return None
-    holds = _decisions(options, sample, next(x for x in alike if x is not sample), arguments)
+    holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
     return (_formula(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
 
@@ -348,7 +350,7 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _decisions(
+def _record_decisions(
     options: JitOptions, sample: _TracedCall, other: _TracedCall, arguments: Arguments
 ) -> Callable[[int], bool]:
     """Record the decisions that one rank's step takes by the length.
@@ -369,19 +371,19 @@ def _decisions(
     if len(devices) > 1:
         raise _torch.FixedSizeError("its arguments lie on several devices")
     mesh, step = options.step.mesh, options.step
-    now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
+    now, then = [_arguments_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
     if mesh is not None:
-        places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
-        step = step.on_mesh(planned_mesh(mesh.shape, tuple(places)))
+        coordinates = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
+        step = step.on_mesh(planned_mesh(mesh.shape, tuple(coordinates)))
 
     def run(*tensors: torch.Tensor) -> None:
         args, kwargs = now.rebuild(tensors)
         step(*args, **kwargs)
 
     is_full_graph = options.backend == "inductor-whole"
-    with _torch.TRACING, recorded(options.loop and not is_full_graph, pipelines=not is_full_graph):
-        places = _changed(shapes_of(then.tensors), shapes_of(now.tensors))
-        return _torch.decisions(run, now.tensors, places, devices.pop())
+    with _torch.TRACING, record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
+        dims = _changed_dims(shapes_of(then.tensors), shapes_of(now.tensors))
+        return _torch.decisions(run, now.tensors, dims, devices.pop())
 
 
 def _metas(key: Key) -> list[torch.Tensor]:
@@ -390,12 +392,12 @@ def _metas(key: Key) -> list[torch.Tensor]:
     ]
 
 
-def _of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
+def _arguments_of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
     if mesh is not None:
         call = one_rank_tree(call, dict(mesh.shape), stacked=mesh.simulated)
     return arguments_of(*call)
 
 
-def _changed(before: Shapes, now: Shapes) -> list[tuple[int, int]]:
+def _changed_dims(before: Shapes, now: Shapes) -> list[tuple[int, int]]:
     both = zip(before, now, strict=True)
     return [(i, d) for i, (s, t) in enumerate(both) for d, (a, b) in enumerate(zip(s, t, strict=True)) if a != b]

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from fzero._notice import trouble_link
 from fzero.graph._ir import full_bytes, is_collective, is_reduction, parameter_gathers
-from fzero.graph._pass_manager import FITTING, Choice, Knobs, PassContext, PassManager
+from fzero.graph._pass_manager import FITTING, Knobs, PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
 from fzero.graph.planning._cost import seconds
 from fzero.graph.planning._liveness import peak_bytes
@@ -27,13 +27,13 @@ class Candidate(NamedTuple):
     """One way to schedule a step.
 
     Attributes:
-        choice: the settings of the passes.
+        pass_settings: the settings of the passes.
         graph: the scheduled graph.
         peak_bytes: the largest number of live bytes, arguments included.
         seconds: the duration by the cost model.
     """
 
-    choice: Choice
+    pass_settings: PassSettings
     graph: Graph
     peak_bytes: int
     seconds: float
@@ -41,13 +41,13 @@ class Candidate(NamedTuple):
     @property
     def settings(self) -> Settings:
         """The settings that a plan shows and that ranks agree on."""
-        return self.choice.settings()
+        return self.pass_settings.shown_in_plan()
 
 
 def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open.
 
-    Each choice of recompute, re-gather and buckets is first scheduled for the least memory. The choices that fit are
+    Each combination of recompute, re-gather and buckets is first scheduled for the least memory. Those that fit are
     then also scheduled in orders that start collectives ahead.
     """
     passes, ratings = PassManager(graph, context), dict[Graph, tuple[int, float]]()
@@ -55,25 +55,29 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     (prefetch, in_flight), *more = _overlaps(
         knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
     )
-    leanest = [c._replace(prefetch=prefetch, in_flight=in_flight) for c in _choices(passes, knobs)]
+    leanest = [c._replace(prefetch=prefetch, in_flight=in_flight) for c in _settings_to_try(passes, knobs)]
     first = _with_recast(passes, knobs, [_candidate(passes, c, ratings) for c in leanest], ratings)
-    # reductions in flight take memory, so only choices that fit without are tried; prefetches fill free memory only
-    room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
-    limit = max(room, _limit(first, knobs.memory_budget))
+    # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
+    prefetch_budget = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
+    limit = max(prefetch_budget, _limit(first, knobs.memory_budget))
     later = [
-        _candidate(passes, c.choice._replace(prefetch=prefetch, in_flight=in_flight, room=room), ratings)
+        _candidate(
+            passes,
+            c.pass_settings._replace(prefetch=prefetch, in_flight=in_flight, prefetch_budget=prefetch_budget),
+            ratings,
+        )
         for c in first
         if c.peak_bytes <= limit
         for prefetch, in_flight in more
     ]
     carried = [
-        _candidate(passes, c.choice._replace(across_iterations=True), ratings)
+        _candidate(passes, c.pass_settings._replace(across_iterations=True), ratings)
         for c in first + later
-        if c.choice.in_flight and c.peak_bytes <= limit and knobs.across_iterations is not False
+        if c.pass_settings.in_flight and c.peak_bytes <= limit and knobs.across_iterations is not False
     ]
     carried = [c for c in carried if _carries(c.graph)]
     schedules = carried if carried and knobs.across_iterations is True else first + later + carried
-    return [c for c in schedules if knobs.prefetch in ("auto", c.choice.prefetch)] or first
+    return [c for c in schedules if knobs.prefetch in ("auto", c.pass_settings.prefetch)] or first
 
 
 def _with_recast(
@@ -82,8 +86,8 @@ def _with_recast(
     """Add the schedules in which `recast` saves memory; `knobs.recast` may force or forbid them."""
     if knobs.recast is False:
         return schedules
-    choices = [c.choice._replace(recast=True) for c in schedules]
-    recasts = [_candidate(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in choices]
+    tries = [c.pass_settings._replace(recast=True) for c in schedules]
+    recasts = [_candidate(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in tries]
     if knobs.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
     return schedules + [
@@ -101,18 +105,18 @@ def _gathers(graph: Graph) -> list[Node]:
     return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
 
 
-def _choices(passes: PassManager, knobs: Knobs) -> list[Choice]:
-    """List the choices of recompute, re-gather and buckets that the knobs leave open."""
+def _settings_to_try(passes: PassManager, knobs: Knobs) -> list[PassSettings]:
+    """List the settings of recompute, re-gather and buckets that the knobs leave open."""
     graph = passes.traced
     gathers = _gathers(graph)
     shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
     recomputes = _options(knobs.recompute, [False, True])
     (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
-    choices = [Choice(again, reuse, size) for again, reuse in itertools.product(recomputes, reuses)]
-    if len(recomputes) > 1 and not passes.changed_by(choices[-1], "recompute"):
-        return [c for c in choices if not c.recompute]  # there is nothing to recompute
-    return choices
+    tries = [PassSettings(again, reuse, size) for again, reuse in itertools.product(recomputes, reuses)]
+    if len(recomputes) > 1 and not passes.changed_by(tries[-1], "recompute"):
+        return [c for c in tries if not c.recompute]  # there is nothing to recompute
+    return tries
 
 
 def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
@@ -125,12 +129,12 @@ def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
     return list(itertools.product(prefetch, in_flight))
 
 
-def _candidate(passes: PassManager, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
-    """Schedule a graph by a choice, and rate the result; choices with the same result share its rating."""
-    scheduled = passes.scheduled(choice)
+def _candidate(passes: PassManager, settings: PassSettings, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
+    """Schedule a graph with some settings, and rate the result; equal results share one rating."""
+    scheduled = passes.scheduled(settings)
     if scheduled not in ratings:
         ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.context.device)
-    return Candidate(choice, scheduled, *ratings[scheduled])
+    return Candidate(settings, scheduled, *ratings[scheduled])
 
 
 def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:

@@ -11,13 +11,13 @@ from torch.fx import Graph, Node
 
 from fzero._torch import line_of
 from fzero.graph._ir import dtypes_and_shapes, is_collective
-from fzero.graph._ops import title_of
-from fzero.graph._pass_manager import Choice, PassManager, PassResult
+from fzero.graph._ops import display_name
+from fzero.graph._pass_manager import PassManager, PassResult, PassSettings
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._liveness import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
-__all__ = ["checked_folder", "dump", "folder_of"]
+__all__ = ["dump", "folder_of", "make_folder"]
 
 SUMMARY, LEFT_OUT = "peaks.txt", "left out"
 
@@ -30,7 +30,7 @@ class DumpedGraph(NamedTuple):
     graph: Graph
 
 
-def checked_folder(folder: str | os.PathLike[str]) -> str:
+def make_folder(folder: str | os.PathLike[str]) -> str:
     """Make a folder for dumps if it does not exist.
 
     Returns:
@@ -69,14 +69,14 @@ def folder_of(folder: str, mesh: Mesh | None, traces: int) -> Path:
     return Path(folder, *rank, *([f"trace_{traces + 1}"] if traces else []))
 
 
-def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Graph | None = None) -> None:
+def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, body: Graph | None = None) -> None:
     """Write the traced graph, and the graph after each pass, into numbered files, and a table of their peaks.
 
     Args:
         folder: the folder to write into. It is made if it does not exist; files of an earlier dump are deleted. Each
             loop has a folder in it.
         passes: the passes over the traced graph.
-        choice: the settings of the schedule to show.
+        settings: the settings of the schedule to show.
         name: the step's name.
         body: for the dump of a loop, the loop's body after all passes.
 
@@ -96,9 +96,9 @@ def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Gra
     for old in folder.glob("[0-9][0-9]_*.txt"):  # a dump with other settings may have run other passes
         old.unlink()
     states = [DumpedGraph("00_traced", "", passes.traced)]
-    for number, passed in enumerate(passes.run(choice), 1):
+    for number, passed in enumerate(passes.run(settings), 1):
         states.append(DumpedGraph(f"{number:02}_{passed.row.name}", _arguments_text(passed), passed.graph))
-    if body is not None and choice.across_iterations:  # passes over the loop change its body, too
+    if body is not None and settings.across_iterations:  # passes over the loop change its body, too
         states[-1] = states[-1]._replace(detail="of the loop", graph=body)
     last = states[-1].graph
     rows = []
@@ -109,9 +109,11 @@ def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Gra
             Path(folder, f"{state.title}.txt").write_text(_text(name, state, live), encoding="utf-8")
     for node in last.nodes:
         if loop := loop_of(node):
-            dump(Path(folder, node.name), passes.body(node), choice, f"{name}, {node.name}", loop.body)
+            dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
     head = f"{'graph':<24} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
-    Path(folder, SUMMARY).write_text("\n".join([f"{name}: {choice.settings()}", "", head, *rows, ""]), encoding="utf-8")
+    Path(folder, SUMMARY).write_text(
+        "\n".join([f"{name}: {settings.shown_in_plan()}", "", head, *rows, ""]), encoding="utf-8"
+    )
 
 
 def _arguments_text(passed: PassResult) -> str:
@@ -151,7 +153,7 @@ def _text(name: str, state: DumpedGraph, live: Sequence[int]) -> str:
 def _line(node: Node) -> str:
     """Describe a node: its dtypes and shapes, its operation and operands, its unit, and its source line."""
     operands = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
-    target = title_of(node)
+    target = display_name(node)
     if loop := loop_of(node):
         target = f"a loop of {loop.iterations} iterations, in the folder {node.name}/, of"
     operation = f"{node.name} = {target}({', '.join(operands)})"

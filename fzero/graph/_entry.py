@@ -19,16 +19,16 @@ from fzero.graph._ops import name_of
 from fzero.graph._pass_manager import Knobs, PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
-from fzero.graph._storages import check_spaces, moves
-from fzero.graph.loop._scan import NotScannable, graphs_in, recorded
+from fzero.graph._storages import check_spaces, has_moves
+from fzero.graph.loop._scan import NotScannable, graphs_in, record_loops
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._plan import Plan, Rejected, plan_of
-from fzero.graph.run._backends import Demand, lower
+from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compiled import Executable
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
+from fzero.graph.trace._arguments import Arguments, LeafName, blocks_of
 from fzero.graph.trace._donation import check_separate, match_results
-from fzero.graph.trace._trace import Traced, trace
+from fzero.graph.trace._trace import TracedGraph, trace
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Slot, is_box, mark_donated
 
@@ -83,7 +83,7 @@ class Entry:
     """
 
     options: JitOptions
-    traced: Traced
+    traced: TracedGraph
     chosen: Candidate
     rejected: list[Rejected]
     structure: Any
@@ -117,7 +117,7 @@ class Entry:
             check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of an entry's key
-            demand = Demand(
+            demand = LoweringOptions(
                 self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
             )
             self.executable = lower(self.chosen.graph, self.options.backend, demand)
@@ -135,10 +135,10 @@ class Entry:
         buffers = {i: donate_memory(tensors[i], note) for i, note in self.donated.items()}
         for i, j in self.into.items():
             out[i] = buffers[j]
-        self._give_up_boxes(args)
+        self._mark_boxes_donated(args)
         return tree.unflatten(self.structure, out)
 
-    def _give_up_boxes(self, args: tuple[Any, ...]) -> None:
+    def _mark_boxes_donated(self, args: tuple[Any, ...]) -> None:
         for i in self.boxed:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
                 if isinstance(x, Shard | Slot | PerRank):
@@ -180,9 +180,9 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         _torch.fakes_on([x for g in graphs_in(traced.graph) for n in g.nodes for x in values(n)], options.device.kind)
     out, leaves, structure, positions = returned.pop()
     donated = {
-        i: f"{place} was donated to {options}"
-        for i, place in enumerate(arguments.places)
-        if place.position in positions
+        i: f"{name} was donated to {options}"
+        for i, name in enumerate(arguments.tensor_names)
+        if name.arg_index in positions
     }
     into = match_results(arguments, positions, out, leaves)
     functional = options.backend == "inductor-whole"  # Inductor itself decides which values are overwritten
@@ -192,7 +192,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         tuple(donated),
         functional,
         () if mesh is None else mesh.group_ranks(),
-        moves(traced.graph),
+        has_moves(traced.graph),
         options.device,
         _groups_of_one(mesh),
         options.backend == "inductor",
@@ -205,7 +205,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         graph.lint()
     if options.dump is not None:
         folder = _dump.folder_of(options.dump, mesh, traces)
-        _dump.dump(folder, PassManager(traced.graph, context), chosen.choice, name)
+        _dump.dump(folder, PassManager(traced.graph, context), chosen.pass_settings, name)
     rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
     return Entry(
         options=options,
@@ -229,18 +229,18 @@ def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
     return tuple([a.group for axes in mesh.bound_axes() for a in axes if a.size == 1])
 
 
-def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], options: JitOptions) -> Traced:
+def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], options: JitOptions) -> TracedGraph:
     """Trace a step with loops if its micro-batches can be one, else without. "inductor-whole" has no loops."""
     fakes, is_full_graph = _torch.fake_like(arguments.tensors), options.backend == "inductor-whole"
     try:
-        with recorded(options.loop and not is_full_graph, pipelines=not is_full_graph):
+        with record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
             return trace(f, fakes, labels)
     except NotScannable as error:
         warn_once(
             f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"
         )
-    with recorded(False, pipelines=not is_full_graph):
+    with record_loops(False, pipelines=not is_full_graph):
         return trace(f, fakes, labels)
 
 
@@ -250,24 +250,24 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
     for p, x in enumerate(args if step.params else ()):
         has_per_rank = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
         kinds[p] = "parameters" if p in step.params else "inputs" if has_per_rank else "optimizer state"
-    places = arguments.places
+    names = arguments.tensor_names
     return [
-        {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place, x)
-        for place, block, x in zip(places, blocks_of(places, step.params), arguments.tensors, strict=True)
+        {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space(name, x)
+        for name, block, x in zip(names, blocks_of(names, step.params), arguments.tensors, strict=True)
     ]
 
 
-def _space(place: LeafPlace, x: torch.Tensor) -> dict[str, str]:
+def _space(name: LeafName, x: torch.Tensor) -> dict[str, str]:
     """Return the memory that an argument lies in. A 0-d tensor counts for both memories, unless it is on the host."""
-    return {"space": place.space} if x.dim() or place.space == "host" else {}
+    return {"space": name.space} if x.dim() or name.space == "host" else {}
 
 
-def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
+def _unchanged(traced: TracedGraph, into: dict[int, int]) -> list[int]:
     """List the results that are arguments and are not written into a donated tensor."""
     return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
 
 
-def _written(traced: Traced, into: dict[int, int], donated: Iterable[int]) -> list[int]:
+def _written(traced: TracedGraph, into: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
     same = {i for k, i in into.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape

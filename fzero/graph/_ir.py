@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from fzero._torch import OneNode, OpOverload, c10d, graph_of
 from fzero.axes import PLANNED
 from fzero.collectives import gloo
-from fzero.graph._ops import is_known_cheap, is_view, is_viewing, lays_out
+from fzero.graph._ops import changes_layout, is_known_cheap, is_view, is_view_operation
 
 __all__ = [
     "axis_of",
@@ -178,7 +178,7 @@ def is_cheap(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cheap(operation: Any) -> bool:
-    if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_viewing(operation):
+    if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_view_operation(operation):
         return True
     if isinstance(operation, OpOverload) and operation.overloadpacket in _flop_formulas():
         return False
@@ -193,7 +193,7 @@ def parameter_gathers(graph: Graph) -> list[Node]:
     gathers = []
     for node in graph.nodes:
         is_static = all(a in from_inputs for a in node.all_input_nodes)
-        if is_input(node) or (is_static and lays_out(node)):
+        if is_input(node) or (is_static and changes_layout(node)):
             from_inputs.add(node)
         elif is_gather(node) and is_static:
             gathers.append(node)

@@ -13,7 +13,7 @@ from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
-from fzero.graph._dump import checked_folder
+from fzero.graph._dump import make_folder
 from fzero.graph._entry import Entry, JitOptions, entry_of
 from fzero.graph._pass_manager import Knobs
 from fzero.graph._polynomials import shapes_of
@@ -115,7 +115,7 @@ def jit(
     if strict and backend == "auto":
         raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
-    folder = None if dump is None else checked_folder(dump)
+    folder = None if dump is None else make_folder(dump)
     return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict, dynamic=dynamic)
 
 
@@ -173,7 +173,7 @@ class Jitted:
         step = self.step if hasattr(self.step, "stage") else self.name
         return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
 
-    def untraced(self, **changes: Any) -> "Jitted":
+    def with_options(self, **changes: Any) -> "Jitted":
         """Return the step with other attributes and without traces."""
         return replace(self, _entries={}, _lengths=Lengths(), _any_length=AnyLength(), **changes)
 
@@ -269,7 +269,7 @@ class Jitted:
             entry = self._at_length(key, arguments, args) if self.dynamic else None
             self._entries[key] = entry = self._trace(self._options, arguments, args) if entry is None else entry
             if entry.is_traced:
-                self._lengths.planned.append((shapes_of(arguments.tensors), entry.chosen.graph))
+                self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.chosen.graph))
         return entry
 
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:

@@ -19,32 +19,33 @@ __all__ = ["Shape", "one_rank_tree", "planned_mesh"]
 Shape = tuple[tuple[str, int], ...]
 
 
-def planned_mesh(shape: Shape, places: Shape = ()) -> Mesh:
+def planned_mesh(shape: Shape, coordinates: Shape = ()) -> Mesh:
     """Return a mesh without processes, as one of its ranks sees it. A step can be traced on it.
 
     Args:
         shape: the name and size of each axis.
-        places: the rank's place along each axis; 0 along an axis that is left out.
+        coordinates: the rank's coordinate along each axis; 0 along an axis that is left out.
     """
     names = [name for name, _ in shape]
     joint = [",".join(chosen) for k in range(2, len(names) + 1) for chosen in combinations(names, k)]
-    return Mesh(shape, _Processes(places=places), tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
+    device_mesh = _PlannedDeviceMesh(coordinates=coordinates)
+    return Mesh(shape, device_mesh, tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
 
 
 @dataclass(frozen=True)
-class _Processes:
+class _PlannedDeviceMesh:
     """A stand-in for the `DeviceMesh` of a world without processes, and for the groups of its axes."""
 
     group_name: str = ""
-    places: Shape = ()
+    coordinates: Shape = ()
 
     def get_local_rank(self, name: str) -> int:
         """Return the rank along an axis."""
-        return dict(self.places).get(name, 0)
+        return dict(self.coordinates).get(name, 0)
 
-    def get_group(self, name: str) -> "_Processes":
+    def get_group(self, name: str) -> "_PlannedDeviceMesh":
         """Return the group of an axis. A trace reads only the group's name."""
-        return _Processes(f"{PLANNED}{name}")
+        return _PlannedDeviceMesh(f"{PLANNED}{name}")
 
 
 def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:

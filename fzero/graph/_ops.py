@@ -18,19 +18,19 @@ from fzero._torch import OneNode, OpOverload
 __all__ = [
     "OPERATIONS",
     "OperationTraits",
+    "changes_layout",
     "copies",
     "differs_by_rank",
+    "display_name",
     "is_factory",
     "is_known_cheap",
     "is_linear",
     "is_pointwise",
     "is_random",
+    "is_uninitialized",
     "is_view",
-    "is_viewing",
-    "lays_out",
-    "leaves_memory_as_it_is",
+    "is_view_operation",
     "name_of",
-    "title_of",
 ]
 
 
@@ -165,7 +165,7 @@ def name_of(node: Node) -> str:
     return _name(node.target)
 
 
-def title_of(node: Node) -> str:
+def display_name(node: Node) -> str:
     """Return a readable name of a node's operation: "aten.mm.default", "getitem", or a function's name."""
     target = node.target
     return getattr(target, "__name__", "") if isinstance(target, FunctionType | BuiltinFunctionType) else str(target)
@@ -202,7 +202,7 @@ def differs_by_rank(node: Node) -> bool:
     return is_view(node) or OperationTraits.BY_RANK in _row(node)
 
 
-def lays_out(node: Node) -> bool:
+def changes_layout(node: Node) -> bool:
     """Return whether a node only changes the layout or the dtype of its operand."""
     return is_view(node) or OperationTraits.LAYOUT in _row(node)
 
@@ -212,7 +212,7 @@ def is_linear(node: Node) -> bool:
     return is_view(node) or OperationTraits.LINEAR in _row(node)
 
 
-def leaves_memory_as_it_is(node: Node) -> bool:
+def is_uninitialized(node: Node) -> bool:
     """Return whether a node's result is uninitialized memory."""
     return OperationTraits.EMPTY in _row(node)
 
@@ -224,10 +224,10 @@ def copies(name: str) -> bool:
 
 def is_view(node: Node) -> bool:
     """Return whether a node computes nothing but a view, or takes an item of a tuple."""
-    return is_viewing(node.target)
+    return is_view_operation(node.target)
 
 
-def is_viewing(operation: Any) -> bool:
+def is_view_operation(operation: Any) -> bool:
     """Return whether an operation computes nothing but a view, or takes an item of a tuple."""
     return operation is operator.getitem or _makes_view(operation)
 

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, values
-from fzero.graph._storages import moves
-from fzero.graph.loop._scan import loop_of, with_body
+from fzero.graph._storages import has_moves
+from fzero.graph.loop._scan import loop_of, set_body
 from fzero.graph.passes import (
     bucket,
     carry,
@@ -34,20 +34,20 @@ from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import Settings
 
-__all__ = ["AUTO", "FITTING", "PASSES", "Choice", "Knobs", "Pass", "PassContext", "PassManager", "PassResult"]
+__all__ = ["AUTO", "FITTING", "PASSES", "Knobs", "Pass", "PassContext", "PassManager", "PassResult", "PassSettings"]
 
 # The passes in their order: they turn a traced graph into a schedule.
 #
-# Each row of `PASSES` derives its pass's arguments from a `Choice`, the settings of one schedule, and from a
+# Each row of `PASSES` derives its pass's arguments from `PassSettings`, the settings of one schedule, and from a
 # `PassContext`, which all schedules of a step share. To add an optimization, write the pass into a file of
-# `fzero/graph/passes/` and insert its row. A setting of the pass is a field of `Choice`; `fzero.graph._candidates`
-# enumerates its values.
+# `fzero/graph/passes/` and insert its row. A setting of the pass is a field of `PassSettings`;
+# `fzero.graph._candidates` enumerates its values.
 
 
 FITTING = "fitting"  # a value of `prefetch`: one gather ahead, where there is room
 
 
-class Choice(NamedTuple):
+class PassSettings(NamedTuple):
     """The settings of one schedule.
 
     Attributes:
@@ -57,7 +57,8 @@ class Choice(NamedTuple):
         prefetch: how many gathers start ahead, or `FITTING`.
         in_flight: how many reductions may be in flight while work goes on.
         across_iterations: whether an iteration's last reductions stay in flight until the next one starts its own.
-        room: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and no plan shows it.
+        prefetch_budget: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and
+            no plan shows it.
         recast: whether widening casts run again for uses that wait for a collective.
     """
 
@@ -67,12 +68,12 @@ class Choice(NamedTuple):
     prefetch: int | str = 0
     in_flight: int = 0
     across_iterations: bool = False
-    room: float = math.inf
+    prefetch_budget: float = math.inf
     recast: bool = False
 
-    def settings(self) -> Settings:
+    def shown_in_plan(self) -> Settings:
         """Return the settings that a plan shows, by name. `across_iterations` and `recast` are shown only if True."""
-        hidden = {"room", *[name for name in ("across_iterations", "recast") if not getattr(self, name)]}
+        hidden = {"prefetch_budget", *[name for name in ("across_iterations", "recast") if not getattr(self, name)]}
         return {k: v for k, v in self._asdict().items() if k not in hidden}
 
 
@@ -83,8 +84,8 @@ class PassContext(NamedTuple):
         pairs: the positions `(result, argument)` of results that are written into donated arguments.
         donated: the positions of all donated arguments.
         functional: whether no collective may overwrite its operand, as Inductor requires of a full graph.
-        places: this rank's place in each process group, by the group's name.
-        moves: whether values are copied between device and host.
+        group_ranks: this rank's index in each process group, by the group's name.
+        has_moves: whether values are copied between device and host.
         device: the device of the cost model; None for the device of the values.
         lone_groups: the process groups of one rank.
         fuses: whether Inductor compiles segments: it does not store values that it computes within a loop.
@@ -93,8 +94,8 @@ class PassContext(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     functional: bool = False
-    places: tuple[tuple[str, int], ...] = ()
-    moves: bool = False
+    group_ranks: tuple[tuple[str, int], ...] = ()
+    has_moves: bool = False
     device: Device | None = None
     lone_groups: tuple[str, ...] = ()
     fuses: bool = False
@@ -107,44 +108,53 @@ class Pass(NamedTuple):
         name: the pass's name.
         apply: the pass: a pure function from a graph and `arguments` to a graph with the same results.
         arguments: returns all inputs of the pass besides the graph; None skips the pass.
-        reads: analyses the graph. Its result is the pass's last argument, which all choices share.
+        reads: analyses the graph. Its result is the pass's last argument, which all schedules share.
         loops: whether the pass runs once on loops whose bodies are scheduled, and not on each graph.
     """
 
     name: str
     apply: Callable[..., Graph]
-    arguments: Callable[[Choice, PassContext], tuple[Any, ...] | None]
+    arguments: Callable[[PassSettings, PassContext], tuple[Any, ...] | None]
     reads: Callable[[Graph], Any] | None = None
     loops: bool = False
 
 
-def _schedule_arguments(choice: Choice, context: PassContext) -> tuple[int | str, int, float]:
+def _schedule_arguments(settings: PassSettings, context: PassContext) -> tuple[int | str, int, float]:
     """Return the arguments of `schedule`: `prefetch`, `in_flight` and `limit` (bytes)."""
-    if choice.prefetch == FITTING:
-        return 1, choice.in_flight, choice.room
-    return choice.prefetch, choice.in_flight, math.inf
+    if settings.prefetch == FITTING:
+        return 1, settings.in_flight, settings.prefetch_budget
+    return settings.prefetch, settings.in_flight, math.inf
 
 
 PASSES = (
     Pass(
         "drop_lone_collectives",
         drop_lone_collectives,
-        lambda choice, context: (context.lone_groups,) if context.lone_groups else None,
+        lambda settings, context: (context.lone_groups,) if context.lone_groups else None,
     ),
-    Pass("keep_on_host", keep_on_host, lambda choice, context: () if context.moves else None),
-    Pass("hoist", hoist, lambda choice, context: (choice.max_reuse_bytes,)),
-    Pass("recompute", recompute, lambda choice, context: () if choice.recompute else None),
-    Pass("regather", regather, lambda choice, context: (choice.max_reuse_bytes,)),
-    Pass("bucket", bucket, lambda choice, context: (choice.bucket_bytes,)),
-    Pass("recast", recast, lambda choice, context: () if choice.recast else None),
-    Pass("early_move", early_move, lambda choice, context: () if context.moves else None),
-    Pass("donate", donate, lambda choice, context: (context.pairs, context.donated)),
-    Pass("in_place", in_place, lambda choice, context: None if context.functional else ()),
-    Pass("gather_into", gather_into, lambda choice, context: None if context.functional else ()),
-    Pass("slice_of_gather", slice_of_gather, lambda choice, context: None if context.functional else (context.places,)),
-    Pass("mark_fused", mark_fused, lambda choice, context: () if context.fuses else None),
+    Pass("keep_on_host", keep_on_host, lambda settings, context: () if context.has_moves else None),
+    Pass("hoist", hoist, lambda settings, context: (settings.max_reuse_bytes,)),
+    Pass("recompute", recompute, lambda settings, context: () if settings.recompute else None),
+    Pass("regather", regather, lambda settings, context: (settings.max_reuse_bytes,)),
+    Pass("bucket", bucket, lambda settings, context: (settings.bucket_bytes,)),
+    Pass("recast", recast, lambda settings, context: () if settings.recast else None),
+    Pass("early_move", early_move, lambda settings, context: () if context.has_moves else None),
+    Pass("donate", donate, lambda settings, context: (context.pairs, context.donated)),
+    Pass("in_place", in_place, lambda settings, context: None if context.functional else ()),
+    Pass("gather_into", gather_into, lambda settings, context: None if context.functional else ()),
+    Pass(
+        "slice_of_gather",
+        slice_of_gather,
+        lambda settings, context: None if context.functional else (context.group_ranks,),
+    ),
+    Pass("mark_fused", mark_fused, lambda settings, context: () if context.fuses else None),
     Pass("schedule", schedule, _schedule_arguments, Orders),
-    Pass("carry", carry, lambda choice, context: (choice.in_flight,) if choice.across_iterations else None, loops=True),
+    Pass(
+        "carry",
+        carry,
+        lambda settings, context: (settings.in_flight,) if settings.across_iterations else None,
+        loops=True,
+    ),
 )
 
 
@@ -164,22 +174,22 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True)
 class PassManager:
-    """The passes over one traced graph. Choices that begin alike share the results of their first passes.
+    """The passes over one traced graph. Settings that begin alike share the results of the first passes.
 
     Attributes:
         traced: the graph.
-        context: the inputs that all choices share.
+        context: the inputs that all schedules share.
     """
 
     traced: Graph
     context: PassContext
-    # results by graph, pass and arguments; choices with equal results so far have the same graph object
+    # results by graph, pass and arguments; settings with equal results so far have the same graph object
     _graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
     _shared: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
     # the managers of loop bodies, by the function of the loop's node
     _bodies: dict[Any, "PassManager"] = field(default_factory=dict, repr=False)
 
-    def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[PassResult]:
+    def run(self, settings: PassSettings, last: str = PASSES[-1].name) -> list[PassResult]:
         """Return the graph after each pass, in order, up to and including `last`.
 
         The bodies of loops are scheduled after the last pass over each graph, so that passes over loops find scheduled
@@ -187,14 +197,14 @@ class PassManager:
         """
         graph, states = self.traced, []
         for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
-            arguments = row.arguments(choice, self.context)
+            arguments = row.arguments(settings, self.context)
             if row.loops:
                 arguments = arguments if _has_loops(graph) else None
                 graph = graph if arguments is None else row.apply(graph, *arguments)
             elif arguments is not None:
                 graph = self._after(row, graph, arguments)
             if following is not None and following.loops and not row.loops:
-                graph = self._with_bodies(graph, choice)
+                graph = self._with_bodies(graph, settings)
             states.append(PassResult(row, arguments, graph))
             if row.name == last:
                 break
@@ -213,36 +223,40 @@ class PassManager:
             self._graphs[key] = graph if result is graph or _same(graph, result) else result
         return self._graphs[key]
 
-    def scheduled(self, choice: Choice) -> Graph:
+    def scheduled(self, settings: PassSettings) -> Graph:
         """Return the graph after all passes."""
-        return self.run(choice)[-1].graph
+        return self.run(settings)[-1].graph
 
-    def _with_bodies(self, graph: Graph, choice: Choice) -> Graph:
+    def _with_bodies(self, graph: Graph, settings: PassSettings) -> Graph:
         """Return a graph whose loops have scheduled bodies."""
         if not _has_loops(graph):
             return graph
         graph = copy_graph(graph)
         for node in [n for n in graph.nodes if loop_of(n)]:
-            inside = choice if choice.room == math.inf else choice._replace(room=_room_in(graph, node, choice.room))
-            with_body(node, self.body(node).scheduled(inside))
+            inside = (
+                settings
+                if settings.prefetch_budget == math.inf
+                else settings._replace(prefetch_budget=_budget_in_body(graph, node, settings.prefetch_budget))
+            )
+            set_body(node, self.body(node).scheduled(inside))
             for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
                 node.append(item)
         return graph
 
-    def changed_by(self, choice: Choice, name: str) -> bool:
+    def changed_by(self, settings: PassSettings, name: str) -> bool:
         """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""
-        before, after = [x.graph for x in [PassResult(PASSES[0], None, self.traced), *self.run(choice, name)][-2:]]
+        before, after = [x.graph for x in [PassResult(PASSES[0], None, self.traced), *self.run(settings, name)][-2:]]
         if len(before.nodes) != len(after.nodes):
             return True
-        return any(self.body(n).changed_by(choice, name) for n in after.nodes if loop_of(n))
+        return any(self.body(n).changed_by(settings, name) for n in after.nodes if loop_of(n))
 
     def body(self, node: Node) -> "PassManager":
         """Return the manager of a loop's body, given the loop's node in any graph."""
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            inside = self.context._replace(places=(), device=None, moves=moves(loop.body))
-            context = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
+            inside = self.context._replace(group_ranks=(), device=None, has_moves=has_moves(loop.body))
+            context = inside._replace(pairs=loop.pairs, donated=tuple(loop.sum_indices))
             self._bodies[node.target] = PassManager(loop.body, context)
         return self._bodies[node.target]
 
@@ -255,21 +269,21 @@ def _same(one: Graph, other: Graph) -> bool:
     """Return whether two graphs are equal, node by node, so that later passes give equal results."""
     if len(one.nodes) != len(other.nodes):
         return False
-    return all(_described(a) == _described(b) for a, b in zip(one.nodes, other.nodes, strict=True))
+    return all(_description(a) == _description(b) for a, b in zip(one.nodes, other.nodes, strict=True))
 
 
-def _described(node: Node) -> tuple[Any, ...]:
+def _description(node: Node) -> tuple[Any, ...]:
     args, kwargs = (map_arg(x, lambda a: a.name) for x in (node.args, node.kwargs))
     return node.name, node.target, args, kwargs, node.meta.get("unit"), FUSED in node.meta
 
 
-def _room_in(graph: Graph, node: Node, room: float) -> float:
+def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:
     """Return how many bytes may be live in a loop's body, its arguments included."""
     loop = loop_of(node)
     assert loop is not None
     at = list(graph.nodes).index(node)
     around = device_live_bytes(list(graph.nodes))[at] - iteration_peak_bytes(loop)
-    return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
+    return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
 
 
 # The knobs of `fzero.jit`, and the values that each takes.
@@ -292,7 +306,7 @@ class Knobs(NamedTuple):
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> "Knobs":
-        """Return the knobs that reproduce the schedule of some settings, as `Choice.settings` returns them."""
+        """Return the knobs that reproduce the schedule of a plan's settings."""
         values = {"recast": False, "across_iterations": False, **settings}
         return Knobs(**{name: value for name, value in values.items() if name in Knobs._fields}).checked()
 

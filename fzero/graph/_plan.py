@@ -33,8 +33,8 @@ def plan(
             keeps its size.
         device: "cuda" plans for a GPU, which this machine need not have: without the buffers of a CPU's collectives,
             and with the seconds of a data-centre GPU. By default the arguments' device; meta tensors count as a CPU's.
-        rank: the rank to plan, or its places along axes, `{"pp": 3}`; 0 along an axis that is left out. Ranks differ
-            along the axis of a pipeline.
+        rank: the rank to plan, or its coordinates along axes, `{"pp": 3}`; 0 along an axis that is left out.
+            Ranks differ along the axis of a pipeline.
         **kwargs: the step's arguments by name.
 
     Returns:
@@ -65,7 +65,7 @@ def plan(
         262152
     """
     jitted = step if isinstance(step, Jitted) else jit(step)
-    jitted = jitted.untraced(device=_device_of(device)) if device is not None else jitted
+    jitted = jitted.with_options(device=_device_of(device)) if device is not None else jitted
     train_step = step_of(jitted.step)
     mesh = train_step.mesh
     if mesh is None:
@@ -75,9 +75,10 @@ def plan(
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
-        jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
+        jitted = jitted.with_options(device=jitted.device._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return jitted.untraced(step=train_step.on_mesh(planned_mesh(shape, _places(rank, shape)))).plan(*args, **kwargs)
+    world = planned_mesh(shape, _coordinates_of(rank, shape))
+    return jitted.with_options(step=train_step.on_mesh(world)).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:
@@ -103,24 +104,26 @@ def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     return tuple(sizes.items())
 
 
-def _places(rank: int | Mapping[str, int], shape: Shape) -> Shape:
-    """Return the place of a rank along each axis of a world.
+def _coordinates_of(rank: int | Mapping[str, int], shape: Shape) -> Shape:
+    """Return the coordinates of a rank along the axes of a world.
 
     Raises:
         ValueError: if the world has no such rank.
     """
-    places = rank if isinstance(rank, Mapping) else _coordinates(rank, shape)
+    coordinates = rank if isinstance(rank, Mapping) else _coordinates_of_number(rank, shape)
     sizes = dict(shape)
-    for name, place in places.items():
-        if name not in sizes or not isinstance(place, int) or not 0 <= place < sizes[name]:
+    for name, coordinate in coordinates.items():
+        if name not in sizes or not isinstance(coordinate, int) or not 0 <= coordinate < sizes[name]:
             world = ", ".join([f"{n}={size}" for n, size in shape])
-            raise ValueError(f"rank={rank!r}: expected a rank of {world}, or places along these axes, counted from 0")
-    return tuple(places.items())
+            raise ValueError(
+                f"rank={rank!r}: expected a rank of {world}, or coordinates along these axes, counted from 0"
+            )
+    return tuple(coordinates.items())
 
 
-def _coordinates(rank: int, shape: Shape) -> dict[str, int]:
-    places: dict[str, int] = {}
+def _coordinates_of_number(rank: int, shape: Shape) -> dict[str, int]:
+    coordinates: dict[str, int] = {}
     for name, size in reversed(shape):
-        rank, places[name] = divmod(rank, size)
+        rank, coordinates[name] = divmod(rank, size)
     first = shape[0][0]
-    return {**places, first: places[first] + rank * shape[0][1]}  # out of range if the rank is
+    return {**coordinates, first: coordinates[first] + rank * shape[0][1]}  # out of range if the rank is

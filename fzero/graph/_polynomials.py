@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-__all__ = ["Polynomial", "Sample", "Shapes", "fit", "fit_all", "mapped", "shapes_of", "whole_numbers"]
+__all__ = ["Polynomial", "Sample", "Shapes", "fit", "fit_all", "integers_in", "mapped", "shapes_of"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -52,7 +52,7 @@ def mapped(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda no
     return f(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
 
-def whole_numbers(x: Any) -> list[int]:
+def integers_in(x: Any) -> list[int]:
     """List the integers in the arguments of a node."""
     numbers: list[int] = []
     mapped(x, numbers.append)

@@ -10,9 +10,9 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of, storage_id
 from fzero.collectives import start_to_host, to_host
 from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, values
-from fzero.graph._ops import title_of
+from fzero.graph._ops import display_name
 
-__all__ = ["SpaceError", "Storages", "check_spaces", "is_move", "moves", "on_host", "storages", "storages_in"]
+__all__ = ["SpaceError", "Storages", "check_spaces", "has_moves", "is_move", "on_host", "storages", "storages_in"]
 
 # Spaces: which values of a graph lie in host memory. No operation may mix host and device values.
 #
@@ -21,7 +21,7 @@ __all__ = ["SpaceError", "Storages", "check_spaces", "is_move", "moves", "on_hos
 # machine without accelerators finds a forgotten move.
 
 
-DOWN, UP = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
+TO_HOST, TO_DEVICE = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
 assert to_host  # importing its module defines the operations
 
 
@@ -31,10 +31,10 @@ class SpaceError(RuntimeError):
 
 def is_move(node: Node) -> bool:
     """Return whether a node copies a tensor between device and host memory."""
-    return node.target in (DOWN, UP, start_to_host)
+    return node.target in (TO_HOST, TO_DEVICE, start_to_host)
 
 
-def moves(graph: Graph) -> bool:
+def has_moves(graph: Graph) -> bool:
     """Return whether a graph copies values between device and host memory."""
     return any(is_move(n) for n in graph.nodes)
 
@@ -75,7 +75,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
         if is_input(n):
             spaces[n] = n.meta.get("space")  # a captured tensor may be used in either
         elif is_move(n):
-            spaces[n] = "device" if n.target is UP else "host"
+            spaces[n] = "device" if n.target is TO_DEVICE else "host"
         else:
             spaces[n] = _space_of_result(n, spaces)
     return spaces
@@ -88,7 +88,7 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     if host and (is_collective(node) or device):
         beside = f" and {_named(device[0])} on the device" if device else ", where ranks do not communicate"
         raise SpaceError(
-            f"{title_of(node)} at {line_of(node) or 'no known line'} is given {_named(host[0])} in host memory"
+            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_named(host[0])} in host memory"
             f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
             "transform that reads full trees, such as a clip by the global norm, before optim.offload"
         )
@@ -103,23 +103,23 @@ def _named(node: Node) -> str:
 
 
 class Storages(NamedTuple):
-    """The storage of each value, as an index into `size` and `born`.
+    """The storage of each value, as an index into `sizes` and `producers`.
 
     Attributes:
-        of: for each node, the storage of each tensor that it computes.
-        size: the bytes of each storage.
-        born: the node that allocates each storage.
+        indices: for each node, the index of the storage of each tensor that it computes.
+        sizes: the bytes of each storage.
+        producers: the node that allocates each storage.
         on_host: the values that lie in host memory.
     """
 
-    of: dict[Node, tuple[int, ...]]
-    size: list[int]
-    born: list[Node]
+    indices: dict[Node, tuple[int, ...]]
+    sizes: list[int]
+    producers: list[Node]
     on_host: Set[Node] = frozenset()
 
     def read_by(self, node: Node) -> list[int]:
         """List the storages that a node's arguments lie in."""
-        return [s for a in node.all_input_nodes for s in self.of.get(a, ())]
+        return [s for a in node.all_input_nodes for s in self.indices.get(a, ())]
 
 
 def storages(graph: Graph) -> Storages:
@@ -138,35 +138,35 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
             continue
         keys[node] = [storage_id(x) for x in values(node)]
         if is_input(node):
-            memory.of[node] = _computed(memory, node, keys[node], input_storages)
+            memory.indices[node] = _storages_of_result(memory, node, keys[node], input_storages)
         elif is_wait(node):
-            memory.of[node] = memory.of[node.all_input_nodes[0]]
+            memory.indices[node] = memory.indices[node.all_input_nodes[0]]
         elif node.target is operator.getitem and isinstance(node.args[0], Node):
-            memory.of[node] = _item(memory, node)
+            memory.indices[node] = _storages_of_item(memory, node)
         else:
             aliases: dict[int, int] = {}
             for a in node.all_input_nodes:
-                aliases.update(zip(keys[a], memory.of[a], strict=True))
-            memory.of[node] = _computed(memory, node, keys[node], aliases)
+                aliases.update(zip(keys[a], memory.indices[a], strict=True))
+            memory.indices[node] = _storages_of_result(memory, node, keys[node], aliases)
     return memory
 
 
-def _item(memory: Storages, node: Node) -> tuple[int, ...]:
+def _storages_of_item(memory: Storages, node: Node) -> tuple[int, ...]:
     (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
     parts = source.meta["val"]
-    if len(memory.of[source]) == len(parts):  # all are tensors
-        return (memory.of[source][index],)
+    if len(memory.indices[source]) == len(parts):  # all are tensors
+        return (memory.indices[source][index],)
     before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
-    return memory.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
+    return memory.indices[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 
 
-def _computed(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
+def _storages_of_result(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
     """Return a node's storages: one of `aliases` if the value is a view of it, else a new one."""
     out = []
     for x, key in zip(values(node), keys, strict=True):
         if key not in aliases:
-            aliases[key] = len(memory.size)
-            memory.size.append(x.untyped_storage().nbytes())
-            memory.born.append(node)
+            aliases[key] = len(memory.sizes)
+            memory.sizes.append(x.untyped_storage().nbytes())
+            memory.producers.append(node)
         out.append(aliases[key])
     return tuple(out)

@@ -316,7 +316,7 @@ def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     It may not if the gradient itself is differentiated, for example inside another loss. It may not if the batch is
     differentiated: each micro-batch then computes another part of the batch's gradient.
     """
-    can_loop = batch.count > 2 and loop.are_recorded() and not set(nums) & set(batch.argnums)
+    can_loop = batch.count > 2 and loop.records_loops() and not set(nums) & set(batch.argnums)
     return can_loop and not differentiates_now()
 
 

@@ -24,7 +24,7 @@ def test_what_is_gathered_lies_in_the_argument():
     after = drop_lone_collectives(before, ["g"])
     assert sum(is_collective(n) for n in after.nodes) == 1  # the other's result is one of the graph's
     assert peak_bytes(after) == peak_bytes(before) - 32 and not [r for r in live_ranges(after) if r.kind == "gathered"]
-    assert next(storages(after).of[n][0] for n in after.nodes if n.target is aten.view.default) == 0
+    assert next(storages(after).indices[n][0] for n in after.nodes if n.target is aten.view.default) == 0
     args = [torch.arange(16.0), torch.ones(1, 4)]
     assert [bits(x) for x in run(after, args, 1)] == [bits(x) for x in run(before, args, 1)]
 

@@ -240,7 +240,7 @@ def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths)
     for key, entry in run._entries.items():
         if entry.is_traced:
             continue
-        again = run.untraced(knobs=Knobs.of(entry.chosen.settings))
+        again = run.with_options(knobs=Knobs.of(entry.chosen.settings))
         length = next(shape[-1] for shape, dtype, *_ in key.tensors if dtype == torch.int64 and len(shape) > 1)
         plan = again.plan(*state, run.mesh.split(batch(n, k, length)))
         (traced,) = again._entries.values()

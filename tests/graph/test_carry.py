@@ -12,7 +12,7 @@ from fzero import optim
 from fzero.graph import _candidates as _choose
 from fzero.graph import _one_rank
 from fzero.graph._ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
-from fzero.graph._pass_manager import Choice, PassContext, PassManager
+from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _cost
@@ -46,8 +46,8 @@ def loops(graph: Any) -> list[Loop]:
 
 
 def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
-    choice = Choice(False, 0, bucket_bytes, 0, in_flight, across_iterations)
-    return PassManager(traced, PassContext()).scheduled(choice)
+    settings = PassSettings(False, 0, bucket_bytes, 0, in_flight, across_iterations)
+    return PassManager(traced, PassContext()).scheduled(settings)
 
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (3, 2), (2, 9)], itertools.product((2, 3), (1, 2, 9))))

@@ -31,12 +31,12 @@ ADAMW = optim.adamw(1e-2, eps=1e-3)
 @contextlib.contextmanager
 def unrolled() -> Iterator[None]:
     """Have every micro-batch traced by itself."""
-    real = _entry.recorded
-    _entry.recorded = lambda on, pipelines: real(False)
+    real = _entry.record_loops
+    _entry.record_loops = lambda on, pipelines: real(False)
     try:
         yield
     finally:
-        _entry.recorded = real
+        _entry.record_loops = real
 
 
 def loops(jitted: Any) -> list[Any]:
@@ -653,7 +653,11 @@ def test_ranks_compare_what_loops_run():
     (double, lean), (triple, _), (_, ahead) = rank_of(2.0, **orders[0]), rank_of(3.0), rank_of(2.0, **orders[1])
     differing = [a for a, b in zip(*map(_agree.signatures, (double, triple)), strict=True) if a != b]
     assert len(differing) > 1 and all("2.0" in a for a in differing)
-    assert _agree.order(lean) == _agree.order(rank_of(2.0, **orders[0])[1]) != _agree.order(ahead)
+    assert (
+        _agree.digest_of_order(lean)
+        == _agree.digest_of_order(rank_of(2.0, **orders[0])[1])
+        != _agree.digest_of_order(ahead)
+    )
 
 
 @pytest.mark.parametrize("what", ["a part", "a sum of a part"])

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 import fzero.graph.run._backends as lowering
 from fzero import _torch
 from fzero._torch import c10d
-from fzero.graph._agree import order
+from fzero.graph._agree import digest_of_order
 from fzero.graph._ir import (
     COPY,
     GATHER_INTO,
@@ -383,10 +383,10 @@ def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(mak
     before = donate(sample.graph, sample.pairs, sample.donated) if donated else sample.graph
     after = in_place(before)
     assert in_place(after).python_code("self").src == after.python_code("self").src
-    memory, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).of[n]}
+    memory, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).indices[n]}
     for old, new in zip(before.nodes, after.nodes, strict=True):
         if old.target is c10d.all_reduce.default:
-            (s,) = memory.of[old.all_input_nodes[0]]
+            (s,) = memory.indices[old.all_input_nodes[0]]
             readers = [n for n in before.nodes if s in memory.read_by(n) and not is_view(n)]
             mine = s not in given and readers == [old]
             assert (new.target is c10d.all_reduce_.default) == mine
@@ -573,7 +573,8 @@ def test_where_little_is_alive_the_next_gather_starts():
     fitting = schedule(graph, 1, 0, peak_bytes(lean))
     assert peak_bytes(fitting) == peak_bytes(lean) < peak_bytes(eager)
     assert started_ahead(lean) == 0 < started_ahead(fitting) < started_ahead(eager)
-    assert order(lean) != order(eager) == order(schedule(graph, 1))  # ranks do not take one for the other
+    orders = [digest_of_order(x) for x in (lean, eager, schedule(graph, 1))]
+    assert orders[0] != orders[1] == orders[2]  # ranks do not take one for the other
     for extra in range(0, 1000, 10):  # several ahead share the room
         limit = peak_bytes(lean) + extra
         assert peak_bytes(schedule(graph, 3, 0, limit)) <= limit
@@ -608,7 +609,7 @@ def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
     reductions = [n for n in reductions if n.meta["val"].dim()]
     assert len(reductions) >= len(chain.widths) - 2
     for earlier, later in itertools.pairwise(reductions):
-        packed = memory.born[memory.of[later.args[0]][0]]
+        packed = memory.producers[memory.indices[later.args[0]][0]]
         assert position[earlier] < position[packed]
         wait = next(iter(earlier.users))
         assert position[wait] < position[packed]
@@ -648,7 +649,7 @@ def distinct_results(graph: Graph) -> list[torch.Tensor]:
 
 
 def is_view_of_any(node: Node) -> bool:
-    return not is_input(node) and len({*storages(node.graph).born} & {node}) == 0
+    return not is_input(node) and len({*storages(node.graph).producers} & {node}) == 0
 
 
 @examples(25, 50)

@@ -1,4 +1,4 @@
-"""The list of passes: its order, what choices share, and the dump of what each pass made."""
+"""The list of passes: its order, what schedules share, and the dump of what each pass made."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from fzero.graph import _pass_manager as _pipeline
 from fzero.graph import passes
 from fzero.graph._candidates import Knobs, candidates
 from fzero.graph._ir import GATHER_INTO
-from fzero.graph._pass_manager import FITTING, PASSES, Choice, PassContext, PassManager
+from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
 from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._liveness import device_live_bytes, live_bytes, live_ranges, peak_bytes
@@ -39,10 +39,10 @@ def test_the_list_has_every_pass_once():
 LAST = f"{len(PASSES) - 1}_schedule.txt"
 
 
-def one_after_the_other(graph: Graph, choice: Choice, context: PassContext) -> Graph:
+def one_after_the_other(graph: Graph, settings: PassSettings, context: PassContext) -> Graph:
     """Run each row of the table on the graph of the row before; no two schedules share anything."""
     for row in PASSES:
-        arguments = row.arguments(choice, context)
+        arguments = row.arguments(settings, context)
         graph = graph if arguments is None else row.apply(graph, *arguments)
     return graph
 
@@ -67,11 +67,11 @@ def test_a_pass_comes_after_the_pass_that_it_builds_on(first, second):
     assert names.index(first) < names.index(second)
 
 
-def choices() -> st.SearchStrategy[Choice]:
+def pass_settings() -> st.SearchStrategy[PassSettings]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
     recompute, across, recast = st.booleans(), st.booleans(), st.booleans()
-    return st.builds(Choice, recompute, reuse, size, ahead, st.integers(0, 1), across, room, recast)
+    return st.builds(PassSettings, recompute, reuse, size, ahead, st.integers(0, 1), across, room, recast)
 
 
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
@@ -79,10 +79,10 @@ REPLICATED = SHARDED._replace(stage=1)
 
 
 @examples(15, 30)
-@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
-@example(REPLICATED, [Choice(False, math.inf, 0)], False, False, False)
+@given(chains(), st.lists(pass_settings(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
+@example(REPLICATED, [PassSettings(False, math.inf, 0)], False, False, False)
 def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself, moves):
-    """Whatever choices came before: what they share is no other graph."""
+    """Whatever settings came before: what they share is no other graph."""
     sample = build_chain(chain)
     context = PassContext(
         tuple(sample.pairs),
@@ -94,11 +94,11 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
         fuses=not functional,
     )
     pipeline = PassManager(sample.graph, context)
-    for choice in chosen:
-        made = pipeline.run(choice)
+    for settings in chosen:
+        made = pipeline.run(settings)
         assert [p.row for p in made] == [*PASSES]
         last = made[-1].graph
-        assert lines(last) == lines(one_after_the_other(sample.graph, choice, context))
+        assert lines(last) == lines(one_after_the_other(sample.graph, settings, context))
         assert device_live_bytes(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
 
 
@@ -106,14 +106,14 @@ def test_new_parameters_arrive_in_the_leaves_that_were_donated():
     """So donation comes first: this example tells the orders apart."""
     sample = build_chain(REPLICATED)
     made = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated))).run(
-        Choice(False, math.inf, 0)
+        PassSettings(False, math.inf, 0)
     )
     arrived = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in made}
     assert (arrived["in_place"], arrived["gather_into"], arrived["schedule"]) == (0, 3, 3)
 
 
 @pytest.mark.parametrize("chain", [SHARDED, REPLICATED])
-def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
+def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
     ran: Counter[str] = Counter()
 
     def counted(row: _pipeline.Pass) -> _pipeline.Pass:
@@ -127,7 +127,7 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     sample = build_chain(chain)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
     found = candidates(sample.graph, context, Knobs(recompute=False, memory_budget=10**9))
-    reuses = len({c.choice.max_reuse_bytes for c in found})
+    reuses = len({c.pass_settings.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
     before = dict.fromkeys(
         ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "slice_of_gather"), reuses
@@ -138,8 +138,8 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
 def test_where_a_pass_changes_nothing_what_follows_runs_once():
     sample = build_chain(SHARDED._replace(stage=1))
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
-    one, other = (passes.scheduled(Choice(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
-    assert not passes.changed_by(Choice(True, math.inf, 0), "recompute") and one is other
+    one, other = (passes.scheduled(PassSettings(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
+    assert not passes.changed_by(PassSettings(True, math.inf, 0), "recompute") and one is other
 
 
 def test_schedules_of_one_graph_read_it_once(monkeypatch):
@@ -150,14 +150,16 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
     sample = build_chain(SHARDED)
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
-        choice = Choice(False, 0, 0, ahead, flying, room=300)
-        assert lines(passes.run(choice)[-1].graph) == lines(one_after_the_other(sample.graph, choice, passes.context))
+        settings = PassSettings(False, 0, 0, ahead, flying, prefetch_budget=300)
+        assert lines(passes.run(settings)[-1].graph) == lines(
+            one_after_the_other(sample.graph, settings, passes.context)
+        )
     assert len(read) == 1
 
 
-def test_the_settings_that_a_plan_tells_are_the_choices():
-    choice = Choice(True, math.inf, 4, FITTING, 1, room=17)
-    assert choice.settings() == {
+def test_a_plan_shows_the_settings_of_the_passes():
+    settings = PassSettings(True, math.inf, 4, FITTING, 1, prefetch_budget=17)
+    assert settings.shown_in_plan() == {
         "recompute": True,
         "max_reuse_bytes": math.inf,
         "bucket_bytes": 4,
@@ -172,9 +174,9 @@ def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)
     found = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), Knobs())
     room = min(c.peak_bytes for c in found)
-    fitting = [c for c in found if c.choice.prefetch == FITTING]
-    assert fitting and {c.choice.room for c in fitting} == {room}
-    assert min(c.peak_bytes for c in fitting if c.choice.in_flight == 0) <= room
+    fitting = [c for c in found if c.pass_settings.prefetch == FITTING]
+    assert fitting and {c.pass_settings.prefetch_budget for c in fitting} == {room}
+    assert min(c.peak_bytes for c in fitting if c.pass_settings.in_flight == 0) <= room
 
 
 # ---------------------------------------------------------------- dump
@@ -268,4 +270,4 @@ def test_the_peak_of_the_last_pass_is_the_candidates():
     sample = build_chain(SHARDED)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
     for c in candidates(sample.graph, context, Knobs()):
-        assert peak_bytes(PassManager(sample.graph, context).run(c.choice)[-1].graph) == c.peak_bytes
+        assert peak_bytes(PassManager(sample.graph, context).run(c.pass_settings)[-1].graph) == c.peak_bytes

@@ -178,7 +178,7 @@ def test_it_is_done_where_it_is_asked_for():
 def test_it_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
     found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), Knobs())
-    assert {c.choice.recast for c in found} == ({False, True} if tried else {False})
+    assert {c.pass_settings.recast for c in found} == ({False, True} if tried else {False})
 
 
 def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():

@@ -57,7 +57,7 @@ MUTANTS = [
             (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
             ON_GLOO,
         ),
-        Fault("a donated slot prints as if alive", "Entry._give_up_boxes", becomes("A | B | C", "A | C")),
+        Fault("a donated slot prints as if alive", "Entry._mark_boxes_donated", becomes("A | B | C", "A | C")),
     ),
     *File("graph/planning/_liveness.py", WORKSPACE).faults(
         Fault(
@@ -90,8 +90,8 @@ MUTANTS = [
         Fault("a turn holds nothing", "_extra_ranges", becomes("A(loop)", "0"), LOOPS),
     ),
     *File("graph/_pass_manager.py", PIPELINE).faults(
-        Fault("marks are lost", "_described", dropped("A in B.meta"), FUSED),
-        Fault("a loop takes its room twice", "_room_in", bare("A - B(C)"), LOOPS),
+        Fault("marks are lost", "_description", dropped("A in B.meta"), FUSED),
+        Fault("a loop takes its room twice", "_budget_in_body", bare("A - B(C)"), LOOPS),
         Fault("a knob takes what is no number", "_Domain.checked", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
@@ -111,7 +111,7 @@ MUTANTS = [
             becomes("A.B(pairs=C.D, donated=tuple(C.E))", "A.B(pairs=(), donated=())"),
             LOOPS,
         ),
-        Fault("a body has all the room", "_room_in", bare("A - around"), LOOPS),
+        Fault("a body has all the room", "_budget_in_body", bare("A - around"), LOOPS),
     ),
     *File("graph/passes/_listing.py", RECAST).faults(
         Fault(
@@ -294,7 +294,9 @@ MUTANTS = [
     ),
     *File("graph/_agree.py", GRAPH).faults(
         Fault(
-            "schedules in another order are taken for the same", "order", becomes("names = A", "names: list[str] = []")
+            "schedules in another order are taken for the same",
+            "digest_of_order",
+            becomes("names = A", "names: list[str] = []"),
         ),
         Fault("bodies are not compared", "signatures", dropped("*A(B.C, D)"), LOOPS),
     ),
@@ -359,7 +361,7 @@ MUTANTS = [
     ),
     *File("graph/passes/_overwrite.py", GRAPH).faults(
         Fault("a buffer that others read is summed in place", "in_place", dropped("A[B] == [C]")),
-        Fault("an argument is summed in place", "in_place", dropped("A.born[B].op == 'call_function'")),
+        Fault("an argument is summed in place", "in_place", dropped("A.producers[B].op == 'call_function'")),
         Fault("who reads a loop's sum copies it", "in_place", never("s in A"), LOOPS),
     ),
     *File("graph/_ops.py", OPS).faults(
@@ -374,7 +376,7 @@ MUTANTS = [
         Fault("a row is no operation", "OPERATIONS", constant("bucketize", "bucketise")),
     ),
     *File("graph/_dump.py", PIPELINE).faults(
-        Fault("a dump of another schedule", "dump", becomes("A.B(choice)", "A.B(Choice(True, 0, 0))")),
+        Fault("a dump of another schedule", "dump", becomes("A.B(settings)", "A.B(PassSettings(True, 0, 0))")),
         Fault("a second trace is dumped over the first", "folder_of", never("traces")),
     ),
     *File("graph/loop/_trace.py", LOOPS).faults(
@@ -451,7 +453,9 @@ MUTANTS = [
     *File("graph/_jit.py", LENGTHS).faults(
         Fault("a schedule of its own for each length", "Jitted._at_length", bare("A.B(knobs=C.D(E.F.G))")),
         Fault(
-            "a plan elsewhere is the first length", "Jitted.untraced", returns("replace(self, _entries={}, **changes)")
+            "a plan elsewhere is the first length",
+            "Jitted.with_options",
+            returns("replace(self, _entries={}, **changes)"),
         ),
         Fault(
             "a budget is one length's",
@@ -465,8 +469,8 @@ MUTANTS = [
         Fault("a branch at another length is not seen", "AnyLength.entry", never("not self.A(B)")),
         Fault("captured tensors are the first length's", "_formula", never("not all(A(B, C) for C in D)")),
         Fault("what lies otherwise is like the rest", "AnyLength.entry", never("forms != A")),
-        Fault("values keep their sizes", "_rewritten", becomes("A.get(id(val), val)", "val")),
-        Fault("flops are those of another length", "_rewritten", skipped("A.meta.pop('flops', None)")),
+        Fault("values keep their sizes", "_rewrite", becomes("A.get(id(val), val)", "val")),
+        Fault("flops are those of another length", "_rewrite", skipped("A.meta.pop('flops', None)")),
         Fault(
             "a rank goes on without a trace alone", "AnyLength._find", never("A is not None and A.distributed"), ON_GLOO
         ),

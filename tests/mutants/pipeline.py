@@ -96,7 +96,7 @@ MUTANTS = [
     *File("graph/loop/_trace.py", PROCESSES).faults(
         Fault("sums of a stage are in another order", "_iteration_of", becomes("A[1]", "A[0]")),
         Fault("what a rank does not read is not gathered", "_body", dropped("*A(B.C)")),
-        Fault("weights before what is sent", "with_loops", skipped("A(start)"), PLAN),
+        Fault("weights before what is sent", "insert_loops", skipped("A(start)"), PLAN),
     ),
     *File("graph/loop/_run.py", PROCESSES).faults(
         Fault("residuals are read once", "_Iterations.run", becomes("self.readers[A]", "1")),
@@ -117,7 +117,7 @@ MUTANTS = [
         Fault("a unit stays between two passes", "_exceeds_reuse", never("A.passes[B] != A.passes[C]")),
     ),
     *File("graph/passes/_loops.py", PLAN).faults(
-        Fault("what a pass gathers is gathered once a step", "_loops", dropped("A.track is None")),
+        Fault("what a pass gathers is gathered once a step", "_loops", dropped("A.rank_schedule is None")),
     ),
     *File("graph/loop/_rank_schedule.py", PLAN).faults(
         Fault(
@@ -128,6 +128,6 @@ MUTANTS = [
         Fault("buckets pass the end of a phase", "bucket.together", returns("True")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("every rank's plan is the first's", "_Processes.get_local_rank", returns("0")),
+        Fault("every rank's plan is the first's", "_PlannedDeviceMesh.get_local_rank", returns("0")),
     ),
 ]

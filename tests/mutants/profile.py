@@ -40,7 +40,7 @@ MUTANTS = [
         Fault("bars join over those above them", "bars", becomes("A(B)[:C + 1]", "A(B)[C:C + 1]")),
     ),
     *File("graph/run/_clock.py", PROFILING).faults(
-        Fault("loops are timed twice", "_Timed.run_node", dropped("A.name in self.loops")),
+        Fault("loops are timed twice", "_TimedInterpreter.run_node", dropped("A.name in self.loops")),
         Fault("operations in a graph are shown twice", "record_time", becomes("with A(): ...", "if True: ...")),
     ),
 ]

@@ -38,7 +38,7 @@ MUTANTS = [
         Fault("an executor packs as a trace does", "REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", GRAPH).faults(
-        Fault("every item lies where the first does", "_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),
+        Fault("every item lies where the first does", "_storages_of_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
         Fault("constants are recorded as data", "_nodes", dropped("A.B is not None")),

@@ -15,7 +15,7 @@ from fzero.graph._ir import is_input, nbytes, results, values
 from fzero.graph._storages import storages_in
 from fzero.graph.loop._rank_schedule import Phase, phases_of
 from fzero.graph.loop._scan import Loop
-from fzero.graph.loop._split import Arrival, PhaseGraph, Residual, split
+from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf, split
 from fzero.parallel.schedules import Action, Value, programs
 
 __all__ = ["SentMessage", "peak_by_phase", "pipeline_seconds", "sent_messages"]
@@ -52,7 +52,7 @@ class _Profile(NamedTuple):
     """
 
     live: list[int]
-    inputs: dict[Residual | Arrival, tuple[int, int]]
+    inputs: dict[Residual | StageLeaf, tuple[int, int]]
     outputs: list[int | None]
     size: list[int]
 
@@ -79,9 +79,9 @@ def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)
     arguments = [n for n in nodes if is_input(n)]
-    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in memory.of[n]}
+    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in memory.indices[n]}
     change = [0] * (len(nodes) + 1)
-    for s, (node, size) in enumerate(zip(memory.born, memory.size, strict=True)):
+    for s, (node, size) in enumerate(zip(memory.producers, memory.sizes, strict=True)):
         if not is_input(node):
             change[position[node]] += size
             change[len(nodes) if s in output_storages else min(stops[s] + 1, len(nodes))] -= size
@@ -90,10 +90,10 @@ def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
         now += delta
         live.append(now)
     owned = {x: n for x, n in zip(part.inputs, arguments, strict=True) if not isinstance(x, int)}
-    inputs = {x: (memory.of[n][0], stops[memory.of[n][0]]) for x, n in owned.items()}
-    owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.born) if not is_input(n)}
-    outputs = [memory.of[n][0] if memory.of[n][0] in owned_storages else None for n in results(part.graph)]
-    return _Profile(live, inputs, outputs, memory.size)
+    inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owned.items()}
+    owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.producers) if not is_input(n)}
+    outputs = [memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in results(part.graph)]
+    return _Profile(live, inputs, outputs, memory.sizes)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _RowWalk:
 
     def run(self) -> dict[Phase, int]:
         """Return the peak memory during each phase, in bytes."""
-        rank_schedule = self.loop.track
+        rank_schedule = self.loop.rank_schedule
         assert rank_schedule is not None
         self.readers = Counter(
             [x for part, _ in self.profiles.values() for x in part.inputs if isinstance(x, Residual)]
@@ -158,7 +158,7 @@ class _RowWalk:
                 *zip(part.inputs, inputs, strict=True),
                 *zip(part.outputs, results(part.graph), strict=True),
             ]:
-                if isinstance(value, Arrival):
+                if isinstance(value, StageLeaf):
                     sizes[value.leaf] = nbytes(*values(n))
         return [sizes[i] for i in sorted(sizes)]
 
@@ -199,7 +199,7 @@ class _RowWalk:
         ends = []
         received: dict[Value, list[_Block]] = {}
         for source, (storage, stop) in profile.inputs.items():
-            if isinstance(source, Arrival):
+            if isinstance(source, StageLeaf):
                 value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
                 if value not in received:
                     received[value] = self.ready.pop(value)
@@ -240,13 +240,13 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
         loop: the loop, whose body is scheduled.
         position: the position of the loop's node among the plan's operations.
     """
-    assert loop.track is not None
-    schedule, binding = loop.track.schedule, loop.track.binding
+    assert loop.rank_schedule is not None
+    schedule, binding = loop.rank_schedule.schedule, loop.rank_schedule.binding
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
     sizes = Counter[tuple[str, int]]()
     for part in split(loop):
         for output, node in zip(part.outputs, results(part.graph), strict=True):
-            if isinstance(output, Arrival):
+            if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*values(node))
     words = {"F": "output", "G": "gradient"}
     return [SentMessage(position, words[kind], s, sizes[kind, s], n, binding.axis) for (kind, s), n in times.items()]
@@ -260,8 +260,8 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         seconds: estimates the seconds of a graph.
         message: estimates the seconds of a message, given its bytes and the axis along which it goes to the next rank.
     """
-    assert loop.track is not None
-    schedule, parts = loop.track.schedule, split(loop)
+    assert loop.rank_schedule is not None
+    schedule, parts = loop.rank_schedule.schedule, split(loop)
     by_kind = Counter[str]()
     for part in parts:
         by_kind[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
@@ -269,8 +269,8 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         n
         for part in parts
         for output, n in zip(part.outputs, results(part.graph), strict=True)
-        if isinstance(output, Arrival)
+        if isinstance(output, StageLeaf)
     ]
-    latency = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.track.binding.axis)
+    latency = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
     backward = by_kind["I"] + by_kind["W"]
     return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], latency=latency).makespan

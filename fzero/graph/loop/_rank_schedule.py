@@ -29,7 +29,7 @@ __all__ = [
     "begin_shapes_only",
     "end_shapes_only",
     "is_marker",
-    "needs",
+    "mark_pipeline",
     "phases_of",
     "rank_schedule_number",
     "rank_schedule_of",
@@ -98,8 +98,8 @@ def _never(*args: Any) -> torch.Tensor:
     raise AssertionError("an operation of a pipeline's loop ran outside a trace")
 
 
-@torch.library.custom_op("fzero::needs", mutates_args=())
-def needs(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tensor:
+@torch.library.custom_op("fzero::mark_pipeline", mutates_args=())
+def mark_pipeline(iteration: torch.Tensor, rank_schedule: int, arguments: list[torch.Tensor]) -> torch.Tensor:
     """Mark an iteration as one of a pipeline's loop, and these tensors as arguments of the loop, read or not."""
     return _never()
 
@@ -136,15 +136,15 @@ def end_shapes_only() -> torch.Tensor:
     return _never()
 
 
-MARKERS = (needs, begin_phase, receive, send, begin_shapes_only, end_shapes_only)
-NEEDS, BEGINS, RECEIVED, SENT, ASIDE, ASIDE_ENDS = [op._opoverload for op in MARKERS]
-for _marker in (NEEDS, BEGINS, SENT, ASIDE, ASIDE_ENDS):
+MARKERS = (mark_pipeline, begin_phase, receive, send, begin_shapes_only, end_shapes_only)
+MARK_PIPELINE, BEGIN_PHASE, RECEIVE, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY = [op._opoverload for op in MARKERS]
+for _marker in (MARK_PIPELINE, BEGIN_PHASE, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY):
     has_side_effect(_marker)  # nothing reads their results
 
 
 def is_marker(node: Node) -> bool:
     """Return whether a node marks where a phase begins, or what it sends or receives."""
-    return node.target in (BEGINS, RECEIVED, SENT)
+    return node.target in (BEGIN_PHASE, RECEIVE, SEND)
 
 
 # ---------------------------------------------------------------- shapes of the operations' results
@@ -154,8 +154,8 @@ def _no_result() -> torch.Tensor:
     return torch.empty((0,), dtype=torch.int64, device="cpu")
 
 
-@needs.register_fake
-def _(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tensor:
+@mark_pipeline.register_fake
+def _(iteration: torch.Tensor, rank_schedule: int, arguments: list[torch.Tensor]) -> torch.Tensor:
     return _no_result()
 
 

@@ -12,7 +12,7 @@ from fzero.collectives import PendingMessages, StageMessages
 from fzero.graph._ir import results, values
 from fzero.graph.loop._rank_schedule import phases_of
 from fzero.graph.loop._scan import Loop
-from fzero.graph.loop._split import Arrival, PhaseGraph, Residual
+from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf
 from fzero.parallel.schedules import Action, Value, programs
 
 __all__ = ["following", "running"]
@@ -78,17 +78,17 @@ def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -
         parts: the loop's body, split into phases.
         bodies: run the phases. Each writes the new sums over the old ones, and removes its arguments from the list.
     """
-    assert loop.track is not None
-    track, first = loop.track, len(loop.parts)
+    assert loop.rank_schedule is not None
+    rank_schedule, first = loop.rank_schedule, len(loop.parts)
     phases = {part.phase: (part, body) for part, body in zip(parts, bodies, strict=True)}
     readers = Counter([x for part in parts for x in part.inputs if isinstance(x, Residual)])
     forms, device = _leaf_stand_ins(parts)
-    row = programs(track.schedule)[track.binding.rank]
-    messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
+    row = programs(rank_schedule.schedule)[rank_schedule.binding.rank]
+    messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         iterations = _Iterations(
-            loop, inputs, dict(readers), StageMessages(track.schedule, track.binding, forms, device)
+            loop, inputs, dict(readers), StageMessages(rank_schedule.schedule, rank_schedule.binding, forms, device)
         )
         for instruction in row:
             if not isinstance(instruction.operand, Action):
@@ -113,7 +113,7 @@ def _leaf_stand_ins(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], to
         outputs = [(value, n) for value, n in zip(part.outputs, results(part.graph), strict=True)]
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
         for value, n in [*zip(part.inputs, inputs, strict=True), *outputs]:
-            if isinstance(value, Arrival):
+            if isinstance(value, StageLeaf):
                 leaves[value.leaf] = values(n)[0]
     forms = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
     return forms, leaves[0].device if leaves else torch.device("cpu")
@@ -147,18 +147,18 @@ class _Iterations:
         for output, x in zip(part.outputs, out, strict=True):
             if isinstance(output, Residual):
                 self.residuals[m, output] = [x, self.readers[output]]
-            elif isinstance(output, Arrival):
+            elif isinstance(output, StageLeaf):
                 by_value.setdefault(Value(output.kind, output.stage, m), []).append(x)  # pyright: ignore[reportArgumentType]
         for value, xs in by_value.items():
             self.messages.put(value, xs)
         return next(iter(by_value), None)
 
-    def _argument(self, source: int | Residual | Arrival, m: int, received: dict[Value, list[torch.Tensor]]) -> Any:
+    def _argument(self, source: int | Residual | StageLeaf, m: int, received: dict[Value, list[torch.Tensor]]) -> Any:
         if isinstance(source, Residual):
             entry = self.residuals[m, source]
             entry[1] -= 1
             return self.residuals.pop((m, source))[0] if not entry[1] else entry[0]
-        if isinstance(source, Arrival):
+        if isinstance(source, StageLeaf):
             value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
             if value not in received:
                 received[value] = self.messages.take(value)

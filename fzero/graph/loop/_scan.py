@@ -17,22 +17,22 @@ __all__ = [
     "Loop",
     "LoopSlice",
     "NotScannable",
-    "are_recorded",
     "check_equal_runs",
-    "function_of",
     "graphs_in",
     "is_part",
     "iteration",
     "loop_of",
+    "new_loop_function",
     "part",
-    "pipelines_are_recorded",
-    "recorded",
+    "record_loops",
+    "records_loops",
+    "records_pipelines",
     "rows",
     "run_again",
+    "set_body",
     "shared_graphs",
     "sum_after",
     "sum_before",
-    "with_body",
 ]
 
 # Loops: a node of the graph runs a graph of its own, one iteration after the other.
@@ -61,7 +61,7 @@ class Loop:
         sums: the number of sums; the node takes them after the sliced tensors.
         carried: the number of reductions that each iteration starts and the next one waits for. The node returns
             those of the last iteration, after all other results.
-        track: for a rank of a pipeline, the schedule that it follows (`fzero.graph.loop._rank_schedule`); else None.
+        rank_schedule: for a rank of a pipeline, the schedule that it follows; else None.
     """
 
     body: Graph
@@ -69,10 +69,10 @@ class Loop:
     parts: tuple[LoopSlice, ...]
     sums: int
     carried: int = 0
-    track: RankSchedule | None = None
+    rank_schedule: RankSchedule | None = None
 
     @property
-    def places_of_sums(self) -> range:
+    def sum_indices(self) -> range:
         """The positions of the sums among the body's arguments."""
         first = 1 + len(self.parts)
         return range(first, first + self.sums)
@@ -80,7 +80,7 @@ class Loop:
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """The positions `(result, argument)` of the body's sums, which are updated in place."""
-        return tuple(enumerate(self.places_of_sums))
+        return tuple(enumerate(self.sum_indices))
 
 
 def loop_of(node: Node) -> Loop | None:
@@ -101,18 +101,18 @@ def shared_graphs(graph: Graph) -> Iterator[Graph]:
     yield graph
     for node in graph.nodes:
         loop = loop_of(node)
-        if loop and loop.track is None:
+        if loop and loop.rank_schedule is None:
             yield loop.body
 
 
-def with_body(node: Node, body: Graph) -> None:
+def set_body(node: Node, body: Graph) -> None:
     """Replace the body of a loop's node."""
     loop = loop_of(node)
     assert loop is not None
     node.meta = {**node.meta, "loop": replace(loop, body=body)}
 
 
-def function_of() -> Callable[..., Any]:
+def new_loop_function() -> Callable[..., Any]:
     """Return a new function that stands for one loop in a graph; each loop has its own."""
 
     def loop(*args: Any) -> Any:
@@ -148,7 +148,7 @@ _RECORDING = _Recording()
 
 
 @contextmanager
-def recorded(on: bool, pipelines: bool = False) -> Iterator[None]:
+def record_loops(on: bool, pipelines: bool = False) -> Iterator[None]:
     """Set whether this thread's trace records a loop as one iteration, and a pipeline's rank as such a loop."""
     before = _RECORDING.on, _RECORDING.pipelines
     _RECORDING.on, _RECORDING.pipelines = on, pipelines
@@ -158,12 +158,12 @@ def recorded(on: bool, pipelines: bool = False) -> Iterator[None]:
         _RECORDING.on, _RECORDING.pipelines = before
 
 
-def are_recorded() -> bool:
+def records_loops() -> bool:
     """Return whether a trace runs that records a loop as one iteration."""
     return _RECORDING.on and is_tracing()
 
 
-def pipelines_are_recorded() -> bool:
+def records_pipelines() -> bool:
     """Return whether a trace runs that records a pipeline's rank as one iteration."""
     return _RECORDING.pipelines and is_tracing()
 
@@ -180,7 +180,7 @@ def iteration(iterations: int) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::part", mutates_args=())
 def part(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return `x.narrow(dim, turn * size, size)`."""
+    """Return `x.narrow(dim, iteration * size, size)`."""
     return _never()
 
 

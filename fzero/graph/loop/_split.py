@@ -14,11 +14,11 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ir import is_collective, is_input, is_wait, is_write, results
 from fzero.graph._ops import is_random, is_view
-from fzero.graph.loop._rank_schedule import BEGINS, RECEIVED, SENT, Phase
+from fzero.graph.loop._rank_schedule import BEGIN_PHASE, RECEIVE, SEND, Phase
 from fzero.graph.loop._scan import Loop
-from fzero.graph.passes._listing import made_of_inputs
+from fzero.graph.passes._listing import input_only_nodes
 
-__all__ = ["Arrival", "PhaseGraph", "Residual", "regions", "split"]
+__all__ = ["PhaseGraph", "Residual", "StageLeaf", "regions", "split"]
 
 
 class Residual(NamedTuple):
@@ -27,7 +27,7 @@ class Residual(NamedTuple):
     name: str
 
 
-class Arrival(NamedTuple):
+class StageLeaf(NamedTuple):
     """A leaf that one stage sends to another: of its output ("F") or of its input's gradient ("G")."""
 
     kind: str
@@ -50,8 +50,8 @@ class PhaseGraph:
 
     phase: Phase
     graph: Graph
-    inputs: tuple[int | Residual | Arrival, ...]
-    outputs: tuple[Residual | Arrival | None, ...]
+    inputs: tuple[int | Residual | StageLeaf, ...]
+    outputs: tuple[Residual | StageLeaf | None, ...]
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -63,10 +63,10 @@ def regions(nodes: Sequence[Node]) -> dict[Phase, range]:
     """Return the positions of each phase's nodes in a loop's body, given its nodes in the order in which they run."""
     begins: list[tuple[Phase, int]] = []
     for i, n in enumerate(nodes):
-        if n.target is BEGINS:
+        if n.target is BEGIN_PHASE:
             kind, stage = n.args
             begins.append((Phase("F" if kind == "F" else "I" if stage else "W", int(stage)), i))  # pyright: ignore
-        elif n.target is SENT and n.args[0] == "G":
+        elif n.target is SEND and n.args[0] == "G":
             begins.append((Phase("W", int(n.args[1])), i + 1))  # pyright: ignore[reportArgumentType]
     ends = [i for _, i in begins[1:]] + [len(nodes) - 1]
     return {phase: range(i if k else 0, end) for k, ((phase, i), end) in enumerate(zip(begins, ends, strict=True))}
@@ -105,17 +105,17 @@ class _PhaseBuilder:
     phase: Phase
     graph: Graph
     copies: dict[Node, Node]
-    inputs: dict[int | Residual | Arrival, Node]
-    outputs: list[tuple[Residual | Arrival | None, Node]]
+    inputs: dict[int | Residual | StageLeaf, Node]
+    outputs: list[tuple[Residual | StageLeaf | None, Node]]
 
-    def argument(self, source: int | Residual | Arrival, node: Node) -> Node:
+    def argument(self, source: int | Residual | StageLeaf, node: Node) -> Node:
         """Return the argument that stands for a node, and add it if the phase has none."""
         if source not in self.inputs:
             self.inputs[source] = argument = Graph.placeholder(self.graph, node.name)
             argument.meta = dict(node.meta)
         return self.inputs[source]
 
-    def add_output(self, output: Residual | Arrival | None, node: Node) -> None:
+    def add_output(self, output: Residual | StageLeaf | None, node: Node) -> None:
         """Add a result."""
         if output is None or all(output != existing for existing, _ in self.outputs):
             self.outputs.append((output, node))
@@ -127,8 +127,8 @@ class _PhaseSplitter:
     def __init__(self, loop: Loop, phase_of: dict[Node, Phase]) -> None:
         self.phase_of = phase_of
         self.inputs = {n: i for i, n in enumerate(n for n in loop.body.nodes if is_input(n))}
-        sums = {n for n, i in self.inputs.items() if i in loop.places_of_sums}
-        cheap = made_of_inputs([n for n in loop.body.nodes if n.op == "call_function"])
+        sums = {n for n, i in self.inputs.items() if i in loop.sum_indices}
+        cheap = input_only_nodes([n for n in loop.body.nodes if n.op == "call_function"])
         self.duplicates: set[Node] = set()  # nodes that each phase which reads them computes again
         for n in loop.body.nodes:
             operands = [a for a in n.all_input_nodes if not is_input(a)]
@@ -145,16 +145,16 @@ class _PhaseSplitter:
     def add(self, node: Node) -> None:
         """Add a node to its phase."""
         part = self.parts[self.phase_of[node]]
-        if node.target is BEGINS:
+        if node.target is BEGIN_PHASE:
             return
-        if node.target is RECEIVED:
+        if node.target is RECEIVE:
             kind, stage, leaf = node.args[:3]
-            part.copies[node] = part.argument(Arrival(kind, stage, leaf), node)  # pyright: ignore[reportArgumentType]
-        elif node.target is SENT:
+            part.copies[node] = part.argument(StageLeaf(kind, stage, leaf), node)  # pyright: ignore[reportArgumentType]
+        elif node.target is SEND:
             kind, stage, xs = node.args
             for leaf, x in enumerate(xs):  # pyright: ignore
                 self.value(part, x)  # pyright: ignore[reportArgumentType]
-                part.add_output(Arrival(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
+                part.add_output(StageLeaf(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
         elif node not in self.duplicates:
             self.copy(part, node)
 

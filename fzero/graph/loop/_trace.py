@@ -11,10 +11,18 @@ from fzero._torch import line_of
 from fzero.graph._ir import aten, describe, is_wait, reorder
 from fzero.graph._ops import is_random
 from fzero.graph.loop import _scan
-from fzero.graph.loop._rank_schedule import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SENT, RankSchedule, rank_schedule_of
-from fzero.graph.loop._scan import Loop, LoopSlice, NotScannable, function_of, loop_of
+from fzero.graph.loop._rank_schedule import (
+    BEGIN_PHASE,
+    BEGIN_SHAPES_ONLY,
+    END_SHAPES_ONLY,
+    MARK_PIPELINE,
+    SEND,
+    RankSchedule,
+    rank_schedule_of,
+)
+from fzero.graph.loop._scan import Loop, LoopSlice, NotScannable, loop_of, new_loop_function
 
-__all__ = ["loop_arguments", "move_sends_first", "rank_schedule_at", "renumbered", "with_loops", "without_asides"]
+__all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "move_sends_first", "rank_schedule_at", "rename_nodes"]
 
 
 # A traced iteration of a pipeline's rank, before it becomes a loop.
@@ -23,14 +31,14 @@ __all__ = ["loop_arguments", "move_sends_first", "rank_schedule_at", "renumbered
 # that is sent come first.
 
 
-def without_asides(graph: Graph) -> None:
+def drop_shapes_only(graph: Graph) -> None:
     """Remove the regions that ran only for their shapes."""
     while True:
         nodes = list(graph.nodes)
-        begin = next((i for i, n in enumerate(nodes) if n.target is ASIDE), None)
+        begin = next((i for i, n in enumerate(nodes) if n.target is BEGIN_SHAPES_ONLY), None)
         if begin is None:
             return
-        end = next(i for i, n in enumerate(nodes) if i > begin and n.target is ASIDE_ENDS)
+        end = next(i for i, n in enumerate(nodes) if i > begin and n.target is END_SHAPES_ONLY)
         for n in reversed(nodes[begin : end + 1]):
             if not n.users:
                 graph.erase_node(n)
@@ -38,18 +46,18 @@ def without_asides(graph: Graph) -> None:
 
 def rank_schedule_at(start: Node) -> RankSchedule | None:
     """Return the schedule of the pipeline's rank that an iteration belongs to; None for other loops."""
-    node = _needs_marker(start)
+    node = _pipeline_marker(start)
     return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
 
 
 def loop_arguments(start: Node) -> list[Node]:
     """List the nodes that are arguments of a pipeline's loop, whether or not its iterations read them."""
-    node = _needs_marker(start)
+    node = _pipeline_marker(start)
     return [] if node is None else list(node.args[2])  # pyright: ignore[reportArgumentType]
 
 
-def _needs_marker(start: Node) -> Node | None:
-    return next((n for n in start.users if n.target is NEEDS), None)
+def _pipeline_marker(start: Node) -> Node | None:
+    return next((n for n in start.users if n.target is MARK_PIPELINE), None)
 
 
 def move_sends_first(start: Node) -> None:
@@ -57,10 +65,10 @@ def move_sends_first(start: Node) -> None:
     nodes = list(start.graph.nodes)
     nodes = nodes[nodes.index(start) :]
     for i, begin in enumerate(nodes):
-        if begin.target is not BEGINS or begin.args[0] != "B":
+        if begin.target is not BEGIN_PHASE or begin.args[0] != "B":
             continue
-        stop = next((j for j in range(i + 1, len(nodes)) if nodes[j].target is BEGINS), len(nodes))
-        sent = next((n for n in nodes[i + 1 : stop] if n.target is SENT), None)
+        stop = next((j for j in range(i + 1, len(nodes)) if nodes[j].target is BEGIN_PHASE), len(nodes))
+        sent = next((n for n in nodes[i + 1 : stop] if n.target is SEND), None)
         if sent is None:
             continue
         ancestors = {sent}
@@ -74,7 +82,7 @@ def move_sends_first(start: Node) -> None:
                 last = n
 
 
-def renumbered(graph: Graph) -> Graph:
+def rename_nodes(graph: Graph) -> Graph:
     """Copy a graph and name its nodes anew, so that names are the same on all ranks of a pipeline."""
     out, copies = Graph(), dict[Node, Node]()
     for n in graph.nodes:
@@ -119,11 +127,11 @@ class _TracedIteration:
     @property
     def marks(self) -> set[Node]:
         """The nodes that mark the loop and compute nothing."""
-        needs = [n for n in self.start.users if n.target is NEEDS]
+        needs = [n for n in self.start.users if n.target is MARK_PIPELINE]
         return {self.start, *needs, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
 
 
-def with_loops(graph: Graph) -> Graph:
+def insert_loops(graph: Graph) -> Graph:
     """Replace traced iterations by nodes that run loops.
 
     Args:
@@ -133,7 +141,7 @@ def with_loops(graph: Graph) -> Graph:
         NotScannable: if an iteration returns a value that is neither a sum nor a row, or if the next iteration would
             run other operations.
     """
-    without_asides(graph)
+    drop_shapes_only(graph)
     for start in [n for n in graph.nodes if n.target is ITERATION]:
         if rank_schedule_at(start) is None:
             _compare(graph, _iteration_of(start))
@@ -141,8 +149,8 @@ def with_loops(graph: Graph) -> Graph:
             move_sends_first(start)
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
-    has_pipeline = any(loop.track for n in graph.nodes if (loop := loop_of(n)))
-    return renumbered(graph) if has_pipeline else reorder(graph, graph.nodes)
+    has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
+    return rename_nodes(graph) if has_pipeline else reorder(graph, graph.nodes)
 
 
 def _iteration_of(start: Node) -> _TracedIteration:
@@ -246,9 +254,9 @@ def _replace(graph: Graph, iteration: _TracedIteration) -> None:
     with graph.inserting_before(iteration.start):
         initial = [_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
         sources = [n.args[0] for n in iteration.parts]
-        node = graph.call_function(function_of(), (*sources, *initial, *rest))
+        node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
-        loop = Loop(body, count, parts, len(iteration.sums), track=rank_schedule_at(iteration.start))
+        loop = Loop(body, count, parts, len(iteration.sums), rank_schedule=rank_schedule_at(iteration.start))
         node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
         for i, n in enumerate([*[after for _, after in iteration.sums], *iteration.rows]):
             item = graph.call_function(operator.getitem, (node, i))

@@ -49,7 +49,7 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     if not any(_runs_over(n, groups) for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
-    memory, index = storages(graph).of, {n: i for i, n in enumerate(graph.nodes)}
+    memory, index = storages(graph).indices, {n: i for i, n in enumerate(graph.nodes)}
     output_storages = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
     for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
         start = source_of_wait(wait)
@@ -143,14 +143,14 @@ def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
     distinct = list(group)
     if is_gather(group[0]):  # a re-gather shares the item of its operand's first gather
         distinct = [n for i, n in enumerate(group) if all(n.args[0] is not other.args[0] for other in group[:i])]
-    place = {n.args[0]: i for i, n in enumerate(distinct)}
+    index_of = {n.args[0]: i for i, n in enumerate(distinct)}
     with graph.inserting_before(group[-1]):
         arguments = ([n.args[0] for n in distinct], *group[0].args[1:])
         joined = graph.call_function(COALESCED[group[0].target], arguments)  # pyright: ignore
         joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
         joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
         for i, node in enumerate(group):
-            at = place[node.args[0]] if is_gather(node) else i
+            at = index_of[node.args[0]] if is_gather(node) else i
             item = graph.call_function(operator.getitem, (joined, at))
             item.meta = {**node.meta, "val": joined.meta["val"][at]}
             node.replace_all_uses_with(item)

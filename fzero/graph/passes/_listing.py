@@ -32,8 +32,8 @@ from fzero.graph.loop._rank_schedule import is_marker
 __all__ = [
     "OrderRules",
     "Roles",
+    "input_only_nodes",
     "listed",
-    "made_of_inputs",
     "readers_of_overwritten",
     "roles",
     "rules_of",
@@ -70,7 +70,7 @@ def roles(graph: Graph) -> Roles:
 
 def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     """List the nodes to postpone until they are needed: they depend on inputs alone, and waiting holds less memory."""
-    movable = made_of_inputs(nodes)
+    movable = input_only_nodes(nodes)
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in movable:
@@ -117,7 +117,7 @@ def _grows(part: set[Node], late: set[Node]) -> bool:
     return nbytes(*[x for n in outputs for x in values(n)]) > nbytes(*[x for a in inputs for x in values(a)])
 
 
-def made_of_inputs(nodes: Sequence[Node]) -> set[Node]:
+def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
     """List the cheap nodes that depend on inputs alone, through cheap nodes."""
     found: set[Node] = set()
     for n in nodes:
@@ -364,7 +364,7 @@ def readers_of_overwritten(graph: Graph, memory: Storages) -> dict[Node, list[No
         return {}
     writers: dict[int, list[Node]] = {}
     for w in writes:
-        for s in dict.fromkeys(memory.of[w]):
+        for s in dict.fromkeys(memory.indices[w]):
             writers.setdefault(s, []).append(w)
     readers_of: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:

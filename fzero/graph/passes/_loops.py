@@ -21,8 +21,8 @@ from fzero.graph._ir import (
     values,
     wire,
 )
-from fzero.graph._ops import is_view, lays_out, name_of
-from fzero.graph.loop._scan import Loop, function_of, loop_of
+from fzero.graph._ops import changes_layout, is_view, name_of
+from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
 
 __all__ = ["carry", "hoist"]
 
@@ -58,7 +58,7 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
 
 
 def _loops(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if (loop := loop_of(n)) and loop.track is None]
+    return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
 
 
 def _units(loop: Loop) -> dict[Node, list[Node]]:
@@ -68,11 +68,11 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
         For each unit its first wait, and all its waits: `remat` gathers a unit again for the backward pass.
     """
     inputs = [n for n in loop.body.nodes if is_input(n)]
-    changing = set(inputs[: loop.places_of_sums.stop])
+    changing = set(inputs[: loop.sum_indices.stop])
     same: dict[Node, Node] = {}  # for each constant node, the first node of the same value
     first: dict[Any, Node] = {}
     for n in loop.body.nodes:
-        is_constant = lays_out(n) or is_gather(n) or is_wait(n)
+        is_constant = changes_layout(n) or is_gather(n) or is_wait(n)
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:
@@ -98,7 +98,7 @@ def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -
     with graph.inserting_before(node):
         for n in [n for n in loop.body.nodes if n in moved]:
             outside[n] = graph.node_copy(n, outside.__getitem__)
-        new = graph.call_function(function_of(), (*operands, *[outside[w] for w in units]))
+        new = graph.call_function(new_loop_function(), (*operands, *[outside[w] for w in units]))
     new.meta = {**node.meta, "loop": replace(loop, body=_without(loop.body, units))}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -159,7 +159,7 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     graph = copy_graph(graph)
     for node in graph.nodes:
         loop = loop_of(node)
-        if loop and loop.track is None:  # a pipeline's iterations are split into phases
+        if loop and loop.rank_schedule is None:  # a pipeline's iterations are split into phases
             _carry_reductions(node, loop, in_flight)
     return graph
 
@@ -203,7 +203,7 @@ def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
 def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     """Follow a reduced gradient into its sum; None if it is used otherwise."""
     inputs = [n for n in body.nodes if is_input(n)]
-    sums = inputs[loop.places_of_sums.start : loop.places_of_sums.stop]
+    sums = inputs[loop.sum_indices.start : loop.sum_indices.stop]
     path, node = list[Node](), source
     while len(node.users) == 1:
         node = next(iter(node.users))

@@ -8,7 +8,7 @@ from torch.fx.node import map_arg
 
 from fzero.graph._ir import CASTS, SCALINGS, aten, copy_graph, is_gather, is_input, is_wait, users_through_views, values
 from fzero.graph._ops import is_view
-from fzero.graph._storages import DOWN, UP
+from fzero.graph._storages import TO_DEVICE, TO_HOST
 
 __all__ = ["early_move", "keep_on_host"]
 
@@ -28,16 +28,16 @@ def keep_on_host(graph: Graph) -> Graph:
     Returns:
         A graph with the same results, bit for bit; the graph itself if nothing comes back from the host.
     """
-    if not any(n.target is UP for n in graph.nodes):
+    if not any(n.target is TO_DEVICE for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     host_copies: dict[Node, Node] = {}  # each value, and its first copy to the host
-    for n in [n for n in graph.nodes if n.target is DOWN]:
+    for n in [n for n in graph.nodes if n.target is TO_HOST]:
         n.replace_all_uses_with(host_copies.setdefault(n.all_input_nodes[0], n))
     parameters = _gathered(graph)
-    for n in [n for n in graph.nodes if n.target is DOWN and n.all_input_nodes[0] in parameters]:
+    for n in [n for n in graph.nodes if n.target is TO_HOST and n.all_input_nodes[0] in parameters]:
         uploads = users_through_views(n)
-        if all(u.target is UP for u in uploads):
+        if all(u.target is TO_DEVICE for u in uploads):
             for move in (n, *uploads):
                 move.replace_all_uses_with(move.all_input_nodes[0])
     graph.eliminate_dead_code()
@@ -69,11 +69,11 @@ def early_move(graph: Graph) -> Graph:
     Returns:
         A graph with the same results, bit for bit; the graph itself if nothing moves to the host.
     """
-    if not any(n.target is DOWN for n in graph.nodes):
+    if not any(n.target is TO_HOST for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     moved: dict[Node, Node] = {}  # each factor, and its copy on the host
-    for node in [n for n in graph.nodes if n.target is DOWN]:
+    for node in [n for n in graph.nodes if n.target is TO_HOST]:
         views, scaling = _through_views(node.all_input_nodes[0])
         parts = _scaling_of(scaling)
         if parts is None:
@@ -81,11 +81,11 @@ def early_move(graph: Graph) -> Graph:
         x, factor, first = parts
         if factor not in moved:
             with graph.inserting_after(factor):
-                moved[factor] = _call(graph, factor, DOWN, (factor,))
+                moved[factor] = _call(graph, factor, TO_HOST, (factor,))
         with graph.inserting_before(node):
             for view in reversed(views):
                 x = _call(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
-            host_copy, number = _call(graph, node, DOWN, (x,)), moved[factor]
+            host_copy, number = _call(graph, node, TO_HOST, (x,)), moved[factor]
             operands = (host_copy, number) if first else (number, host_copy)
             node.replace_all_uses_with(_call(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()

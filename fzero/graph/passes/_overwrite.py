@@ -37,11 +37,11 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     memory = storages(graph)
     into = dict(pairs)
-    donated_storages = {s for i in {*donated, *into.values()} for s in memory.of[inputs[i]]}
+    donated_storages = {s for i in {*donated, *into.values()} for s in memory.indices[inputs[i]]}
 
     def copy_if_donated(value: Node) -> Node:
         """Copy a value that lies in a donated argument."""
-        if not donated_storages & set(memory.of[value]):
+        if not donated_storages & set(memory.indices[value]):
             return value
         clone = graph.call_function(aten.clone.default, (value,))
         clone.meta = {**value.meta, "val": value.meta["val"].clone()}
@@ -88,7 +88,7 @@ def in_place(graph: Graph) -> Graph:
     memory = storages(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        sums = {s for s in memory.of.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
+        sums = {s for s in memory.indices.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
         for s in [] if is_view(node) else dict.fromkeys(memory.read_by(node)):
             if s in sums:
                 continue
@@ -100,8 +100,8 @@ def in_place(graph: Graph) -> Graph:
         operands: list[Node] = (
             [argument] if isinstance(argument, Node) else list(argument)
         )  # an operand may occur twice
-        operand_storages = [memory.of[a][0] for a in operands]
-        is_exclusive = all(readers[s] == [node] and memory.born[s].op == "call_function" for s in operand_storages)
+        operand_storages = [memory.indices[a][0] for a in operands]
+        is_exclusive = all(readers[s] == [node] and memory.producers[s].op == "call_function" for s in operand_storages)
         if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):
             node.target = IN_PLACE[node.target]
             node.meta["val"] = argument.meta["val"] if argument is operands[0] else [a.meta["val"] for a in operands]
@@ -190,7 +190,7 @@ def _offset(node: Node) -> int:
 # slice_of_gather: the update of a unit reads and writes the rank's part of the unit in place, without copies.
 
 
-def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
+def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Graph:
     """Read a rank's old part of a unit from the leaves' buffer, and write its new part into it, without copies.
 
     A step of stage 1 or 2 copies its own part out of the leaves, and the new part back into them. If the leaves lie
@@ -199,21 +199,21 @@ def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
 
     Args:
         graph: a flat graph whose units are gathered into their leaves (`gather_into`).
-        places: this rank's place in each process group, by the group's name.
+        group_ranks: this rank's index in each process group, by the group's name.
 
     Returns:
         A graph with the same results.
     """
     if not any(n.target is GATHER_INTO for n in graph.nodes):
         return graph
-    place = dict(places)
+    rank_in = dict(group_ranks)
     graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if n.target is GATHER_INTO]:
         first = _first_of_buffer(gather)
-        if first is None or gather.args[2] not in place:
+        if first is None or gather.args[2] not in rank_in:
             continue
         new = gather.all_input_nodes[0]
-        start = place[str(gather.args[2])] * values(new)[0].numel()
+        start = rank_in[str(gather.args[2])] * values(new)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
             own_part = _view(graph, first, start, values(new)[0].numel())
         for pack in [n for n in graph.nodes if name_of(n) == "cat"]:

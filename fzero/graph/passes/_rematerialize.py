@@ -29,9 +29,9 @@ from fzero.graph._ir import (
     values,
     views_and_users,
 )
-from fzero.graph._ops import is_view, leaves_memory_as_it_is
-from fzero.graph._storages import UP, is_move
-from fzero.graph.loop._rank_schedule import BEGINS
+from fzero.graph._ops import is_uninitialized, is_view
+from fzero.graph._storages import TO_DEVICE, is_move
+from fzero.graph.loop._rank_schedule import BEGIN_PHASE
 
 __all__ = ["clusters", "duplicate", "recast", "recompute", "regather"]
 
@@ -141,7 +141,7 @@ def _late_uses(
 
 
 def _output_bytes(node: Node) -> int:
-    if node.target is BEGINS:
+    if node.target is BEGIN_PHASE:
         return BETWEEN_PASSES
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
 
@@ -150,7 +150,7 @@ def _repeats(node: Node) -> bool:
     """Return whether a node is cheap, and computes the same whenever it runs."""
     if is_view(node) or is_wait(node) or is_collective(node) or is_move(node) or node.target is COPY:
         return False
-    return isinstance(node.target, OpOverload) and is_cheap(node) and not leaves_memory_as_it_is(node)
+    return isinstance(node.target, OpOverload) and is_cheap(node) and not is_uninitialized(node)
 
 
 def _results(node: Node) -> Sequence[Node]:
@@ -229,7 +229,7 @@ def _host_chain(gather: Node, index: Mapping[Node, int]) -> list[Node]:
         if not is_input(node) and node not in nodes:
             nodes.add(node)
             todo += node.all_input_nodes
-    return sorted(nodes, key=index.__getitem__) if any(n.target is UP for n in nodes) else []
+    return sorted(nodes, key=index.__getitem__) if any(n.target is TO_DEVICE for n in nodes) else []
 
 
 class _Order(NamedTuple):
@@ -249,7 +249,7 @@ class _Order(NamedTuple):
 def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _Order:
     pairs = [(use, wait) for wait in uses for use in uses[wait]]
     pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
-    begins = [i for n, i in index.items() if n.target is BEGINS]
+    begins = [i for n, i in index.items() if n.target is BEGIN_PHASE]
     passes = {use: bisect(begins, index[use]) for use, _ in pairs}
     return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, passes)
 

@@ -25,9 +25,9 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gathers, reorder, values, values_of_args
 from fzero.graph._ops import is_view
-from fzero.graph._storages import DOWN, Storages, on_host, storages
-from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._listing import OrderRules, listed, made_of_inputs, readers_of_overwritten, rules_of
+from fzero.graph._storages import TO_HOST, Storages, on_host, storages
+from fzero.graph.loop._rank_schedule import BEGIN_PHASE
+from fzero.graph.passes._listing import OrderRules, input_only_nodes, listed, readers_of_overwritten, rules_of
 from fzero.graph.planning._liveness import device_live_bytes
 
 __all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
@@ -43,7 +43,7 @@ def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) 
     """
     chosen, passes = set(gathers), list[list[Node]]([[]])
     for n in order:
-        if n.target is BEGINS:
+        if n.target is BEGIN_PHASE:
             passes.append([])
         elif n in chosen:
             passes[-1].append(n)
@@ -125,9 +125,9 @@ def host_last(graph: Graph) -> Graph:
         waits = any(a in late for a in (*n.all_input_nodes, *readers.get(n, ())))
         if n.op == "call_function" and waits:
             late.add(n)
-    from_inputs = made_of_inputs([n for n in graph.nodes if n.op == "call_function"])
+    from_inputs = input_only_nodes([n for n in graph.nodes if n.op == "call_function"])
     for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
-        if n in from_inputs and n.target is not DOWN and n.users and all(u in late for u in n.users):
+        if n in from_inputs and n.target is not TO_HOST and n.users and all(u in late for u in n.users):
             late.add(n)
     return reorder(graph, sorted(graph.nodes, key=lambda n: _place(n, late)))
 
@@ -135,13 +135,13 @@ def host_last(graph: Graph) -> Graph:
 def _computes(node: Node) -> bool:
     """Return whether a node computes: it is no move, no view, and no write of a value just copied to the host."""
     written = node.target is COPY and _moved(node.args[1])
-    return node.op == "call_function" and node.target is not DOWN and not is_view(node) and not written
+    return node.op == "call_function" and node.target is not TO_HOST and not is_view(node) and not written
 
 
 def _moved(source: object) -> bool:
     while isinstance(source, Node) and is_view(source):
         source = source.all_input_nodes[0]
-    return isinstance(source, Node) and source.target is DOWN
+    return isinstance(source, Node) and source.target is TO_HOST
 
 
 def _place(node: Node, late: set[Node]) -> int:

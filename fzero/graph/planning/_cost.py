@@ -214,7 +214,7 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
         if is_collective(node):
             wires = max(work, wires) + collective_seconds(node, target)
             ends[node] = wires
-        elif (loop := loop_of(node)) and loop.track:
+        elif (loop := loop_of(node)) and loop.rank_schedule:
             work = wires = max(work, wires) + pipeline_seconds(
                 loop, partial(seconds, device=target), partial(message_seconds, device=target)
             )

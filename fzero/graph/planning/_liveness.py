@@ -187,12 +187,12 @@ def live_ranges(graph: Graph) -> list[Range]:
     """
     memory, kinds = storages(graph), _kinds(graph)
     unlabeled = _unlabeled_ranges(list(graph.nodes), memory)
-    leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.of[n]])
+    leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.indices[n]])
     labeled = [
-        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[memory.of[node][0]] - 1))
+        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[memory.indices[node][0]] - 1))
         if is_input(node)
         else r._replace(kind=kinds[node], label=_label(node))
-        for node, r in zip(memory.born, unlabeled, strict=False)
+        for node, r in zip(memory.producers, unlabeled, strict=False)
     ]
     return unlabeled[len(labeled) :] + labeled
 
@@ -213,26 +213,28 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages) -> list[Range]:
     position = {n: i for i, n in enumerate(order)}
     repeated_waits = _repeated_waits(order)
     stops = _last_uses(position, repeated_waits, memory)
-    starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in memory.born]
+    starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in memory.producers]
     for node in order:
         if loop := loop_of(node):
-            for s in memory.of[node][len(memory.of[node]) - loop.carried :]:  # the last iteration has counted them
+            for s in memory.indices[node][
+                len(memory.indices[node]) - loop.carried :
+            ]:  # the last iteration has counted them
                 starts[s] += 1
     fused = unstored_values(order)
-    sizes = [0 if n in fused else size for n, size in zip(memory.born, memory.size, strict=True)]
+    sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
     ranges = [
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in memory.on_host else "device")
-        for start, stop, size, n in zip(starts, stops, sizes, memory.born, strict=True)
+        for start, stop, size, n in zip(starts, stops, sizes, memory.producers, strict=True)
     ]
     return ranges + _extra_ranges(position, repeated_waits)
 
 
 def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], memory: Storages) -> list[int]:
     """Return the position of each storage's last use; the number of nodes for results."""
-    stops = [position[n] for n in memory.born]
+    stops = [position[n] for n in memory.producers]
     for node, i in position.items():
         # all parts of a view lie in one storage
-        used = [s for a in node.all_input_nodes for s in (memory.of[a][:1] if is_view(a) else memory.of[a])]
+        used = [s for a in node.all_input_nodes for s in (memory.indices[a][:1] if is_view(a) else memory.indices[a])]
         for source in (
             () if node in repeated_waits else _completions(node)
         ):  # a collective holds its operands until its wait
@@ -315,7 +317,7 @@ def iteration_ranges(loop: Loop) -> list[Range]:
     own.
     """
     ranges = _clipped_to_iteration(loop, live_ranges(loop.body))
-    return ranges if loop.track is None else ranges + _other_micro_batches(loop, ranges)
+    return ranges if loop.rank_schedule is None else ranges + _other_micro_batches(loop, ranges)
 
 
 def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
@@ -342,7 +344,7 @@ def iteration_peak_bytes(loop: Loop) -> int:
 
     For a pipeline's loop the memory of all iterations in flight counts.
     """
-    if loop.track is not None:
+    if loop.rank_schedule is not None:
         return max(peak_by_phase(loop, _last_uses_of).values())
     if loop.body not in _PEAKS:
         order = list(loop.body.nodes)

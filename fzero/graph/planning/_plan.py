@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
 from fzero.graph._ir import aten, axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
-from fzero.graph._ops import name_of, title_of
+from fzero.graph._ops import display_name, name_of
 from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
@@ -165,10 +165,10 @@ def _body_ranges(loop: Loop) -> list[Range]:
     """Return when each storage of an iteration is alive, in positions relative to the loop's own."""
     arguments, length = sum(is_input(n) for n in loop.body.nodes) - 1, _body_length(loop)
 
-    def place(i: int) -> int:
+    def position(i: int) -> int:
         return min(max(i - arguments, 0), length)
 
-    return [r._replace(start=place(r.start), stop=place(r.stop)) for r in iteration_ranges(loop)]
+    return [r._replace(start=position(r.start), stop=position(r.stop)) for r in iteration_ranges(loop)]
 
 
 SPACES = ("device", "host")
@@ -413,7 +413,12 @@ def plan_of(
         tuple(rejected),
         tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]),
         tuple(
-            [m for i, (n, _) in enumerate(ops) if (loop := loop_of(n)) and loop.track for m in sent_messages(loop, i)]
+            [
+                m
+                for i, (n, _) in enumerate(ops)
+                if (loop := loop_of(n)) and loop.rank_schedule
+                for m in sent_messages(loop, i)
+            ]
         ),
         _workspace_bytes(ops),
     )
@@ -422,9 +427,9 @@ def plan_of(
 def _operation(node: Node, times: int, phase: str) -> Operation:
     loop = loop_of(node)
     target = (
-        title_of(node)
+        display_name(node)
         if loop is None
-        else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.iterations} iterations"
+        else f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
     )
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 

@@ -23,7 +23,7 @@ from fzero.graph.run._program import Program, make_copies_async, program_of
 from fzero.graph.run._workers import Workers, helpers, start
 from fzero.ranks import Mesh, gather_texts
 
-__all__ = ["BACKENDS", "Demand", "auto", "lower"]
+__all__ = ["BACKENDS", "LoweringOptions", "auto", "lower"]
 
 # Auto: a step that runs uncompiled until other processes have compiled it.
 #
@@ -114,7 +114,7 @@ class _Auto:
 # Backends: four ways to run a scheduled graph, each in exactly its order.
 
 
-class Demand(NamedTuple):
+class LoweringOptions(NamedTuple):
     """The requirements of an executable.
 
     Attributes:
@@ -137,10 +137,10 @@ class Demand(NamedTuple):
         return None if self.alone else self.mesh
 
 
-NOTHING_MORE = Demand()
+DEFAULT_OPTIONS = LoweringOptions()
 
 
-def lower(graph: Graph, backend: str, demand: Demand = NOTHING_MORE) -> Executable:
+def lower(graph: Graph, backend: str, demand: LoweringOptions = DEFAULT_OPTIONS) -> Executable:
     """Make a scheduled graph runnable.
 
     Args:
@@ -155,12 +155,12 @@ def lower(graph: Graph, backend: str, demand: Demand = NOTHING_MORE) -> Executab
     return BACKENDS[backend](graph, demand)
 
 
-def _fx(graph: Graph, demand: Demand) -> Executable:
+def _fx(graph: Graph, demand: LoweringOptions) -> Executable:
     """Run the graph's operations one by one: the reference."""
     return run_operations(make_copies_async(graph))
 
 
-def _full_graph(graph: Graph, demand: Demand) -> Executable:
+def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
     """Compile the full graph at once, including its collectives.
 
     The graph must be functional: Inductor would drop the copy of a value that a collective overwrites.
@@ -181,13 +181,13 @@ def _full_graph(graph: Graph, demand: Demand) -> Executable:
     return Executable(run, compiled=compiled)
 
 
-def _piecewise(graph: Graph, demand: Demand) -> Executable:
+def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
     """Compile each distinct segment between collectives once; run segments and collectives alternately."""
     program = program_of(make_copies_async(graph))
     codes = codes_of(program)
     lengths = demand.lengths
     shared = {} if lengths is None else for_all_lengths(codes, lengths, demand.shapes, demand.agreement_mesh)
-    refused = set() if lengths is None else lengths.refused  # refused by some rank, so no rank runs it compiled
+    refused = set() if lengths is None else lengths.refused_names  # refused by some rank, so no rank runs it compiled
     codes = [code for code in codes if code.name not in shared and code.name not in refused]
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, helpers(cold))
@@ -205,7 +205,7 @@ def _piecewise(graph: Graph, demand: Demand) -> Executable:
     return run_segments(program, shared | single_length)
 
 
-def _auto(graph: Graph, demand: Demand) -> Executable:
+def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
     """Run operations one by one until another process has compiled all segments."""
     graph = make_copies_async(graph)
     program = program_of(graph)
@@ -217,7 +217,7 @@ def _auto(graph: Graph, demand: Demand) -> Executable:
     return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 
 
-BACKENDS: dict[str, Callable[[Graph, Demand], Executable]] = {
+BACKENDS: dict[str, Callable[[Graph, LoweringOptions], Executable]] = {
     "inductor": _piecewise,
     "auto": _auto,
     "fx": _fx,

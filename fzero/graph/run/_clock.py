@@ -75,7 +75,7 @@ def record_time(note: Callable[[TimedOperation], None], name: str, line: str, ph
     return out
 
 
-class _Timed(Interpreter):
+class _TimedInterpreter(Interpreter):
     """Runs a graph one operation at a time, and records the time of each. A loop records its body's operations."""
 
     def __init__(self, module: GraphModule, of: dict[str, str], loops: set[str]) -> None:
@@ -101,7 +101,7 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
     of = phases(source)
     pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
     loops = {copy.name for n, copy in pairs if loop_of(n)}
-    return _Timed(module, {copy.name: of.get(n, "") for n, copy in pairs}, loops).run
+    return _TimedInterpreter(module, {copy.name: of.get(n, "") for n, copy in pairs}, loops).run
 
 
 def place_of(graph: Graph) -> tuple[str, str]:

@@ -135,7 +135,7 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
 
 def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a loop's node, which runs operations one by one."""
-    if loop.track is None:
+    if loop.rank_schedule is None:
         return running(loop, run_operations(loop.body))
     parts = split(loop)
     return following(loop, parts, [run_operations(part.graph, part.owned) for part in parts])

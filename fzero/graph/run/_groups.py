@@ -85,7 +85,7 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
         Groups in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
     groups: list[list[Node]] = []
-    places: list[int] = []  # the positions of the scalar groups; there is one before each compiled group
+    scalar_groups: list[int] = []  # the indices of the groups of scalars; there is one before each compiled group
     group_of: dict[Node, int] = {}
     nodes = list(nodes)
     small, host = scalars(nodes), on_host(nodes)
@@ -102,9 +102,9 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
             groups.append([n])
             begins_group = True
             continue
-        if n in small and (place := _place_of_scalar(n, groups, places, group_of, begins_group)) is not None:
-            group_of[n] = place
-            groups[place].append(n)
+        if n in small and (index := _scalar_group_of(n, groups, scalar_groups, group_of, begins_group)) is not None:
+            group_of[n] = index
+            groups[index].append(n)
             continue
         argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
         if (argument_block and argument_block != block) or (
@@ -114,7 +114,7 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
         if space != (n in host):
             space, begins_group = n in host, True
         if begins_group:
-            _begin_scalars(groups, places)
+            _begin_scalars(groups, scalar_groups)
             groups.append([])
         group_of[n] = len(groups) - 1
         groups[-1].append(n)
@@ -170,10 +170,10 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: 
     return nbytes(*[x for a in ends for x in values(a)]) <= nbytes(*values(node))
 
 
-def _place_of_scalar(
-    node: Node, groups: list[list[Node]], places: list[int], group_of: dict[Node, int], begins_group: bool
+def _scalar_group_of(
+    node: Node, groups: list[list[Node]], scalar_groups: list[int], group_of: dict[Node, int], begins_group: bool
 ) -> int | None:
-    """Return the position of the scalar group for a scalar; None if the scalar needs the unfinished group.
+    """Return the index of the scalar group for a scalar; None if the scalar needs the unfinished group.
 
     It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A write
     goes to the last scalar group, since all readers of the overwritten value must come before.
@@ -182,15 +182,15 @@ def _place_of_scalar(
     is_open = not begins_group and bool(groups)
     if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
         return None
-    if begins_group and (node.target is COPY or not places or places[-1] < needed):
-        _begin_scalars(groups, places)
-    return places[-1] if node.target is COPY else places[bisect_left(places, needed)]
+    if begins_group and (node.target is COPY or not scalar_groups or scalar_groups[-1] < needed):
+        _begin_scalars(groups, scalar_groups)
+    return scalar_groups[-1] if node.target is COPY else scalar_groups[bisect_left(scalar_groups, needed)]
 
 
-def _begin_scalars(groups: list[list[Node]], places: list[int]) -> None:
+def _begin_scalars(groups: list[list[Node]], scalar_groups: list[int]) -> None:
     """Begin a scalar group, unless the last group is one."""
-    if not places or places[-1] != len(groups) - 1:
-        places.append(len(groups))
+    if not scalar_groups or scalar_groups[-1] != len(groups) - 1:
+        scalar_groups.append(len(groups))
         groups.append([])
 
 

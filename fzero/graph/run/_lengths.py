@@ -31,29 +31,30 @@ class Lengths:
 
     Attributes:
         first: the shapes of the first call's arguments.
-        places: the sizes, `(tensor, dimension)`, that change with the length; None until a second length.
+        dims: the sizes, `(tensor, dimension)`, that change with the length; None until a second length.
         start: the first length.
-        waiting: the segments of the first call, until its length is known.
-        planned: the graphs of planned calls that have not run, with the shapes of their arguments.
+        first_codes: the segments of the first call, until its length is known.
+        planned_graphs: the graphs of planned calls that have not run, with the shapes of their arguments.
         samples: by structure, the integers of segments, each at a length.
-        refused: the names of templates, and of segments of one length, that cannot run compiled on some rank.
-        compiled: by structure, templates with their functions, and a function that says whether they hold for a length.
+        refused_names: the names of templates, and of segments of one length, that cannot run compiled on some rank.
+        templates: by structure, each compiled template, its function, and a function that says whether it holds for a
+            length.
     """
 
     first: Shapes | None = None
-    places: frozenset[tuple[int, int]] | None = None
+    dims: frozenset[tuple[int, int]] | None = None
     start: int = 0
-    waiting: list[Code] = field(default_factory=list)
-    planned: list[tuple[Shapes, Graph]] = field(default_factory=list)
+    first_codes: list[Code] = field(default_factory=list)
+    planned_graphs: list[tuple[Shapes, Graph]] = field(default_factory=list)
     samples: dict[Hashable, list[Sample]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    compiled: dict[Hashable, list[tuple[Template, Runs, Callable[[int], bool]]]] = field(default_factory=dict)
+    refused_names: set[str] = field(default_factory=set)
+    templates: dict[Hashable, list[tuple[Template, Runs, Callable[[int], bool]]]] = field(default_factory=dict)
 
     def length_of(self, shapes: Shapes) -> int | None:
         """Return the length of a call; None before a second length is known, or if more than one size changes."""
         if self.first is None:
             self.first = shapes
-        if shapes == self.first and self.places is not None:
+        if shapes == self.first and self.dims is not None:
             return self.start
         if [len(s) for s in shapes] != [len(s) for s in self.first]:
             return None
@@ -61,24 +62,24 @@ class Lengths:
             (i, d, a, b) for i, (s, t) in enumerate(zip(self.first, shapes, strict=True)) for d, (a, b) in _sizes(s, t)
         ]
         changed = [(i, d, a, b) for i, d, a, b in both if a != b]
-        places, pairs = frozenset((i, d) for i, d, *_ in changed), {(a, b) for *_, a, b in changed}
-        if len(pairs) != 1 or (self.places is not None and places != self.places):
+        dims, pairs = frozenset((i, d) for i, d, *_ in changed), {(a, b) for *_, a, b in changed}
+        if len(pairs) != 1 or (self.dims is not None and dims != self.dims):
             return None
         ((before, now),) = pairs
-        if self.places is None:
-            self.places, self.start = places, before
-            self._note(self.waiting, before)
-            self.waiting.clear()
+        if self.dims is None:
+            self.dims, self.start = dims, before
+            self._note(self.first_codes, before)
+            self.first_codes.clear()
         return now
 
     def template_of(self, code: Code, length: int) -> Template | None:
         """Return a template of a segment at this length: a compiled template if one fits, else a new one, else None."""
         structure, numbers = structure_of(code), numbers_of(code)
-        compiled = self.compiled.get(structure, [])
+        compiled = self.templates.get(structure, [])
         for template, _, holds in compiled:
             if template.is_at(numbers, length) and holds(length):
                 return template
-        tried = self.refused | {
+        tried = self.refused_names | {
             template.name for template, *_ in compiled
         }  # the compiled ones hold for other lengths only
         samples = [s for s in self.samples.get(structure, ()) if s.length != length]
@@ -92,26 +93,26 @@ class Lengths:
                 return Template(code, length, polynomials, name)
         return None
 
-    def runs_of(self, template: Template) -> Runs | None:
+    def function_of(self, template: Template) -> Runs | None:
         """Return the function of a template if it is compiled, else None."""
-        entries = self.compiled.get(structure_of(template.code), ())
+        entries = self.templates.get(structure_of(template.code), ())
         return next((runs for other, runs, _ in entries if other.name == template.name), None)
 
-    def keep(self, template: Template, runs: Runs, holds: Callable[[int], bool]) -> None:
+    def add(self, template: Template, runs: Runs, holds: Callable[[int], bool]) -> None:
         """Keep the function of a template for further lengths."""
-        self.compiled.setdefault(structure_of(template.code), []).append((template, runs, holds))
+        self.templates.setdefault(structure_of(template.code), []).append((template, runs, holds))
 
     def learn_planned(self, shapes: Shapes) -> None:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
-        for other_shapes, graph in self.planned:
+        for other_shapes, graph in self.planned_graphs:
             if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
                 self._note(codes_of(program_of(make_copies_async(graph))), length)
-        self.planned.clear()
+        self.planned_graphs.clear()
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
         """Record the segments of a call."""
         if length is None:
-            self.waiting += [] if self.places is not None else codes
+            self.first_codes += [] if self.dims is not None else codes
         else:
             self._note(codes, length)
 
@@ -145,12 +146,12 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
         lengths.learn(codes, None)
         return {}
     templates = {code.name: template for code in codes if (template := lengths.template_of(code, length))}
-    todo = {t.name: t for t in templates.values() if lengths.runs_of(t) is None}
+    todo = {t.name: t for t in templates.values() if lengths.function_of(t) is None}
 
     def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
         try:
             runs, holds = compile_template(todo[code.name])
-            check_outputs(code, bound(runs, length))
+            check_outputs(code, bind_length(runs, length))
         except CompileError as error:
             return Refusal(error.segment, error.reason, "")
         return runs, holds
@@ -163,16 +164,16 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     finally:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
-    lengths.refused.update(refusals)
+    lengths.refused_names.update(refusals)
     for name, outcome in outcomes.items():
         if not isinstance(outcome, Refusal) and name not in refusals:
-            lengths.keep(todo[name], *outcome)
+            lengths.add(todo[name], *outcome)
     lengths.learn(codes, length)
-    functions = {name: lengths.runs_of(template) for name, template in templates.items()}
-    return {name: bound(runs, length) for name, runs in functions.items() if runs is not None}
+    functions = {name: lengths.function_of(template) for name, template in templates.items()}
+    return {name: bind_length(runs, length) for name, runs in functions.items() if runs is not None}
 
 
-def bound(runs: Runs, length: int) -> Runs:
+def bind_length(runs: Runs, length: int) -> Runs:
     """Bind the function of a template to one length."""
 
     def at_length(args: list[Any]) -> Sequence[Any]:

@@ -9,9 +9,9 @@ from torch.fx.node import Argument, map_arg
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
 from fzero.graph._ir import copy_graph, is_input, results, values, views_and_users
-from fzero.graph._storages import DOWN
+from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._run import following, running
-from fzero.graph.loop._scan import Loop, loop_of, with_body
+from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import PhaseGraph, split
 from fzero.graph.run._groups import (
     exports,
@@ -164,7 +164,7 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
 
 
 def _turns(loop: Loop) -> LoopProgram:
-    if loop.track is None:
+    if loop.rank_schedule is None:
         return LoopProgram(loop, [program_of(loop.body)])
     parts = split(loop)
     return LoopProgram(loop, [program_of(part.graph, part.owned) for part in parts], parts)
@@ -214,8 +214,8 @@ def make_copies_async(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph
     index = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if loop := loop_of(node):
-            with_body(node, make_copies_async(loop.body, kinds))
-        elif node.target is DOWN and values(node.all_input_nodes[0])[0].device.type in kinds:
+            set_body(node, make_copies_async(loop.body, kinds))
+        elif node.target is TO_HOST and values(node.all_input_nodes[0])[0].device.type in kinds:
             _wait_before_use(graph, node, index)
     return graph
 

@@ -11,11 +11,11 @@ from torch.fx.node import map_arg
 from fzero._torch import Form, inductor_for_lengths
 from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
-from fzero.graph._polynomials import Polynomial, mapped, whole_numbers
+from fzero.graph._polynomials import Polynomial, integers_in, mapped
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
 from fzero.graph.run._groups import operands, read_by_loops, sources
 
-__all__ = ["Segment", "Template", "compile_template", "numbers_of", "segment", "structure_of", "take_rounded"]
+__all__ = ["Segment", "Template", "compile_template", "numbers_of", "read_rounded_values", "segment", "structure_of"]
 
 # Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
 #
@@ -23,7 +23,7 @@ __all__ = ["Segment", "Template", "compile_template", "numbers_of", "segment", "
 # parameter. Compiled, this would read the old parameter needlessly, which takes a fifth of the update's time.
 
 
-def take_rounded(graph: Graph) -> None:
+def read_rounded_values(graph: Graph) -> None:
     """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:
         rounded = _rounded(node)
@@ -110,7 +110,7 @@ def segment(
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in exports)).meta = {}
-    take_rounded(graph)
+    read_rounded_values(graph)
     graph.eliminate_dead_code()
     for x in exports:
         slot[x] = len(slot)
@@ -190,7 +190,7 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
         numbers = iter(template.numbers)
         return {n.name: mapped((n.args, n.kwargs), lambda _: next(numbers).at(length)) for n in nodes}
 
-    count = sum(len(whole_numbers((n.args, n.kwargs))) for n in nodes)
+    count = sum(len(integers_in((n.args, n.kwargs))) for n in nodes)
 
     def forms(length: Any) -> tuple[list[Form], list[Form]]:
         numbers = iter(template.numbers[count:])
@@ -225,7 +225,7 @@ def structure_of(code: Code) -> Hashable:
 
 def numbers_of(code: Code) -> tuple[int, ...]:
     """List the integers of a segment: those of its nodes' arguments, then the shapes and strides of its values."""
-    numbers = [i for n in code.graph.nodes if n.op == "call_function" for i in whole_numbers((n.args, n.kwargs))]
+    numbers = [i for n in code.graph.nodes if n.op == "call_function" for i in integers_in((n.args, n.kwargs))]
     for x in (*code.fakes, *code.outputs):
         numbers += [*x.shape, *x.stride()]
     return tuple(numbers)

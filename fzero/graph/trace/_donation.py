@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero._torch import count_holders, storage_id
-from fzero.graph.trace._arguments import Arguments, places_of
+from fzero.graph.trace._arguments import Arguments, leaf_names_of
 
 __all__ = ["check_separate", "match_results"]
 
@@ -36,8 +36,8 @@ def _check_writable(arguments: Arguments, donated: Sequence[int]) -> None:
     for i in donated:
         if arguments.tensors[i].is_inference():
             raise ValueError(
-                f"{arguments.places[i]} was made under torch.inference_mode and cannot be written into, and it is "
-                "donated: make it outside, or jit with donate=()"
+                f"{arguments.tensor_names[i]} was made under torch.inference_mode and cannot be written into, and it "
+                "is donated: make it outside, or jit with donate=()"
             )
 
 
@@ -63,8 +63,8 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
 
 
 def _name_of(arguments: Arguments, number: int) -> str:
-    places = arguments.places
-    return str(places[number]) if number < len(places) else "a tensor that the step captures"
+    names = arguments.tensor_names
+    return str(names[number]) if number < len(names) else "a tensor that the step captures"
 
 
 def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
@@ -76,14 +76,14 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
     for i, n in zip(donated, references, strict=True):
         if n > known_references[storage_id(arguments.tensors[i])]:
             raise ValueError(
-                f"{arguments.places[i]} is donated to fzero.jit and shares its memory with something that is no "
+                f"{arguments.tensor_names[i]} is donated to fzero.jit and shares its memory with something that is no "
                 "argument: a view or its base, a .detach() or .numpy(), an autograd graph or a leaf beside it, perhaps "
                 "a variable that a loop left over. It would see the new values: delete it (del) or replace it by a "
                 "clone before the call, or jit with donate=()"
             )
 
 
-def match_results(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
+def match_results(arguments: Arguments, arg_indices: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
     """Match results with the donated tensors that they may be written into.
 
     A result is written into the tensor with its path in the argument at its own position, if shape and dtype agree.
@@ -91,7 +91,7 @@ def match_results(arguments: Arguments, positions: Sequence[int], out: Any, leav
 
     Args:
         arguments: the arguments of the call.
-        positions: the positions of the donated arguments.
+        arg_indices: the indices of the donated arguments.
         out: the results.
         leaves: the leaves of the results.
 
@@ -99,23 +99,25 @@ def match_results(arguments: Arguments, positions: Sequence[int], out: Any, leav
         A mapping from the number of a result's leaf to the number of a distinct tensor.
     """
     tensors = arguments.tensors
-    free = {i for i, p in enumerate(arguments.places) if p.position in positions and _dense(tensors[i])}
+    free = {i for i, name in enumerate(arguments.tensor_names) if name.arg_index in arg_indices and _dense(tensors[i])}
     by_path: dict[tuple[str, str], int] = {}  # and by space, for shards in two pieces
-    for place, i in zip(arguments.leaf_places, arguments.index, strict=True):
+    for name, i in zip(arguments.leaf_names, arguments.tensor_indices, strict=True):
         if i is not None and i in free:
-            by_path[place.path.split(".", 1)[1], place.space] = i
-    results = places_of(out)
+            by_path[name.path.split(".", 1)[1], name.space] = i
+    results = leaf_names_of(out)
     single = not isinstance(out, tuple)
     matches: dict[int, int] = {}
     occupied: dict[int, int] = {}  # tensor -> id of the value that is written into it
-    for k, (place, x) in enumerate(zip(results, leaves, strict=True)):
-        i = by_path.get((("0." + place.path).rstrip(".") if single else place.path, place.space))
+    for k, (name, x) in enumerate(zip(results, leaves, strict=True)):
+        i = by_path.get((("0." + name.path).rstrip(".") if single else name.path, name.space))
         if i is not None and _fits(x, tensors[i]) and occupied.setdefault(i, id(x)) == id(x):
             matches[k] = i
     values = {id(leaves[k]) for k in matches}
     for k, x in enumerate(leaves):
         if k not in matches and id(x) not in values:
-            candidates = [i for i in sorted(free - occupied.keys()) if arguments.places[i].space == results[k].space]
+            candidates = [
+                i for i in sorted(free - occupied.keys()) if arguments.tensor_names[i].space == results[k].space
+            ]
             i = next((i for i in candidates if _fits(x, tensors[i])), None)
             if i is not None:
                 matches[k], occupied[i] = i, id(x)

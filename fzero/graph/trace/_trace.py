@@ -14,10 +14,10 @@ from fzero._notice import trouble_link
 from fzero._torch import OpOverload
 from fzero.collectives import record
 from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, views_and_users, wire
-from fzero.graph.loop._trace import with_loops
+from fzero.graph.loop._trace import insert_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
 
-__all__ = ["Traced", "trace", "without_round_trips"]
+__all__ = ["TracedGraph", "trace", "without_round_trips"]
 
 # Casts to a wider dtype and back, which change no value.
 
@@ -69,14 +69,14 @@ def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
 LARGE = 1 << 20  # bytes; larger captured tensors cause a warning
 
 
-class Traced(NamedTuple):
+class TracedGraph(NamedTuple):
     """A traced function: its graph, and the captured tensors and generators, which are the graph's last arguments."""
 
     graph: Graph
     constants: tuple[Any, ...]
 
 
-def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence[dict[str, str]]) -> Traced:
+def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence[dict[str, str]]) -> TracedGraph:
     """Record the operations that `f(*fakes)` runs.
 
     Args:
@@ -111,7 +111,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         node.meta.update(label)
     _name_collectives(traced.graph, log.order)
     _check_constant_tensors(traced)
-    return traced._replace(graph=with_loops(traced.graph))
+    return traced._replace(graph=insert_loops(traced.graph))
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _check_constants(gm: GraphModule) -> None:
             )
 
 
-def _lift_constants(gm: GraphModule) -> Traced:
+def _lift_constants(gm: GraphModule) -> TracedGraph:
     """Turn captured tensors and generators into arguments, after the others."""
     constants: dict[str, Any] = {}
     graph = gm.graph
@@ -169,7 +169,9 @@ def _lift_constants(gm: GraphModule) -> Traced:
         node.replace_all_uses_with(arguments[key])
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
-    return Traced(reorder(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
+    return TracedGraph(
+        reorder(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values())
+    )
 
 
 def _literal(node: Node, value: Any) -> Hashable:
@@ -189,7 +191,7 @@ def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
             node.meta["unit"] = event.unit or "(metric)"
 
 
-def _check_constant_tensors(traced: Traced) -> None:
+def _check_constant_tensors(traced: TracedGraph) -> None:
     names = [n.meta["label"] for n in traced.graph.nodes if is_input(n)][-len(traced.constants) :]
     for name, x in zip(names, traced.constants, strict=False):
         if not isinstance(x, torch.Tensor):

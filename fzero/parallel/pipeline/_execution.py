@@ -41,7 +41,7 @@ def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Ten
     if not stages.axis.group or torch.compiler.is_dynamo_compiling():
         return run_ticks(stages, slots, rest)
     order = derivatives(tree.tensors([slots, rest]))
-    if order is None or order > 1 or (is_tracing() and not (order and loop.pipelines_are_recorded())):
+    if order is None or order > 1 or (is_tracing() and not (order and loop.records_pipelines())):
         return run_ticks(stages, slots, rest)
     if is_tracing() and isinstance(micro_batch(), torch.Tensor):
         raise loop.NotScannable("the loss holds a pipeline, which has its own micro-batches")
@@ -76,7 +76,7 @@ class RowRecorder:
         loop.end_shapes_only()
         track = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
         iteration = loop.iteration(self.stages.schedule.micro_batches)
-        loop.needs(
+        loop.mark_pipeline(
             iteration, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
         )
         shares: dict[int, list[_Sum]] = {index: [] for index in range(len(tensors))}

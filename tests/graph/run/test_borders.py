@@ -15,7 +15,7 @@ import fzero.graph.run._compiled as pieces
 import fzero.graph.run._program as programs
 from fzero import _torch, optim
 from fzero.graph._ir import is_input, results
-from fzero.graph.run._backends import Demand, lower
+from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compile import compile_graph
 from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
 from fzero.graph.run._groups import is_alias
@@ -152,7 +152,7 @@ def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch)
     watched = Watched()
     patch.setattr(programs, "split_into_groups", cut_at(places))
     patch.setattr(pieces, "with_traced_layouts", watched)
-    return lower(graph, "inductor", Demand(strict=True)), watched
+    return lower(graph, "inductor", LoweringOptions(strict=True)), watched
 
 
 @needs_compiler

@@ -243,7 +243,7 @@ def test_one_compiled_segment_serves_all_lengths():
             continue
         (got,) = found[code.name]([*args])
         torch.testing.assert_close(got, GraphModule({}, code.graph).forward(*args)[0], rtol=1e-9, atol=1e-9)
-        ((template, one, _),) = known.compiled[next(iter(known.compiled))]
+        ((template, one, _),) = known.templates[next(iter(known.templates))]
         assert runs in (None, one) and template.length == 16
         runs = one
 

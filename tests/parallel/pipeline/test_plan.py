@@ -130,7 +130,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
 def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     loop = loops_of(name, rank)
     parts = split(loop)
-    stages = [s for s, r in enumerate(loop.track.schedule.rank_of_stage) if r == rank]
+    stages = [s for s, r in enumerate(loop.rank_schedule.schedule.rank_of_stage) if r == rank]
     wanted = [Phase(kind, s) for s in stages for kind in ("FIW" if s else "FW")]
     assert [part.phase for part in parts] == wanted
     held: set[Any] = set()
@@ -171,7 +171,7 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
     loop = loops_of(name, rank, stage=stage, dp=2, gather=False, remat=remat, jit=jit)
     parts = split(loop)
     gathered = {part.phase: sum(map(is_gather, part.graph.nodes)) for part in parts}
-    assert all(gathered[Phase("F", s)] for s in loop.track.stages)
+    assert all(gathered[Phase("F", s)] for s in loop.rank_schedule.stages)
     assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
     names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
     assert not names & {x.name for part in parts for x in part.outputs if isinstance(x, Residual)}
