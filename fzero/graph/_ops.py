@@ -31,6 +31,7 @@ __all__ = [
     "is_view",
     "is_view_operation",
     "name_of",
+    "reads_sizes_on_host",
 ]
 
 
@@ -46,6 +47,7 @@ class OperationTraits(enum.Flag):
         EMPTY: it does not initialize its memory, so another run gives other bytes.
         VIEW: its result lies in its operand's memory, though torch does not call it a view.
         COPIES: it only moves or fills memory; `fzero.profile` counts it as a copy.
+        HOST_SIZES: it reads its int64 operands, which are sizes, on the host, so they may lie there.
     """
 
     NOTHING = 0
@@ -57,6 +59,7 @@ class OperationTraits(enum.Flag):
     EMPTY = enum.auto()
     VIEW = enum.auto()
     COPIES = enum.auto()
+    HOST_SIZES = enum.auto()
 
 
 CHEAP, FACTORY, BY_RANK, LAYOUT = (
@@ -65,11 +68,12 @@ CHEAP, FACTORY, BY_RANK, LAYOUT = (
     OperationTraits.BY_RANK,
     OperationTraits.LAYOUT,
 )
-LINEAR, EMPTY, VIEW, COPIES = (
+LINEAR, EMPTY, VIEW, COPIES, HOST_SIZES = (
     OperationTraits.LINEAR,
     OperationTraits.EMPTY,
     OperationTraits.VIEW,
     OperationTraits.COPIES,
+    OperationTraits.HOST_SIZES,
 )
 
 OPERATIONS: dict[str, OperationTraits] = {
@@ -102,6 +106,9 @@ OPERATIONS: dict[str, OperationTraits] = {
     # moves between device and host
     "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
     "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    # experts (parallel/experts/_grouped.py)
+    "grouped_mm": HOST_SIZES,
+    "grouped_outer": HOST_SIZES,
     # slicing and concatenation
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,
@@ -220,6 +227,11 @@ def is_uninitialized(node: Node) -> bool:
 def copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
     return OperationTraits.COPIES in _traits(name)
+
+
+def reads_sizes_on_host(node: Node) -> bool:
+    """Return whether an operation reads its int64 operands on the host, so that they may lie there."""
+    return OperationTraits.HOST_SIZES in _row(node)
 
 
 def is_view(node: Node) -> bool:

@@ -10,15 +10,15 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of, storage_id
 from fzero.collectives import start_to_host, to_host
 from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, values
-from fzero.graph._ops import display_name
+from fzero.graph._ops import display_name, reads_sizes_on_host
 
 __all__ = ["SpaceError", "Storages", "check_spaces", "has_moves", "is_move", "on_host", "storages", "storages_in"]
 
 # Spaces: which values of a graph lie in host memory. No operation may mix host and device values.
 #
 # An argument's space is in its node. A move changes the space; every other result lies where its operands lie. A 0-d
-# argument and a constant may be used in either space. The check also runs where host and device are one memory, so a
-# machine without accelerators finds a forgotten move.
+# argument, a constant and sizes that are read on the host (`reads_sizes_on_host`) may lie in either space. The check
+# also runs where host and device are one memory, so a machine without accelerators finds a forgotten move.
 
 
 TO_HOST, TO_DEVICE = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
@@ -82,7 +82,10 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
 
 
 def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
-    space_of = {a: spaces[a] for a in node.all_input_nodes}
+    operands = node.all_input_nodes
+    if reads_sizes_on_host(node):
+        operands = [a for a in operands if values(a)[0].dtype != torch.int64]
+    space_of = {a: spaces[a] for a in operands}
     host = [a for a, space in space_of.items() if space == "host"]
     device = [a for a, space in space_of.items() if space == "device"]
     if host and (is_collective(node) or device):

@@ -5,6 +5,7 @@ into the same words.
 """
 
 import ctypes
+import functools
 import os
 import tempfile
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.cuda import _gpu_trace
 
 WAITS = ("device wait", "stream wait", "event wait", "copy and wait")
 
@@ -22,7 +24,9 @@ class Event(NamedTuple):
     Attributes:
         kind: "kernel", "product", "copy", "fill", "collective", "record event", "wait event", one of `WAITS`, ...
         stream: the stream's handle, or "" if it is not known.
-        bytes: of a copy, a fill, a collective, an allocation; the event's handle of "record event" and "wait event".
+        bytes: of a copy, a fill, a collective, an allocation; the event's handle of "record event" and "wait event";
+            the address of "touch" (a collective or a copy reads or writes there), "take block" and "free block" (the
+            caching allocator's).
         name: of a kernel, a product or a collective; from where to where of a copy.
     """
 
@@ -42,8 +46,21 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     return _logged(run) if without_gpu() else _profiled(run)
 
 
-def _logged(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Load the log, and let torch's allocator note the blocks that it gives and takes back."""
     library = ctypes.CDLL(None)
+    note = library.cuda_log_note
+    note.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    take, free = b"take block", b"free block"  # the log keeps these pointers
+    _gpu_trace.register_callback_for_memory_allocation(lambda address: note(take, None, address, b""))
+    _gpu_trace.register_callback_for_memory_deallocation(lambda address: note(free, None, address, b""))
+    torch._C._activate_gpu_trace()
+    return library
+
+
+def _logged(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
+    library = _library()
     library.cuda_log_start()
     out = run()
     library.cuda_log_stop()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero import optim
+from fzero import optim, tree
 from fzero.parallel import experts
 
 WIDTH = 64
@@ -126,7 +126,7 @@ def transformer(ranks: int, size: GPT) -> Task:
     )
 
 
-def mixture(ranks: int, capacity: float | None) -> Task:
+def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float32) -> Task:
     """Two layers of four experts, two of them for each token; without a capacity no token is dropped."""
     count, hidden, opt = 4, 2 * WIDTH, adamw()
 
@@ -134,12 +134,12 @@ def mixture(ranks: int, capacity: float | None) -> Task:
         return linear(torch.tanh(linear(rows, p["up"])), p["down"])
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
-        x, balance = batch["x"], 0.0
-        for p in params["layers"]:
+        x, balance = batch["x"].to(dtype), 0.0
+        for p in tree.map(lambda w: w.to(dtype), params["layers"]):
             routes = experts.route(x @ p["router"], k=2, normalise=True)
             x = x + experts.layer(ffn, p["experts"], x, routes, axis="ep", capacity=capacity)
             balance = balance + experts.balance_loss(routes)
-        return (x @ params["out"] - batch["y"]).square().mean() + 0.1 * balance
+        return (x.float() @ params["out"] - batch["y"]).square().mean() + 0.1 * balance
 
     def layer() -> Any:
         up, down = torch.randn(count, WIDTH, hidden), torch.randn(count, hidden, WIDTH)
@@ -199,6 +199,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "dense, 4 micro-batches": lambda ranks: perceptron(ranks, micro_batches=4),
     "experts, capacity": lambda ranks: mixture(ranks, 1.25),
     "experts, dropless": lambda ranks: mixture(ranks, None),
+    "experts, dropless, bfloat16": lambda ranks: mixture(ranks, None, torch.bfloat16),
     "pipeline": pipeline,
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),

@@ -7,7 +7,7 @@ import pytest
 from tests.cuda.lane import facts
 
 BACKENDS = ("eager", "fx", "inductor")
-NEVER = ("dense", "dense, 4 micro-batches", "experts, capacity", "pipeline")
+NEVER = ("dense", "dense, 4 micro-batches", "experts, capacity", "experts, dropless, bfloat16", "pipeline")
 UNITS = 4  # of the perceptron
 
 
@@ -35,8 +35,8 @@ def test_a_device_update_does_not_wait(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.xfail(strict=True, reason="the numbers of rows to send are read from the device one by one")
 def test_experts_without_drops_wait_at_most_once_a_layer_for_pinned_memory(backend):
+    """Float32 rows have no kernel of torch's, so the host reads the ends of each layer's rows."""
     for stage, step in facts("experts, dropless", backend).items():
         assert not [wait for wait in step["waits"] if "pageable" in wait], f"stage {stage}"
         assert sum(Counter(step["waits"]).values()) <= 2, f"stage {stage}"

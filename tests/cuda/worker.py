@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
 import fzero
-from tests.cuda import log
+from tests.cuda import log, streams
 from tests.cuda.steps import TASKS, Task
 
 WARM_UP = 3  # calls before the one that is recorded
@@ -77,6 +77,8 @@ def measured(task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh) -> di
         "reserved": memory["reserved_bytes.all.peak"],
         "waits": log.waits(events),
         "counts": log.counts(events),
+        "collectives": streams.collectives(events),
+        "early_frees": streams.early_frees(events),
         "kernels": sorted({e.name for e in events if e.kind in ("kernel", "product")}),
     }
 

@@ -26,7 +26,7 @@ def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
     if isinstance(getattr(flat, name, None), OneNode):
         return
     packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
-    assert packet not in flop_registry
+    assert packet not in flop_registry or OPERATIONS[name] is OperationTraits.HOST_SIZES
     assert not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 

@@ -7,7 +7,8 @@ from einops import einsum, rearrange
 
 from fzero._torch import allow_in_graph
 from fzero.axes import axis_if_bound, axis_size
-from fzero.collectives import all_to_all
+from fzero.collectives import all_to_all, to_host
+from fzero.parallel.experts._grouped import reads_offsets_on_host
 from fzero.parallel.experts._routing import check_floating, count_choices, expert_capacity
 
 __all__ = [
@@ -258,7 +259,8 @@ class Order(NamedTuple):
     """The order of sorted rows: m tokens with k choices each, sent to n ranks with room for b rows from each rank.
 
     Attributes:
-        offsets: int64 `[E / n]`: where the rows of each of this rank's experts end.
+        offsets: int64 `[E / n]`: where the rows of each of this rank's experts end. On a GPU they lie in host memory
+            unless torch's kernel multiplies the rows (`reads_offsets_on_host`).
         choice: int64 `[n b]`: which of this rank's m k choices was sent in each row; m k for an empty row.
         row: int64 `[m k]`: the row in which each choice was sent; n b if it was not sent.
         order: int64 `[n b]`: for each sorted row, which of the received rows it is.
@@ -312,6 +314,8 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     recv_rows, recv_counts = all_to_all(send_rows, ep), all_to_all(counts, ep)
     order = _expert_order(recv_counts, max_rows) if ep else torch.arange(recv_rows.shape[0], device=recv_rows.device)
     offsets = recv_counts.sum(0).cumsum(0)
+    if reads_offsets_on_host(recv_rows):  # one copy for all products of the layer, under way while the rows are sorted
+        offsets = to_host(offsets)
     rows = (
         sum_rows(recv_rows, rearrange(order, "r -> r 1"), rearrange(inverse(order, order.shape[0]), "r -> r 1"))
         if ep

@@ -10,7 +10,7 @@ import torch
 
 from fzero._torch import allow_in_graph, register_flop_formula
 
-__all__ = ["grouped_mm", "grouped_outer"]
+__all__ = ["grouped_mm", "grouped_outer", "reads_offsets_on_host"]
 
 # ---------------------------------------------------------------- the operations
 
@@ -18,6 +18,7 @@ __all__ = ["grouped_mm", "grouped_outer"]
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
 def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, w):
+        offsets = offsets.to(x.device, non_blocking=True)
         y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=offsets.to(torch.int32))
         is_used = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         return torch.where(is_used.unsqueeze(-1), y, 0)  # the kernel does not write the rows behind the last end
@@ -32,7 +33,8 @@ def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: 
 @torch.library.custom_op("fzero::grouped_outer", mutates_args=())
 def _outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, y):
-        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=offsets.to(torch.int32))
+        ends = offsets.to(x.device, torch.int32, non_blocking=True)
+        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=ends)
     out, start = x.new_zeros(len(offsets), x.shape[1], y.shape[1]), 0
     for e, end in enumerate(offsets.tolist()):
         if end > start:
@@ -45,6 +47,11 @@ def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether torch's grouped kernel applies: bfloat16, rows of a multiple of 16 bytes, and not empty."""
     sizes = (x.shape[-1], y.shape[-1])
     return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size and size % 8 == 0 for size in sizes)
+
+
+def reads_offsets_on_host(rows: torch.Tensor) -> bool:
+    """Return whether the products of these rows read their offsets on the host, which waits for a GPU."""
+    return rows.device.type == "cuda" and not (rows.dtype == torch.bfloat16 and rows.shape[-1] % 8 == 0)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +138,8 @@ def grouped_mm(
     """Multiply rows that are sorted by expert by their expert's matrix.
 
     It runs under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU, bfloat16 uses torch's kernel, which
-    does not synchronise. The other dtypes wait for `offsets` on the host, so they are for tests.
+    does not synchronise. The other dtypes read `offsets` on the host, and wait for them unless they lie there already,
+    as those of `sort_rows` do: one copy serves all products of a layer.
 
     Args:
         rows: `[r, d]`.

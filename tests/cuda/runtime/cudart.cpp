@@ -84,6 +84,11 @@ const char* kernel_name(const void* function) {
   return found == state().kernels.end() ? "?" : found->second;
 }
 
+// A stream reads or writes memory of the device, which must not go back to the allocator meanwhile.
+void touch(void* stream, const void* p) {
+  if (logging && memory_of(p) == Memory::device) cuda_log_note("touch", stream, (size_t)p, "");
+}
+
 size_t blocks_of(dim3 grid) { return (size_t)grid.x * grid.y * grid.z; }
 
 const char* direction(void* to, const void* from) {
@@ -196,6 +201,8 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
 }
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, int, cudaStream_t stream) {
   note("copy", stream, n, direction(to, from));
+  touch(stream, from);
+  touch(stream, to);
   if (!skips(n)) memmove(to, from, n);
   return cudaSuccess;
 }
@@ -428,6 +435,10 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
 API cudaError_t cudaDeviceSynchronize() { return waits("device wait", nullptr); }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return waits("stream wait", stream); }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return waits("event wait", event); }
+API cudaError_t cudaEventQuery(cudaEvent_t event) {
+  note("event done", event);
+  return cudaSuccess;
+}
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   note("wait event", stream, (size_t)event);
   return cudaSuccess;

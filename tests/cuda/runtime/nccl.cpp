@@ -23,6 +23,12 @@ int joined(void** communicator, int size, int rank) {
   return 0;
 }
 
+void note(void* stream, size_t bytes, const char* name, const void* from, const void* to) {
+  cuda_log_note("collective", stream, bytes, name);
+  if (from) cuda_log_note("touch", stream, (size_t)from, "");
+  if (to) cuda_log_note("touch", stream, (size_t)to, "");
+}
+
 void copy(void* to, const void* from, size_t bytes) {
   if (!skips(bytes) && to != from) memmove(to, from, bytes);
 }
@@ -63,41 +69,41 @@ API int ncclRedOpCreatePreMulSum(int* op, ...) {
 
 API int ncclAllGather(const void* from, char* to, size_t n, int type, Communicator* c, void* stream) {
   size_t bytes = bytes_of(n, type);
-  cuda_log_note("collective", stream, bytes, from == to + c->rank * bytes ? "all_gather in place" : "all_gather");
+  note(stream, bytes, from == to + c->rank * bytes ? "all_gather in place" : "all_gather", from, to);
   for (int i = 0; i < c->size; i++) copy(to + i * bytes, from, bytes);
   return 0;
 }
 API int ncclReduceScatter(const char* from, void* to, size_t n, int type, int, Communicator* c, void* stream) {
   size_t bytes = bytes_of(n, type);
   bool in_place = to == from + c->rank * bytes;
-  cuda_log_note("collective", stream, bytes, in_place ? "reduce_scatter in place" : "reduce_scatter");
+  note(stream, bytes, in_place ? "reduce_scatter in place" : "reduce_scatter", from, to);
   copy(to, from, bytes);
   return 0;
 }
 API int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), from == to ? "all_reduce in place" : "all_reduce");
+  note(stream, bytes_of(n, type), from == to ? "all_reduce in place" : "all_reduce", from, to);
   copy(to, from, bytes_of(n, type));
   return 0;
 }
 API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), "broadcast");
+  note(stream, bytes_of(n, type), "broadcast", from, to);
   copy(to, from, bytes_of(n, type));
   return 0;
 }
 API int ncclReduce(const void* from, void* to, size_t n, int type, int, int, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), "reduce");
+  note(stream, bytes_of(n, type), "reduce", from, to);
   copy(to, from, bytes_of(n, type));
   return 0;
 }
-API int ncclSend(const void*, size_t n, int type, int, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), "send");
+API int ncclSend(const void* from, size_t n, int type, int, void*, void* stream) {
+  note(stream, bytes_of(n, type), "send", from, nullptr);
   return 0;
 }
-API int ncclRecv(void*, size_t n, int type, int, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), "receive");
+API int ncclRecv(void* to, size_t n, int type, int, void*, void* stream) {
+  note(stream, bytes_of(n, type), "receive", nullptr, to);
   return 0;
 }
-API int ncclAlltoAll(const void*, void*, size_t n, int type, void*, void* stream) {
-  cuda_log_note("collective", stream, bytes_of(n, type), "all_to_all");
+API int ncclAlltoAll(const void* from, void* to, size_t n, int type, void*, void* stream) {
+  note(stream, bytes_of(n, type), "all_to_all", from, to);
   return 0;
 }

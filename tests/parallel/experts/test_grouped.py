@@ -129,3 +129,14 @@ def test_leaves_that_begin_anywhere_in_a_buffer():
     w = buffer[1:].view(2, 8, 8)
     for weights in (w, w.mT):
         close(moe.grouped_mm(x, weights, offsets), by_loop(x, weights, offsets))
+
+
+def test_offsets_may_lie_in_host_memory():
+    """On a GPU one copy serves all products of a layer, and no check of memories refuses it."""
+    rows, weights = torch.ones(3, 1), torch.tensor([[[10.0]], [[20.0]]])
+
+    def loss(weights, rows, offsets):
+        return moe.grouped_mm(rows, weights, fzero.collectives.to_host(offsets)).sum()
+
+    step = fzero.jit(torch.func.grad(loss), backend="fx")
+    assert step(weights, rows, torch.tensor([1, 3])).flatten().tolist() == [1, 2]
