@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.levels import is_deciding
 from fzero._torch.modules import storage_id
+from fzero._torch.stand_ins import StandInCache
 
 __all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "is_fzero_code", "is_user_code", "user_line"]
 
@@ -89,6 +90,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines: dict[int, str] = {}
+        self.stand_ins = StandInCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
@@ -104,7 +106,7 @@ class Recorder(TorchDispatchMode):
             except _NotPlainError:
                 pass
             else:
-                return _record(mode.tracer, func, args, kwargs, nodes, self.lines)
+                return _record(mode.tracer, func, args, kwargs, nodes, self)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
         with annotate(_source(self.lines)):
@@ -136,7 +138,7 @@ class OneNode:
                 nodes = _nodes(mode.tracer, args)
             except _NotPlainError:
                 return self.f(*args)
-            return _record(mode.tracer, self, args, {}, (nodes, {}), recorder.lines)
+            return _record(mode.tracer, self, args, {}, (nodes, {}), recorder)
         if is_deciding() and all(type(x) is FakeTensor for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
             return self.on_stand_ins(*args)
         return self.f(*args)
@@ -202,11 +204,12 @@ def _forget_constants(tracer: Any, args: Sequence[torch.Tensor]) -> None:
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, lines: Any) -> Any:
+def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, recorder: Recorder) -> Any:
     """Run an operation or a `OneNode` on stand-ins, and add its node to the graph."""
     with disable_proxy_modes_tracing():
-        out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_source(lines)}
+        one_node = isinstance(func, OneNode)
+        out = func.on_stand_ins(*args) if one_node else recorder.stand_ins.call(func, args, kwargs)
+    meta = {**get_current_meta().get("custom", {}), **_source(recorder.lines)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

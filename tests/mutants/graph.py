@@ -229,6 +229,12 @@ MUTANTS = [
         Fault("a result shares an argument's memory", "without_round_trips", dropped("not is_result")),
         Fault("a view stays where it lay", "without_round_trips", becomes("A[1:]", "()")),
     ),
+    *File("_torch/stand_ins.py", ("tests/_torch/test_stand_ins.py",)).faults(
+        Fault("1 and True are one number", "_key", becomes("return A, B", "return B", at="2 of 2")),
+        Fault("forms do not differ by strides", "_key", dropped("A.stride()")),
+        Fault("forms do not differ by dtype", "_key", dropped("A.dtype")),
+        Fault("a view lies in new memory", "_form_of", becomes("A.get(storage_id(B))", "None")),
+    ),
     *File("_torch/recorder.py", RECORDER).faults(
         Fault("zeros of forward mode stay", "REPLACEMENTS", dropped("A: torch.ops.aten.zeros.default"), IN_PLACE),
         Fault("stand-ins change with their tensors", "_track", bare("B(A)")),

@@ -1,0 +1,122 @@
+"""Private torch APIs that give the results of operations on stand-ins, without a call of the operation each time.
+
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_stand_ins.py` shows which.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from fzero._torch.modules import storage_id
+
+__all__ = ["StandInCache"]
+
+
+class _Form(NamedTuple):
+    """The form of a result: `base` is the position of the operand that it is a view of; None for new memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    base: int | None
+
+
+class _UnknownError(Exception):
+    """A result does not follow from the forms of the operands, as far as the cache knows."""
+
+
+class StandInCache:
+    """Runs operations on stand-ins, and repeats the form of a result for operands of the same forms.
+
+    The forms of results depend on the operands' forms alone. A model has many equal layers, and torch takes ten times
+    as long to find a form as to make a stand-in. A cache serves one trace, so no global setting of torch changes.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, tuple[type, list[_Form | None]] | None] = {}
+
+    def call(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Return the results of an operation on stand-ins.
+
+        Args:
+            func: an operation whose results' forms follow from the operands' forms.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        operands: list[FakeTensor] = []
+        try:
+            key = (func, _key(args, operands), _key(tuple(kwargs.items()), operands))
+        except _UnknownError:
+            return func(*args, **kwargs)
+        if not operands or func._schema.is_mutable:
+            return func(*args, **kwargs)
+        if key not in self._forms:
+            out = func(*args, **kwargs)
+            self._forms[key] = _forms_of(out, operands)
+            return out
+        known = self._forms[key]
+        if known is None:
+            return func(*args, **kwargs)
+        kind, forms = known
+        results = [None if form is None else _made(form, operands) for form in forms]
+        return results[0] if kind is FakeTensor else kind(results)
+
+
+def _key(x: Any, operands: list[FakeTensor]) -> Any:
+    """Return a key for an argument, and list the stand-ins in it.
+
+    Raises:
+        _UnknownError: if the argument is a tensor of another kind, or has a value.
+    """
+    kind = type(x)
+    if kind is FakeTensor:
+        if x.constant is not None or x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
+            raise _UnknownError
+        operands.append(x)
+        return x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
+    if kind is tuple or kind is list:
+        return kind, tuple([_key(y, operands) for y in x])
+    if isinstance(x, torch.Tensor):
+        raise _UnknownError
+    return kind, x  # the numbers 1, 1.0 and True are equal
+
+
+def _forms_of(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Form | None]] | None:
+    """Return the forms of an operation's results; None if they could not be made from their forms."""
+    results = [out] if type(out) is FakeTensor else list(out)
+    if any(x is not None and type(x) is not FakeTensor for x in results):
+        return None
+    bases = {storage_id(x): i for i, x in reversed([*enumerate(operands)])}
+    forms = [None if x is None else _form_of(x, bases) for x in results]
+    made = [None if form is None else _made(form, operands) for form in forms]
+    is_known = all(x is None or _is_equal(x, y, bases) for x, y in zip(results, made, strict=True))
+    ids = [storage_id(x) for x in results if x is not None and storage_id(x) not in bases]
+    is_known = is_known and len(set(ids)) == len(ids) and not any(x is y for x in results for y in operands)
+    return (type(out), forms) if is_known else None
+
+
+def _form_of(x: FakeTensor, bases: dict[int, int]) -> _Form:
+    base = bases.get(storage_id(x))
+    return _Form(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.fake_device, base)
+
+
+def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:
+    """Return whether a stand-in that was made from a form is like the one that torch made."""
+    has_bytes = x.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+    plain = x.layout is torch.strided and not (x.dtype.is_complex or x.is_neg() or x.requires_grad)
+    return plain and has_bytes and x.constant is None and _form_of(x, bases) == _form_of(made, bases)
+
+
+def _made(form: _Form, operands: list[FakeTensor]) -> FakeTensor:
+    """Make a stand-in of a form: in new memory, or in that of an operand."""
+    mode: FakeTensorMode = operands[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        if form.base is None:
+            x = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+        else:
+            x = torch.as_strided(operands[form.base], form.shape, form.stride, form.offset)
+    return FakeTensor(mode, x, form.device)

@@ -1,0 +1,77 @@
+"""Stand-ins that are made from a known form are like those that torch makes, and no other results are made so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fzero._torch import storage_id
+from fzero._torch.stand_ins import StandInCache
+
+aten: Any = torch.ops.aten
+CALLS: list[Callable[[Any, Any, Any], Any]] = [
+    lambda call, x, y: call(aten.mm.default, (x, y.t()), {}),
+    lambda call, x, y: call(aten.mul.Tensor, (x, y[:1]), {}),
+    lambda call, x, y: call(aten.mul.Tensor, (x.t(), 2), {}),
+    lambda call, x, y: call(aten.view.default, (x[1:], [-1]), {}),
+    lambda call, x, y: call(aten.view.default, (x, [4, 3]), {}),
+    lambda call, x, y: call(aten.slice.Tensor, (x.t(), 0, 1, 3), {}),
+    lambda call, x, y: call(aten.expand.default, (x[:1], [3, 4]), {}),
+    lambda call, x, y: call(aten.split.Tensor, (x, 2), {}),
+    lambda call, x, y: call(aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
+    lambda call, x, y: call(aten.native_layer_norm.default, (x, [4], y[0], None, 1e-5), {}),
+    lambda call, x, y: call(aten.sum.dim_IntList, (x, [0], True), {}),
+    lambda call, x, y: call(aten.cat.default, ([x, y], 1), {}),
+    lambda call, x, y: call(aten.add_.Tensor, (x, y), {}),
+    lambda call, x, y: call(aten.imag.default, (torch.complex(x, y),), {}),
+    lambda call, x, y: call(aten.zeros.default, ([3],), {}),
+]
+
+
+def described(out: Any, operands: list[torch.Tensor]) -> list[Any]:
+    """Describe results: their form, the bytes of their memory, and the operand that they are or view."""
+    outs = list(out) if isinstance(out, tuple | list) else [out]
+    bases = [storage_id(x) for x in operands]
+    return [
+        x
+        if x is None
+        else (
+            *(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.untyped_storage().nbytes()),
+            [b == storage_id(x) for b in bases],
+            [x is y for y in operands],
+        )
+        for x in outs
+    ]
+
+
+@pytest.mark.parametrize("run", CALLS)
+def test_the_second_result_is_like_the_first(run: Callable[[Any, Any, Any], Any]):
+    with FakeTensorMode():
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        cache = StandInCache()
+        expected = described(run(lambda f, args, kwargs: f(*args, **kwargs), x, y), [x, y])
+        results = [run(cache.call, x, y) for _ in range(3)]
+        for out in results:
+            assert described(out, [x, y]) == expected
+        if not any(expected[0][-2]):  # new memory each time
+            assert len({storage_id(o[0] if isinstance(o, tuple) else o) for o in results}) == 3
+
+
+def test_forms_differ_by_shape_stride_offset_dtype_and_the_type_of_a_number():
+    with FakeTensorMode():
+        x, cache = torch.ones(4, 4, dtype=torch.int64), StandInCache()
+        for a in (x, x.t(), x[:, :2], x[1:, :2], x.int(), x.bool()):
+            for number in (2, 2.0, True):
+                for f in (aten.mul.Tensor, aten.slice.Tensor):
+                    args = (a, number) if f is aten.mul.Tensor else (a, 0, 1, 2)
+                    assert described(cache.call(f, args, {}), [a]) == described(f(*args), [a])
+
+
+def test_an_error_is_raised_each_time():
+    with FakeTensorMode():
+        cache = StandInCache()
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                cache.call(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
