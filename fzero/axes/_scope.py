@@ -154,6 +154,7 @@ class Scope(NamedTuple):
         own: the memory of a process that differs by rank; empty in a simulation, which needs no such list.
         invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
+        device: the device of the program's ranks.
     """
 
     axes: Axes = Axes()
@@ -163,6 +164,7 @@ class Scope(NamedTuple):
     own: tuple[PerRankMemory, ...] = ()
     invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
+    device: torch.device = torch.device("cpu")
 
 
 class _Scopes(threading.local):
@@ -239,6 +241,11 @@ def call_with_loss_scale(scale: torch.Tensor, f: Callable[..., Any], *args: Any,
 def current_loss_scale() -> torch.Tensor | None:
     """Return the factor that scales the running loss's gradients; None if there is none."""
     return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
+
+
+def current_device() -> torch.device:
+    """Return the device of the running rank program's ranks; the CPU outside any."""
+    return _SCOPES.stack[-1].device if _SCOPES.stack else torch.device("cpu")
 
 
 def micro_batch() -> int | torch.Tensor:

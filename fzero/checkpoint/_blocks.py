@@ -124,7 +124,7 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
     A leaf that shares memory with another leaf gets new memory too, such as averages that start as the parameters.
     Leaves that lie side by side in one buffer lie so again. All other values are kept.
     """
-    device = mesh.device_mesh.device_type if mesh is not None and mesh.distributed else "cpu"
+    device = torch.device("cpu") if mesh is None else mesh.device
     entries, structure = tree.flatten(like, is_box)
     plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
     boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
@@ -163,14 +163,14 @@ def _box_tensors(entry: Any) -> list[torch.Tensor]:
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
 
 
-def _devices(entry: Any, device: str) -> list[str]:
+def _devices(entry: Any, device: torch.device) -> list[torch.device]:
     """List the device of each tensor in a box. A shard's host pieces belong in host memory."""
     if isinstance(entry, Shard):
-        return ["cpu" if space == "host" else device for space in spaces(entry)]
+        return [torch.device("cpu") if space == "host" else device for space in spaces(entry)]
     return [device] * len(_box_tensors(entry))
 
 
-def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
+def _zeros(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return zeros with the shape and dtype of a tensor, on its device; on `device` if it is a meta tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 

@@ -267,14 +267,16 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::to_device", mutates_args=())
 def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":  # a copy from pageable memory would wait for all of the device's work
+    if (
+        device.type not in ("cpu", "meta") and not x.is_pinned()
+    ):  # a copy from pageable memory would wait for all the device's work
         x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
 
 
 def _empty_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Allocate host memory for a tensor; pinned for a GPU's tensor, which makes the copy twice as fast."""
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
+    """Allocate host memory for a tensor; pinned for an accelerator's, which makes the copy twice as fast."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
 
 
 @_to_host.register_fake
@@ -343,9 +345,9 @@ def start_to_host(x: torch.Tensor) -> PendingCopy:
 
 def _enqueue_copy(x: torch.Tensor) -> PendingCopy:
     value = _empty_on_host(x).copy_(x, non_blocking=True)
-    if x.device.type != "cuda":
+    if x.device.type == "cpu":
         return PendingCopy(value, None)
-    return PendingCopy(value, torch.cuda.current_stream(x.device).record_event())
+    return PendingCopy(value, torch.accelerator.current_stream(x.device).record_event())
 
 
 def wait_to_host(coming: PendingCopy) -> torch.Tensor:

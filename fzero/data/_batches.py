@@ -1,11 +1,12 @@
 """Numbered batches, each example once in order, and the mean over batches of unequal size."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -26,26 +27,26 @@ __all__ = [
     "load_batches",
     "mean",
     "once",
+    "prefetch",
 ]
 
 # Loading: torch's DataLoader loads each rank's examples of a batch, and a box holds them.
 
 
+T = TypeVar("T")
 RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
 
 class BatchTarget(NamedTuple):
-    """The ranks and the device that batches are loaded for.
+    """The ranks that batches are loaded for.
 
     Attributes:
         mesh: the ranks.
         axis: the axes along which ranks get different examples; None for all.
-        device: "cuda" or "cpu"; None for the mesh's device.
     """
 
     mesh: Mesh
     axis: AxisName
-    device: str | None
 
     def local_indices(self, indices: list[int]) -> list[int]:
         """Return the indices of a global batch that this process loads; all of them in a simulation."""
@@ -57,14 +58,8 @@ class BatchTarget(NamedTuple):
         return indices[first : first + rows]
 
     def box(self, batch: Any) -> PerRank:
-        """Move a loaded batch to the device, and put it into a box."""
-        device = self.device or ("cpu" if self.mesh.simulated else self.mesh.device_mesh.device_type)
-
-        def move(x: Any) -> Any:
-            return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
-
+        """Put a loaded batch into a box, on the mesh's device."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding is not a dict
-        batch = tree.map(move, batch)
         return self.mesh.split(batch, self.axis) if self.mesh.simulated else self.mesh.local(batch, self.axis)
 
 
@@ -158,7 +153,6 @@ def batches(
     axis: AxisName = None,
     collate: Callable[[list[Any]], Any] | None = None,
     pad: Padding | None = None,
-    device: str | None = None,
     **loader: Any,
 ) -> "Batches":
     """Number the batches of a data set, epoch after epoch.
@@ -179,9 +173,8 @@ def batches(
         axis: the axes along which ranks get different examples; by default all (`mesh.split`).
         collate: makes a tree of tensors `[examples, ...]` from examples; by default torch's `default_collate`.
         pad: how to pad examples of unequal lengths, from `fzero.data.padding`.
-        device: the device of the batches, "cuda" or "cpu"; by default the mesh's.
         **loader: options of `torch.utils.data.DataLoader`: `num_workers=4` loads ahead in processes, `pin_memory=True`
-            speeds up the copy to a GPU.
+            also pins the batches ahead of their copy to a GPU.
 
     Returns:
         A `Batches`: iterate over `steps(start, stop)`, or take a batch by its number.
@@ -209,7 +202,7 @@ def batches(
             "repeat the data set (torch.utils.data.ConcatDataset)"
         )
     check_padding(pad, dataset, global_batch)
-    return Batches(dataset, mesh, global_batch, seed, shuffle, axis, collate, pad, device, loader)
+    return Batches(dataset, mesh, global_batch, seed, shuffle, axis, collate, pad, loader)
 
 
 @dataclass(frozen=True)
@@ -225,7 +218,6 @@ class Batches:
         axis: the axes along which ranks get different examples; None for all.
         collate: makes a tree of tensors from a list of examples.
         pad: how to pad examples of unequal lengths.
-        device: the device of the batches; None for the mesh's.
         loader: further options of `torch.utils.data.DataLoader`.
     """
 
@@ -237,7 +229,6 @@ class Batches:
     axis: AxisName = None
     collate: Callable[[list[Any]], Any] | None = None
     pad: Padding | None = None
-    device: str | None = None
     loader: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -279,7 +270,7 @@ class Batches:
         """
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
-        target = BatchTarget(self.mesh, self.axis, self.device)
+        target = BatchTarget(self.mesh, self.axis)
         return enumerate(
             load_batches(self.dataset, self._from(start, stop), target, self.collate, self.pad, self.loader), start
         )
@@ -345,7 +336,6 @@ def once(
     axis: AxisName = None,
     collate: Callable[[list[Any]], Any] | None = None,
     pad: Padding | None = None,
-    device: str | None = None,
     **loader: Any,
 ) -> Iterator[tuple[PerRank, torch.Tensor]]:
     """Load each example of a data set once, in order, for `fzero.evaluate` and `fzero.predict`.
@@ -359,7 +349,6 @@ def once(
         axis: the axes along which ranks get different examples; by default all.
         collate: makes a tree of tensors `[examples, ...]` from examples; by default torch's `default_collate`.
         pad: how to pad examples of unequal lengths, from `fzero.data.padding`.
-        device: the device of the batches, "cuda" or "cpu"; by default the mesh's.
         **loader: options of `torch.utils.data.DataLoader`.
 
     Returns:
@@ -384,4 +373,59 @@ def once(
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start), device="cpu") for start in starts)
-    return zip(load_batches(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)
+    return zip(load_batches(dataset, indices, BatchTarget(mesh, axis), collate, pad, loader), rows, strict=True)
+
+
+# Copies to the device, beside the step before.
+
+
+def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
+    """Take batches before they are used, so that their copies to the device run beside the steps before them.
+
+    On the CPU nothing is copied, and the batches come as they are. On an accelerator `ahead` more batches lie in its
+    memory, which no plan counts.
+
+    Args:
+        batches: the batches, such as `data.steps()`, or `map(mesh.split, loader)`; also pairs of a number and a batch.
+        mesh: the ranks.
+        ahead: the number of batches to take before they are used, 1 or more.
+
+    Returns:
+        An iterator of the same batches, in order.
+
+    Raises:
+        ValueError: if `ahead` is below 1.
+
+    Example:
+        >>> import fzero
+        >>> mesh = fzero.mesh(dp=2)
+        >>> data = batches(torch.arange(10), mesh, global_batch=4)
+        >>> [i for i, batch in prefetch(data.steps(0, 3), mesh)]
+        [0, 1, 2]
+    """
+    if not isinstance(ahead, int) or ahead < 1:
+        raise ValueError(f"ahead={ahead!r}: expected a number of batches, 1 or more")
+    return iter(batches) if mesh.device.type == "cpu" else _prefetched(iter(batches), mesh.device, ahead)
+
+
+def _prefetched(batches: Iterator[T], device: torch.device, ahead: int) -> Iterator[T]:
+    """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used."""
+    stream = torch.Stream(device)
+    pending: deque[tuple[T, torch.Event]] = deque()
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            with stream:
+                for batch in islice(batches, 1):
+                    pending.append((batch, stream.record_event()))
+
+    take(ahead)
+    while pending:
+        batch, event = pending.popleft()
+        take(1)
+        current = torch.accelerator.current_stream(device)
+        current.wait_event(event)
+        for x in tree.tensors(batch):
+            if x.device == device:
+                x.record_stream(current)  # its memory is not reused before the caller's work on it is done
+        yield batch

@@ -128,6 +128,22 @@ def check_tensors(tensors: object, names: frozenset[str], label: str, kind: str,
         raise ValueError(f"{label} do not match the module {kind}: missing {missing}, unknown {extra}")
 
 
+def check_one_device(params: dict[str, Any], buffers: dict[str, Any], kind: str) -> None:
+    """Check that the buffers of a module of class `kind` lie where its parameters lie; numbers need not.
+
+    Raises:
+        ValueError: if a buffer lies elsewhere. The message names it.
+    """
+    devices = {x.device: name for name, x in params.items() if not is_box(x)}
+    for name, x in buffers.items() if len(devices) == 1 else ():
+        if not is_box(x) and x.ndim and x.device not in devices:
+            device, parameter = next(iter(devices.items()))
+            raise ValueError(
+                f"{kind}: buffer {name!r} is on {x.device}, and parameter {parameter!r} is on {device}: "
+                "buffers = mesh.device_put(buffers) after fzero.nn.functional"
+            )
+
+
 def explain_old_function(error: RuntimeError, name: str) -> None:
     """Explain the error of a module that applies an `autograd.Function` of torch's older form.
 
@@ -280,13 +296,14 @@ class Apply:
         Raises:
             TypeError: if `params` or `buffers` is not a dict of tensors. Gather boxes first, as
                 `fzero.value_and_grad` does.
-            ValueError: if names are missing or unknown. If layers are split over an axis, also if the arguments of
-                forward are known to differ by rank along it.
+            ValueError: if names are missing or unknown, or a buffer lies on another device than the parameters. If
+                layers are split over an axis, also if the arguments of forward are known to differ by rank along it.
             RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in `mutable`.
                 Also if it applies an `autograd.Function` that `torch.func` cannot differentiate.
         """
         check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
+        check_one_device(params, buffers, type(self.module).__name__)
         if self.tp is not None:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
         copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}

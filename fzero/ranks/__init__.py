@@ -9,7 +9,7 @@ from fzero.ranks._agreement import (
     checksum,
     gather_texts,
 )
-from fzero.ranks._mesh import Mesh, mesh
+from fzero.ranks._mesh import Mesh, device_put, mesh
 from fzero.ranks._spmd import Spmd
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_equal",
     "check_same_structure",
     "checksum",
+    "device_put",
     "gather_texts",
     "mesh",
 ]

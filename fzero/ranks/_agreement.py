@@ -130,7 +130,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 def all_gather_numbers(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, with one m on all ranks; return each rank's numbers, in rank order."""
-    mine = mine.to(mesh.device_mesh.device_type)
+    mine = mine.to(mesh.device)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
     torch.distributed.all_gather(theirs, mine)  # the mesh's ranks are the world
     return [x.tolist() for x in theirs]
@@ -165,8 +165,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     ]
     if not compared:
         return
-    device = mesh.device_mesh.device_type
-    mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(device) for i in compared]
+    mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared]
     all_sums = all_gather_numbers(torch.stack(mine), mesh)
     for n, i in enumerate(compared):
         first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there

@@ -22,7 +22,7 @@ from torch.distributed import (
 
 from fzero._notice import trouble_link
 
-__all__ = ["TIMEOUT", "AbsentError", "World", "check_device", "check_timeout", "find_world", "join", "rendezvous"]
+__all__ = ["TIMEOUT", "AbsentError", "World", "check_timeout", "find_device", "find_world", "join", "rendezvous"]
 
 # Rendezvous: the processes of a world find each other in a store that may hold keys of dead processes.
 #
@@ -128,7 +128,7 @@ class World(NamedTuple):
     Attributes:
         rank: 0 to size - 1.
         size: the number of processes.
-        local_rank: this process's rank among the processes of its host, and the number of its GPU.
+        local_rank: this process's rank among the processes of its host, and the number of its accelerator.
         address: the address of the rendezvous, "host:port"; "" if the process group exists already.
     """
 
@@ -185,25 +185,46 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
-def check_device(device: str | None) -> None:
-    """Check that a mesh can be on a device; None stands for the default device.
+def find_device(device: str | None, world: World | None) -> torch.device:
+    """Return the device of this process's ranks, which `torch.accelerator` knows.
+
+    Args:
+        device: "cpu", "meta", or the type of this machine's accelerator; None for the accelerator if there is one. A
+            process group that exists already and cannot use the accelerator keeps to the CPU.
+        world: the result of `find_world`. A process of a new world takes the accelerator of its local rank; any other
+            process takes torch's current one.
 
     Raises:
-        ValueError: if `device` is not "cpu" or "cuda", or if it is "cuda" and there is no GPU.
+        ValueError: if `device` is anything else, or names an accelerator that torch does not see.
     """
-    if device is None or device == "cpu":
-        return
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    visible = f"torch sees {gpus or 'no'} GPU{'s' * (gpus != 1)} here"
-    if device != "cuda":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    if device not in (None, "cpu", "meta", kind):
+        count = torch.accelerator.device_count()
+        found = "no accelerator" if kind == "cpu" else f"{count} device{'s' * (count != 1)} of type {kind!r}"
+        choices = '"cpu"' if kind == "cpu" else f'"cpu" or "{kind}"'
         raise ValueError(
-            f'device={device!r}: expected "cpu" or "cuda", and {visible}; with "cuda" each process takes the GPU of '
-            "its LOCAL_RANK, among the GPUs in CUDA_VISIBLE_DEVICES"
+            f"device={device!r}: expected {choices}, since torch sees {found} here; leave device out to use an "
+            "accelerator where there is one: each process takes the one of its LOCAL_RANK"
         )
-    if not gpus:
-        raise ValueError(
-            f'device="cuda", but {visible}: pass device="cpu", or leave device out to use a GPU where there is one'
-        )
+    if (
+        device == "meta"
+        or kind == "cpu"
+        or device == "cpu"
+        or (device is None and world is not None and not _can_use(kind, world))
+    ):
+        return torch.device(device or "cpu")
+    if world is not None and world.address:
+        return torch.device(kind, world.local_rank % torch.accelerator.device_count())
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _can_use(kind: str, world: World) -> bool:
+    """Return whether a world's processes can communicate on accelerators of a type."""
+    if world.address:
+        return torch.distributed.Backend.default_device_backend_map.get(kind, "gloo") != "gloo"
+    backends = dict(pair.split(":") for pair in torch.distributed.get_backend_config().split(","))
+    return backends.get(kind, "gloo") != "gloo"
 
 
 def check_timeout(timeout: float) -> None:
@@ -219,12 +240,12 @@ def check_timeout(timeout: float) -> None:
         raise ValueError(f"timeout={timeout!r}: expected seconds, above 0 and below 1e9")
 
 
-def join(world: World, kind: str, timeout: float = TIMEOUT) -> None:
+def join(world: World, device: torch.device, timeout: float = TIMEOUT) -> None:
     """Wait for the other processes of the world, and create the default process group.
 
     Args:
         world: the result of `find_world`.
-        kind: "cpu" for gloo alone, "cuda" for gloo and nccl.
+        device: the process's device; torch names the backend of its type. Tensors on the CPU use gloo.
         timeout: how long to wait for the other processes, in seconds.
 
     Raises:
@@ -232,11 +253,12 @@ def join(world: World, kind: str, timeout: float = TIMEOUT) -> None:
             from a rank.
     """
     if world.address:
-        if kind == "cuda":
-            torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         store = _open_store(world, timeout)
         store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
-        backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+        of_device = torch.distributed.get_default_backend_for_device(device)
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{of_device}"
         torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
     group = torch.distributed.group.WORLD
     if group is not None and _PROCESS_OF.setdefault(group, os.getpid()) != os.getpid():

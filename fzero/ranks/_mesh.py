@@ -14,16 +14,19 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
-from fzero.ranks._launch import TIMEOUT, check_device, check_timeout, find_world, join
+from fzero.collectives import to_device
+from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
 from fzero.ranks._spmd import Spmd, check_stacked
 from fzero.sharding import PerRank, is_box
+from fzero.tree import Tree
 
-__all__ = ["Mesh", "check_axes", "fill_shape", "mesh"]
+__all__ = ["Mesh", "check_axes", "device_put", "fill_shape", "mesh"]
 
 # The sizes of a mesh's axes: the sizes given, and the size of the axis that takes the rest of the world.
 
 
 Shape = tuple[tuple[str, int], ...]
+CPU = torch.device("cpu")
 
 
 ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
@@ -124,8 +127,9 @@ def mesh(
 ) -> "Mesh":
     """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
 
-    Under torchrun or Slurm's srun, the ranks are the launched processes, in a `torch.distributed.DeviceMesh` (gloo on a
-    CPU, nccl on a GPU). The first axis is the slowest. Without a launcher the ranks are simulated in this process.
+    Under torchrun or Slurm's srun, the ranks are the launched processes, in a `torch.distributed.DeviceMesh` (gloo on
+    CPUs, NCCL on NVIDIA GPUs). The first axis is the slowest. Without a launcher the ranks are simulated in this
+    process.
 
     Args:
         simulate: "vmap" (or True) simulates ranks as a batch dimension, even under torchrun: it is fast, and can be
@@ -134,7 +138,10 @@ def mesh(
             world, else simulated with "vmap".
         simulated_ranks: the number of ranks to simulate if there is no world. `mesh(dp=-1, simulated_ranks=4)` has one
             rank per process under torchrun, else four simulated ranks.
-        device: "cpu" or "cuda"; by default "cuda" if a GPU is available. Only a distributed mesh uses it.
+        device: "cpu", or the type of this machine's accelerator, such as "cuda". By default each process takes the
+            accelerator of its local rank if there is one (`torch.accelerator`), else the CPU. Simulated ranks share
+            this process's accelerator. `step.init` and `mesh.split` put their results there. "meta" simulates ranks
+            without memory, for plans.
         timeout: how long to wait for the world's other processes, in seconds.
         **axes: the size of each axis. One size may be -1: this axis takes the rest of the world, and in a simulation
             the rest of the `simulated_ranks` ranks (without `simulated_ranks`, size 1).
@@ -155,7 +162,6 @@ def mesh(
     """
     check_axes(axes, simulated_ranks)
     check_timeout(timeout)
-    check_device(device)
     if simulate not in (None, True, False, *SIMULATIONS):
         raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
     if simulate is False and simulated_ranks is not None:
@@ -163,16 +169,17 @@ def mesh(
     world = find_world()
     if simulate is False and world is None:
         raise ValueError("simulate=False, but there is no world: launch with torchrun")
+    own = find_device(device, world)
     if simulate or world is None:
-        return Mesh(
-            fill_shape(axes, None, simulated_ranks), simulation="lockstep" if simulate == "lockstep" else "vmap"
-        )
+        simulation = "lockstep" if simulate == "lockstep" else "vmap"
+        return Mesh(fill_shape(axes, None, simulated_ranks), simulation=simulation, device=own)
+    if own.type == "meta":
+        raise ValueError('device="meta" has no memory, so no process can run on it: pass simulate=True')
     shape = fill_shape(axes, world.size, simulated_ranks)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    join(world, kind, timeout)
+    join(world, own, timeout)
     names, sizes = zip(*shape, strict=True)
-    device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
-    return Mesh(shape, device_mesh, _joint_groups(device_mesh))
+    device_mesh = init_device_mesh(own.type, sizes, mesh_dim_names=names)
+    return Mesh(shape, device_mesh, _joint_groups(device_mesh), device=own)
 
 
 def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
@@ -200,12 +207,14 @@ class Mesh:
         device_mesh: the processes, or None in a simulation.
         joint: in a distributed mesh of several axes, the process group of each product of axes.
         simulation: how ranks are simulated: "vmap" or "lockstep".
+        device: the device of this process's ranks; simulated ranks share it.
     """
 
     shape: tuple[tuple[str, int], ...]
     device_mesh: Any = None
     joint: tuple[tuple[str, str], ...] = ()
     simulation: str = "vmap"
+    device: torch.device = CPU
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -301,11 +310,13 @@ class Mesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
         label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
-        return f"Mesh({axes}, {label})"
+        return f"Mesh({axes}, {label}{'' if self.device == CPU else f', {self.device}'})"
 
     @api_boundary
     def split(self, batch: Any, axis: AxisName = None) -> PerRank:
-        """Split a global batch along dimension 0 into one equal part per rank, in rank order.
+        """Split a global batch along dimension 0 into one equal part per rank, in rank order, on the mesh's device.
+
+        A part that lies elsewhere is copied there through pinned memory, and the host does not wait for the copy.
 
         Args:
             batch: a tree of tensors `[N b, ...]`, the same on every process.
@@ -334,7 +345,7 @@ class Mesh:
                     f"{self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
-            return stacked if self.simulated else stacked[mine]
+            return device_put(stacked if self.simulated else stacked[mine], self.device)
 
         return PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
 
@@ -350,7 +361,7 @@ class Mesh:
 
     @api_boundary
     def local(self, batch: Any, axis: AxisName = None) -> PerRank:
-        """Wrap a batch that each rank loaded itself.
+        """Wrap a batch that each rank loaded itself, and bring it to the mesh's device as `split` does.
 
         Args:
             batch: a tree of this rank's tensors; in a simulation a tree of all ranks' tensors, stacked: `[N, ...]`. Or
@@ -380,9 +391,21 @@ class Mesh:
             _check_tensor("batch", path, x)
             if self.simulated:
                 check_stacked(x, f"batch leaf {path!r}", self, names)
-            return x
+            return device_put(x, self.device)
 
         return PerRank(tree.map_with_path(check, batch, is_box), varying)
+
+    @api_boundary
+    def device_put(self, values: Tree) -> Tree:
+        """Return a tree of plain tensors on the mesh's device, such as a module's buffers.
+
+        Tensors that lie there, values that are no tensors, and tensors on the meta device are returned as they are.
+
+        Example:
+            >>> mesh(dp=2, device="cpu").device_put({"positions": torch.arange(3)})
+            {'positions': tensor([0, 1, 2])}
+        """
+        return tree.map(lambda x: device_put(x, self.device), values)
 
     def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that runs a rank program on every rank: JAX's shard_map, with layouts stored in the values.
@@ -405,6 +428,16 @@ class Mesh:
             tensor(3.)
         """
         return Spmd(self, program)
+
+
+def device_put(x: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, differentiably; a value that lies there, or has no memory, is returned as it is.
+
+    A copy from the host goes through pinned memory, and the host does not wait for it.
+    """
+    if not isinstance(x, torch.Tensor) or x.is_meta or x.device == device:
+        return x
+    return to_device(x, device) if x.device == CPU else x.to(device)
 
 
 def _check_tensor(label: str, path: str, x: Any) -> None:

@@ -76,7 +76,7 @@ class Spmd:
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = unwrap_per_rank(call)
         memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
-        scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory)
+        scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory, device=self.mesh.device)
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:

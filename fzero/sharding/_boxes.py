@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fzero import tree
 from fzero._donated import DonatedError, donated_message
-from fzero._torch import group_of, is_tracing, register_box
+from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
-from fzero.axes import PLANNED, bound_axes, is_lockstep
+from fzero.axes import current_device
 from fzero.collectives import to_device
 from fzero.sharding._spec import Spec, intern, on_host, spec_info, spec_of
 from fzero.tree import Tree, is_box
@@ -382,7 +381,7 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
         return box
     pieces = list(zip(spaces(box), box.parts, strict=True))
     devices = [x.device for space, x in pieces if space == "device"]
-    target = device or (devices[0] if devices else _device_of_the_mesh())
+    target = device or (devices[0] if devices else current_device())
     parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
     return Shard(join_pieces(parts), on_host(box.spec_id, 0))
 
@@ -411,11 +410,3 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
         elif is_box(x):
             out[i] = x
     return tree.unflatten(structure, out)
-
-
-def _device_of_the_mesh() -> torch.device:
-    """Return the device on which the bound axes' process groups communicate; the CPU in a simulation."""
-    groups = [a.group for a in bound_axes() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
-    if any("nccl" in dist.get_backend(group_of(group)) for group in groups):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

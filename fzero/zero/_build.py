@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import view_of
-from fzero.ranks import Mesh, check_equal, check_same_structure, checksum
+from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
 from fzero.sharding import Shard, ShardedUnit, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
 from fzero.zero._source import LeafSupply, TracedInit, supply_of
 
@@ -15,8 +15,8 @@ __all__ = ["build", "lay_side_by_side", "supply_like"]
 # Filling a layout with full leaves: each leaf is copied into its unit's shard and dropped.
 
 
-def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh) -> Any:
-    """Put the leaves of a tree into a layout.
+def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh, like: Any = None) -> Any:
+    """Put the leaves of a tree into a layout, on the mesh's device. Leaves on the meta device stay there.
 
     At any time memory holds the boxes, one leaf, the inputs of this leaf, and leaves that the caller still references.
 
@@ -25,19 +25,20 @@ def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh) 
         source: the leaves. Values that are no tensors are copied into the result as they are.
         layout: the tree with boxes in place of its sharded leaves. The contents of the boxes are not read.
         mesh: the ranks; in a simulation the boxes hold all ranks' shards.
+        like: a tree of the same structure, of whose leaves without a box each device is kept; None for the mesh's.
 
     Returns:
         The tree in the layout, in memory of its own.
 
     Raises:
-        ValueError: if a leaf differs between ranks (raised on all ranks), or leaves of one unit are on several devices.
+        ValueError: if a leaf differs between ranks (raised on all ranks), or if only some leaves of a unit have values.
             The message names the leaf.
     """
     if isinstance(source, LeafSupply):  # before the first leaf is donated
         check_equal(label, tree.unflatten(source.structure, source.tensors), mesh)
     else:
         check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
-    filler = _Filler(label, layout, source, mesh)
+    filler = _Filler(label, layout, source, mesh, like)
     sums: list[Any] = [None] * len(source.leaves)
 
     def take(positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
@@ -91,11 +92,16 @@ class _Destination(NamedTuple):
 class _Filler:
     """Fills the boxes of a layout, and collects the leaves that are not sharded."""
 
-    def __init__(self, label: str, layout: Any, source: LeafSupply | TracedInit, mesh: Mesh) -> None:
-        self.mesh, devices = mesh, source.devices
+    def __init__(self, label: str, layout: Any, source: LeafSupply | TracedInit, mesh: Mesh, like: Any) -> None:
+        self.mesh = mesh
+        devices = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
         paths, self.layout, self.structure = tree.flatten_with_paths(layout, is_box)
         pairs = zip(self.layout, source.leaves, strict=True)
-        self.entries = [x if isinstance(leaf, torch.Tensor) else leaf for x, leaf in pairs]
+        self.entries = [x if isinstance(leaf, torch.Tensor) else mesh.device_put(leaf) for x, leaf in pairs]
+        # the devices of the leaves without boxes
+        self.devices: list[Any] = (
+            devices if like is None else list(map(_device_like, self.layout, source.devices, devices))
+        )
         self.destinations: dict[int, _Destination] = {}  # position -> destination of its leaf
         # id of a leaf of the layout -> its replacement: tied leaves stay tied
         self.copies: dict[int, torch.Tensor] = {}
@@ -120,7 +126,8 @@ class _Filler:
                 continue
             key = id(self.layout[i])
             if key not in self.copies:
-                self.copies[key] = leaf if may_keep and i == positions[0] else leaf.clone()
+                moved = device_put(leaf, self.devices[i])
+                self.copies[key] = moved if moved is not leaf or (may_keep and i == positions[0]) else leaf.clone()
             self.entries[i] = self.copies[key]
 
     def tree(self) -> Any:
@@ -136,12 +143,19 @@ def _ranks_of_rows(spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     return tuple({mesh.index(names, r) if names else 0: r for r in range(mesh.size)}.values())
 
 
+def _device_like(like: Any, own: torch.device | None, target: torch.device | None) -> torch.device | None:
+    """Return the device of a leaf that has no box: that of the leaf in `like`; if this has no values, a count stays."""
+    if not isinstance(like, torch.Tensor) or own is None or own.type == "meta":
+        return target
+    return like.device if not like.is_meta else target if like.ndim else own
+
+
 def _check_one_device(label: str, paths: list[str], devices: list[Any]) -> None:
     for path, device in zip(paths, devices, strict=True):
         if device != devices[0]:
             raise ValueError(
-                f"{label} leaf {path!r} is on {device}, and leaf {paths[0]!r} of the same unit is on {devices[0]}: put "
-                "them on one device, or give them different units with units="
+                f"{label} leaf {path!r} is on {device}, and leaf {paths[0]!r} of the same unit is on {devices[0]}: "
+                "all leaves of a unit have values or none has; or give them different units with units="
             )
 
 

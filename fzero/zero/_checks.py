@@ -15,7 +15,7 @@ from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
 from fzero.graph import other_memory, refuse_writes_into
 from fzero.optim import Optimizer, Pair, torch_optimizer_message
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spec_info
+from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, spec_info
 from fzero.tree import Tree
 
 __all__ = [
@@ -67,6 +67,8 @@ def check_arguments(
             where = tree.leaf_name("argument", path.split(".", 1)[1])
             check_sharded_for(x.spec_id, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
+        if not torch.compiler.is_dynamo_compiling() and mesh.device.type != "meta":
+            _check_device(path.split(".", 1)[1], x, mesh)
     check_means(entries, mean_axes, rules.pipeline_axes)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.pipeline_axes])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
@@ -88,6 +90,32 @@ def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None
                 f"{where} is of the list {s.stacked.key!r}, which was stacked with the items {_rows(s.stacked)} on the "
                 f"ranks along {s.axis!r}, and this step expects the items {_rows(expected)} there: unstack it with the "
                 "loss that stacked it, or save it and load it into a state of this step"
+            )
+
+
+def _check_device(path: str, x: Any, mesh: Mesh) -> None:
+    """Check that an argument's leaf or box lies on the mesh's device; numbers and a shard's host pieces need not.
+
+    Raises:
+        ValueError: if a tensor lies elsewhere. The message names the leaf, its device, and how to bring it.
+    """
+    if isinstance(x, Shard):
+        tensors = [(path, part) for space, part in zip(spaces(x), x.parts, strict=True) if space == "device"]
+        advice = "make it with step.init or step.partition"
+    elif isinstance(x, PerRank):
+        paths, values, _ = tree.flatten_with_paths(x.value)
+        tensors = [(f"{path}.{inner}" if inner else path, value) for inner, value in zip(paths, values, strict=True)]
+        advice = "make it with mesh.split(batch) or mesh.local(batch) of this mesh"
+    else:
+        tensors, advice = (
+            [(path, x)],
+            "pass parameters and state of step.init, and anything else mesh.device_put(value)",
+        )
+    for where, value in tensors:
+        if isinstance(value, torch.Tensor) and value.ndim and not value.is_meta and value.device != mesh.device:
+            raise ValueError(
+                f"{tree.leaf_name('argument', where)} is on {value.device}, and {mesh!r} computes on {mesh.device}: "
+                f'{advice}; or stay on the CPU, fzero.mesh(..., device="cpu")'
             )
 
 

@@ -174,12 +174,14 @@ class ShardedStep:
 
     @api_boundary
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
-        """Put parameters into the stage's layout, and make the optimizer's state for them.
+        """Put parameters into the stage's layout, and make the optimizer's state for them, on the mesh's device.
 
-        At stage 3 a function, or a module on the meta device, is run leaf by leaf: each leaf is computed, sharded and
-        freed. So a rank never holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters
-        anyway: a function computes them at once, and a tree is copied, unless it is donated. At stages 1 and 2 the
-        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards only.
+        Leaves that lie elsewhere are copied there one after the other; leaves on the meta device stay there. At stage 3
+        and on an accelerator, a function, or a module on the meta device, is run leaf by leaf: each leaf is computed,
+        put into the layout and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0
+        to 2 a rank holds all parameters anyway: on a CPU a function computes them at once, and a tree is copied, unless
+        it is donated. At stages 1 and 2 the leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state
+        is made for a rank's shards only.
 
         Args:
             params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or a
@@ -244,7 +246,8 @@ class ShardedStep:
 
     def _shard_values(self, label: str, values: Any, call: str) -> Any:
         """Put a tree into the layout that parameters have between steps, leaf by leaf."""
-        source = source_of(label, values, lazy=self.layout.shards_params, call=call)
+        lazy = self.layout.shards_params or self.mesh.device.type != "cpu"  # so the host never holds the whole tree
+        source = source_of(label, values, lazy=lazy, call=call)
         del values
         plain = [None if isinstance(x, PerRank) else x for x in source.leaves]
         layout = self.program(self._partition_params)(tree.unflatten(source.structure, plain))
@@ -266,7 +269,9 @@ class ShardedStep:
 
     @api_boundary
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
-        """Put a tree of full leaves into the step's layout, outside the step: the inverse of `gather`.
+        """Put a tree of full leaves into the step's layout, outside the step, on the mesh's device.
+
+        This is the inverse of `gather`.
 
         A tree like the parameters, such as frozen parameters, needs no `like`: the step's rules partition it as in
         `init`. For any other tree, such as the optimizer's state, pass `like`, a tree in the layout of the result. A
@@ -305,7 +310,7 @@ class ShardedStep:
                 result = self._shard_values("values", values, call)
             else:
                 check_tree(like, self.mesh)
-                result = build("values", supply_like("values", values, like, call), like, self.mesh)
+                result = build("values", supply_like("values", values, like, call), like, self.mesh, like)
             del values
             leaves, structure = tree.flatten(result, is_box)
             del result

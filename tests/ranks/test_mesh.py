@@ -9,17 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
+from fzero.ranks._launch import World, find_device
 from tests.distributed.launch import rank_variables
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no such device": (
         {"device": "gpu"},
         ValueError,
-        r'device=\'gpu\': expected "cpu" or "cuda", and torch sees no GPUs here; with "cuda" each process takes',
+        r'device=\'gpu\': expected "cpu", since torch sees no accelerator here; leave device out to use',
     ),
     "a GPU by number": ({"device": "cuda:7"}, ValueError, r"device='cuda:7': expected .* LOCAL_RANK"),
-    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", but torch sees no GPUs here: pass device="cpu"'),
-    "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu" or "cuda"'),
+    "no GPU": (
+        {"device": "cuda"},
+        ValueError,
+        r"device='cuda': expected \"cpu\", since torch sees no accelerator here",
+    ),
+    "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu"'),
     "no name": ({"": 2}, ValueError, r"axis '': the name of an axis is a Python name, such as 'dp'"),
     "a name of two axes": ({"dp,ep": 2}, ValueError, r"axis 'dp,ep': the name of an axis is a Python name"),
     "a name with a line's end": ({"dp\n": 2}, ValueError, r"axis 'dp\\n': the name of an axis is a Python name"),
@@ -63,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, launched):
     given, error, message = REFUSED[name]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     for key, value in (rank_variables(0, 2, 1) if launched else {}).items():
         monkeypatch.setenv(key, str(value))
     arguments = given if {"dp", "", "dp,ep", "dp\n"} & set(given) else {"dp": 2, **given}
@@ -72,11 +77,50 @@ def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, l
     assert not torch.distributed.is_initialized()
 
 
-def test_a_gpu_that_is_not_there_is_named_where_others_are(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"device='cuda:7': expected .*, and torch sees 1 GPU here"):
-        fzero.mesh(dp=2, device="cuda:7")
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two accelerators, of which torch's current one is the second."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
+def test_a_gpu_that_is_not_there_is_named_where_others_are(two_gpus):
+    for device in ("cuda:7", "xpu", 0):
+        with pytest.raises(
+            ValueError, match=f'device={device!r}: expected "cpu" or "cuda", since torch sees 2 devices'
+        ):
+            fzero.mesh(dp=2, device=device)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_simulated_ranks_lie_on_this_processs_accelerator(two_gpus, simulate):
+    mesh = fzero.mesh(dp=2, simulate=simulate)
+    assert mesh.device == torch.device("cuda", 1) == fzero.mesh(dp=2, device="cuda").device
+    assert repr(mesh).endswith(", cuda:1)")
+    stays = fzero.mesh(dp=2, simulate=simulate, device="cpu")
+    assert stays.device == torch.device("cpu") and "cpu" not in repr(stays)
+
+
+def test_a_process_takes_the_accelerator_of_its_local_rank(two_gpus, monkeypatch):
+    world = World(rank=5, size=8, local_rank=3, address="host:1")
+    assert find_device(None, world) == find_device("cuda", world) == torch.device("cuda", 1)
+    assert find_device(None, world._replace(local_rank=0)) == torch.device("cuda", 0)
+    assert find_device("cpu", world) == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    assert find_device(None, world) == torch.device("cpu")  # torch's processes do not communicate on it
+    assert find_device(None, None) == torch.device("mps", 1)
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"])
+def test_a_process_group_that_exists_decides(two_gpus, monkeypatch, config):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
+    world = World(rank=0, size=8, local_rank=0, address="")
+    expected = (
+        torch.device("cuda", 1) if "nccl" in config else torch.device("cpu")
+    )  # the group's user chose the current
+    assert find_device(None, world) == expected
+    assert find_device("cuda", world) == torch.device("cuda", 1)
 
 
 def test_a_size_alone_that_does_not_divide():
