@@ -15,6 +15,7 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 apply, params, buffers = fzero.nn.functional(model.train())
+buffers = mesh.device_put(buffers)
 
 
 def collate(lines: list[str]) -> dict[str, torch.Tensor]:
@@ -30,9 +31,8 @@ opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.ada
 
 
 def train_step(params: Any, opt_state: Any, buffers: Any, batch: Any) -> Any:
-    options: Any = {"micro_batches": 2, "batch_argnums": 2, "precision": half}
-    loss_and_grad = fzero.value_and_grad(lambda p, b, batch: apply(p, b, **batch)[0].loss, **options)
-    loss, grads = loss_and_grad(params, buffers, batch)
+    how: Any = {"micro_batches": 2, "batch_argnums": 2, "precision": half}
+    loss, grads = fzero.value_and_grad(lambda p, b, batch: apply(p, b, **batch)[0].loss, **how)(params, buffers, batch)
     updates, opt_state = opt.update(grads, opt_state, params)
     return optim.apply_updates(params, updates), opt_state, {"loss": loss}
 

@@ -158,16 +158,12 @@ def sizes_of(args: Any, mesh: fzero.ranks.Mesh) -> fzero.data.BatchPlan:
 
 
 def finetune(args: Any, mesh: fzero.ranks.Mesh, say: Callable[[str], None]) -> None:
-    def on_device(x: Any) -> Any:
-        return x.to("cuda" if torch.cuda.is_available() else "cpu")
-
     record = recorder(args.tensorboard if mesh.rank == 0 else None)
     torch.manual_seed(0)  # the same model on every rank
     model, tokenizer = build(args)
     apply, params, frozen = fzero.nn.functional(model.train(), remat=args.remat)
-    params, frozen = fzero.tree.map(lambda x: x if x.is_meta else on_device(x), (params, frozen))
     apply_eval = fzero.nn.functional(model.eval(), remat=args.remat).apply  # without dropout
-    buffers = {name: frozen.pop(name) for name, _ in model.named_buffers()}  # what is left is the base
+    buffers = mesh.device_put({name: frozen.pop(name) for name, _ in model.named_buffers()})  # what is left is the base
     del model  # `apply` has no memory of its own; a rank is to hold its shards alone
 
     sizes = sizes_of(args, mesh)
@@ -196,7 +192,7 @@ def finetune(args: Any, mesh: fzero.ranks.Mesh, say: Callable[[str], None]) -> N
     step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh)
     empty = args.model is not None and not args.lora
     params, opt_state = step.init(
-        (lambda: {k: on_device(torch.zeros(x.shape)) for k, x in params.items()}) if empty else params, opt
+        (lambda: {k: torch.zeros(x.shape) for k, x in params.items()}) if empty else params, opt
     )
     frozen = step.partition(policy.cast(frozen))  # in the same layout
     if args.model is not None:  # each rank reads its own bytes, straight into its shards
@@ -218,18 +214,18 @@ def finetune(args: Any, mesh: fzero.ranks.Mesh, say: Callable[[str], None]) -> N
 
     def train_batch(seed: int) -> Any:  # the same on every rank; with much text have each load its own: mesh.local
         picked = Random(seed).choices(train_documents, k=sizes.global_batch)
-        return fzero.tree.map(on_device, collate(picked, encode, args.context))
+        return collate(picked, encode, args.context)
 
     def validate() -> float:
         """The mean loss of a held-out token; parameters stay sharded, and nothing is differentiated."""
         total, count, rows = 0.0, 0, sizes.micro_batch * mesh.size
         for i in range(args.eval_batches):
-            batch = fzero.tree.map(on_device, collate(held_out[i * rows : (i + 1) * rows], encode, args.context))
+            batch = collate(held_out[i * rows : (i + 1) * rows], encode, args.context)
             of_batch = totals(params, frozen, buffers, mesh.split(batch))
             total, count = total + of_batch[0].item(), count + int(of_batch[1])
         return total / count
 
-    key, memory = on_device(random.key(0)), f"{sum(held) / 1e6:.1f} MB held"
+    key, memory = random.key(0), f"{sum(held) / 1e6:.1f} MB held"
     if args.jit:
         step, totals = fzero.jit(step, backend=args.backend), fzero.jit(totals, backend=args.backend)
         of_rank = step.plan if mesh.distributed else functools.partial(fzero.plan, step)  # not of the simulation
@@ -243,8 +239,8 @@ def finetune(args: Any, mesh: fzero.ranks.Mesh, say: Callable[[str], None]) -> N
         shown = {name: x.item() for name, x in metrics.items()} | {"lr": rate}
         skipped = shown.pop("skipped", 0)
         shown["tokens/s"] = (batch["labels"] != IGNORE).sum().item() / (time.perf_counter() - start)
-        if torch.cuda.is_available():
-            memory = f"{torch.cuda.max_memory_allocated() / 1e6:.1f} MB at the peak"
+        if mesh.device.type != "cpu":
+            memory = f"{torch.accelerator.max_memory_allocated() / 1e6:.1f} MB at the peak"
         numbers = ", ".join(f"{name} {x:.4g}" if name != "loss" else f"loss {x:.4f}" for name, x in shown.items())
         say(f"step {i + 1}: {numbers}, {memory}")
         if (i + 1) % args.eval_every == 0 or i + 1 == args.steps:

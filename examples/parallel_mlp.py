@@ -72,13 +72,13 @@ def main() -> None:
     say = print if mesh.rank == 0 else lambda *words: None
     step = fzero.shard(train_step, stage=args.stage, mesh=mesh, axis="dp", split=split)
 
-    dense = init()
+    dense = mesh.device_put(init())
     dense_state = opt.init(dense)
     params, opt_state = step.init(dense, opt)  # whole leaves in
     say(f"{mesh!r}, stage {args.stage}; block 0 on a rank: {params['blocks'][0]['up']!r}")
     for i in range(args.steps):
         n = 4 * dict(mesh.shape)["dp"]
-        batch = {"x": torch.randn(n, 16), "y": torch.randn(n, 16)}  # the global batch
+        batch = mesh.device_put({"x": torch.randn(n, 16), "y": torch.randn(n, 16)})  # the global batch
         params, opt_state, loss = step(params, opt_state, mesh.split(batch, "dp"))  # tp ranks get the same examples
         dense, dense_state, dense_loss = train_step(dense, dense_state, batch)
         say(f"step {i + 1:>3}: loss {loss:.12f}, dense and unsharded {dense_loss:.12f}")

@@ -257,7 +257,7 @@ def main() -> None:
         apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
         console.print(f"largest difference between the two losses at any step: {apart:.1e}")
     if mesh.rank == 0 and losses:
-        params = fzero.tree.map(lambda p: p.float(), params)  # half precision is slow on a CPU
+        params = fzero.tree.map(lambda p: p.float().cpu(), params)  # half precision is slow on a CPU
         validation = loss_fn(params, get_batch(held_out, 512, seed=-1)).item()
         counts = torch.bincount(train_text, minlength=256) + 1.0  # all that a unigram model knows
         floor = -(counts / counts.sum()).log()[held_out].mean().item()

@@ -80,6 +80,7 @@ def main() -> None:
 
     mesh = fzero.mesh(dp=RANKS)  # four ranks, simulated as a batch dimension of this process
     step = fzero.shard(train_step, stage=2, mesh=mesh)  # the same, in one line
+    params, batch = mesh.device_put((params, batch))  # to a GPU, if there is one
 
     unsharded, unsharded_state = params, opt.init(params)
     by_hand, by_hand_state = params, mesh.spmd(init)(params)

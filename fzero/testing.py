@@ -115,13 +115,16 @@ def assert_equivalent(
         >>> params = {"w": torch.randn(3, 2, dtype=torch.float64)}
         >>> assert_equivalent(train_step, params, opt, [torch.randn(8, 3, dtype=torch.float64) for _ in range(3)])
     """
+    options = options if pipeline is None else {"split": pipeline.split, **options}
+    axes: list[dict[str, Any]] = [{"dp" if pipeline is None else pipeline.axis: n} for n in world_sizes]
+    all_meshes = [make_mesh(simulate=True, **sizes) for sizes in axes] if meshes is None else list(meshes)
+    for mesh in all_meshes[:1]:  # both train on one device
+        params, batches = mesh.device_put((params, list(batches)))
     precision = getattr(opt, "precision", None)
     expected = [(params if precision is None else precision.cast(params), opt.init(params))]
     for batch in batches:
         expected.append(train_step(*expected[-1][:2], batch))
-    options = options if pipeline is None else {"split": pipeline.split, **options}
-    axes: list[dict[str, Any]] = [{"dp" if pipeline is None else pipeline.axis: n} for n in world_sizes]
-    for mesh in [make_mesh(simulate=True, **sizes) for sizes in axes] if meshes is None else meshes:
+    for mesh in all_meshes:
         ranks = ", ".join([f"{name}={size}" for name, size in mesh.shape])
 
         def gather_full(values: Any, step: ShardedStep) -> Any:

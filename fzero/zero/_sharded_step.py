@@ -178,7 +178,7 @@ class ShardedStep:
 
         Leaves that lie elsewhere are copied there one after the other; leaves on the meta device stay there. At stage 3
         and on an accelerator, a function, or a module on the meta device, is run leaf by leaf: each leaf is computed,
-        put into the layout and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0
+        copied and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0
         to 2 a rank holds all parameters anyway: on a CPU a function computes them at once, and a tree is copied, unless
         it is donated. At stages 1 and 2 the leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state
         is made for a rank's shards only.

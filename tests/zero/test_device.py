@@ -45,7 +45,11 @@ def batch(n=8):
 
 def places(values):
     """Where each tensor lies that is not a number."""
-    return {path: x.device for path, x in zip(*fzero.tree.flatten_with_paths(values)[:2], strict=True) if x is not None and x.ndim}
+    return {
+        path: x.device
+        for path, x in zip(*fzero.tree.flatten_with_paths(values)[:2], strict=True)
+        if x is not None and x.ndim
+    }
 
 
 @pytest.mark.parametrize("source", ["tree", "donated", "function", "on the device"])

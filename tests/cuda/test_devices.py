@@ -1,0 +1,78 @@
+"""Laws of places: with a GPU, what fzero makes lies there, by copies that nobody waits for."""
+
+import functools
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cuda import lane
+
+KINDS = ("simulated", "distributed")
+GPU = "cuda:0"
+
+
+@functools.cache
+def found(name: str) -> dict[str, Any]:
+    output = lane.run([sys.executable, "-m", "tests.cuda.devices", name])
+    rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
+    return {row.pop("kind"): row for row in rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_and_state_lie_on_the_gpu(kind):
+    for stage, facts in found("state")[kind].items():
+        assert facts["places"] == [GPU], f"stage {stage}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_takes_little_more_of_the_gpu_than_it_leaves_there(kind):
+    """One leaf more, at stages 1 and 2 one unit, and the allocator's blocks."""
+    for stage, facts in found("state")[kind].items():
+        assert facts["peak"] <= facts["held"] + 2 * 256 * 257 * 4 + 4096, f"stage {stage}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_brought_through_pinned_memory_and_nobody_waits(kind):
+    facts = found("batches")[kind]
+    for source, copies in {"pageable": 1, "pinned": 1, "there": 0}.items():
+        assert facts[source]["waits"] == [], source
+        assert [c for c in facts[source]["copies"] if "device" in c] == ["pinned to device"] * copies, source
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_is_taken_ahead_has_a_stream_of_its_own(kind):
+    facts = found("prefetch")[kind]
+    assert facts["waits"] == [] and facts["first"] and facts["left"] == 3
+    assert len(facts["copies"]) == 1 and facts["copies"][0] not in facts["kernels"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_on_the_cpu_is_named(kind):
+    messages = found("elsewhere")[kind]
+    for name, leaf in {
+        "params": "argument 0, leaf 'b'",
+        "state": "argument 1, leaf '1",
+        "batch": "argument 2, leaf 'x'",
+    }.items():
+        for how in ("eager", "jit"):
+            assert messages[f"{name}, {how}"].startswith(leaf) and "is on cpu, and Mesh(" in messages[f"{name}, {how}"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train_gpt.py --stage 2 --steps 2 --no-jit",
+        "moe.py --steps 2 --no-jit",
+        "moe.py --steps 2 --backend fx",
+        "parallel_mlp.py --steps 1",
+        "finetune_hf.py --steps 2 --backend fx --eval-every 99",
+        "finetune_hf.py --steps 2 --no-jit --eval-every 99",
+    ],
+)
+def test_an_example_runs(command, tmp_path):
+    script, *options = command.split()
+    pytest.importorskip("transformers" if "hf" in script else "matplotlib")
+    out = ["--out", str(tmp_path / "out.png")] if "--steps" in options and script in ("train_gpt.py", "moe.py") else []
+    lane.run([sys.executable, "-m", "tests.cuda.devices", f"examples/{script}", *options, *out])
