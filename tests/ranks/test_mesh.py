@@ -86,7 +86,8 @@ def two_gpus(monkeypatch):
 
 
 def test_a_gpu_that_is_not_there_is_named_where_others_are(two_gpus):
-    for device in ("cuda:7", "xpu", 0):
+    names: list[Any] = ["cuda:7", "xpu", 0]
+    for device in names:
         with pytest.raises(
             ValueError, match=f'device={device!r}: expected "cpu" or "cuda", since torch sees 2 devices'
         ):
@@ -134,7 +135,7 @@ def test_a_size_alone_that_does_not_divide():
 def test_what_is_left_times_the_rest_is_all(rest, left, data):
     """Alone as in a world, for any place of the axis that is -1."""
     place = data.draw(st.integers(0, len(rest)))
-    sizes = {f"a{i}": size for i, size in enumerate([*rest[:place], -1, *rest[place:]])}
+    sizes: dict[str, Any] = {f"a{i}": size for i, size in enumerate([*rest[:place], -1, *rest[place:]])}
     ranks = left * math.prod(rest)
     mesh = fzero.mesh(**sizes, simulated_ranks=ranks)
     assert mesh.simulated and mesh.size == ranks and dict(mesh.shape)[f"a{place}"] == left

@@ -71,6 +71,7 @@ def test_steps_run_on_the_device(stage, name):
     opt = OPTIMIZERS[name]
     step = step_on(META, stage, opt)
     params, opt_state = step.init(make, opt)
+    loss = torch.zeros(())
     for _ in range(2):
         params, opt_state, loss = step.program(step.rank_step)(params, opt_state, step.mesh.split(batch()))
     assert loss.device == META
