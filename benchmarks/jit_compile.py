@@ -66,7 +66,7 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
-    seconds, run = timed(lambda: _lower.lower(entry.chosen.graph, "inductor"))
+    seconds, run = timed(lambda: _lower.lower(entry.best.graph, "inductor"))
     work = sum(os.times()[:4]) - before
     return {"plan": planned, "seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
 

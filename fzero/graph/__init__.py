@@ -11,9 +11,8 @@ from fzero.graph._step import TrainStep, step_of
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import KINDS
-from fzero.graph.planning._picture import spans
 from fzero.graph.planning._plan import Plan, Settings
-from fzero.graph.planning._text import short, size
+from fzero.graph.planning._views import short, size, spans
 from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 

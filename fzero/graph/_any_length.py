@@ -23,7 +23,7 @@ from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, values
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
-from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, mapped, shapes_of
+from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
 from fzero.graph.loop._scan import loop_of, record_loops, set_body
 from fzero.graph.planning._cost import seconds
 from fzero.graph.planning._liveness import peak_bytes
@@ -112,7 +112,7 @@ def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
     number = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
-        args = repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
+        args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
         storages = [memory.setdefault(storage_id(x), len(memory)) for x in values(n)]
         forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(values(n), storages, strict=True)])
         return n.name, _target(n, memory), args, forms, _metadata(n)
@@ -178,7 +178,7 @@ def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, 
         now = [next(arguments) for _ in before]
         if now != before:
             again = iter(now)
-            n.args, n.kwargs = mapped((n.args, n.kwargs), lambda _, again=again: next(again))
+            n.args, n.kwargs = map_integers((n.args, n.kwargs), lambda _, again=again: next(again))
         if loop := loop_of(n):
             set_body(n, _rewrite(loop.body, arguments, replacements))
     return graph
@@ -203,7 +203,7 @@ class _TracedCall:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
         into = tuple(e.into.items()), tuple(e.passthrough), tuple(e.donated.items()), tuple(e.written)
-        return structure_of(e.chosen.graph), into, e.structure
+        return structure_of(e.best.graph), into, e.structure
 
 
 @dataclass
@@ -266,10 +266,8 @@ class AnyLength:
         forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
             return None
-        chosen = Candidate(
-            self.sample_entry.chosen.pass_settings, graph, peak_bytes(graph), seconds(graph, options.device)
-        )
-        return replace(self.sample_entry, chosen=chosen, rejected=[], executable=None, is_traced=False)
+        best = Candidate(self.sample_entry.best.pass_settings, graph, peak_bytes(graph), seconds(graph, options.device))
+        return replace(self.sample_entry, best=best, rejected=[], executable=None, is_traced=False)
 
     def _find(self, options: JitOptions, arguments: Arguments) -> None:
         """Find the formula and the lengths for which it holds; keep them if all ranks find one."""
@@ -332,7 +330,7 @@ def _formula(traced: Sequence[_TracedCall]) -> Formula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
-    formula = formula_of([(x.length, x.entry.chosen.graph) for x in traced])
+    formula = formula_of([(x.length, x.entry.best.graph) for x in traced])
     if formula is None:
         raise _torch.FixedSizeError("an integer in its graph is no polynomial of the length")
     return formula

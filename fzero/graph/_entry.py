@@ -69,7 +69,7 @@ class Entry:
     Attributes:
         options: the settings of `fzero.jit`.
         traced: the graph as traced, and the constants that it captured.
-        chosen: the best schedule.
+        best: the best schedule.
         rejected: the other schedules.
         structure: the tree structure of the results.
         into: for each result that is written into a donated tensor, the tensor's number.
@@ -84,7 +84,7 @@ class Entry:
 
     options: JitOptions
     traced: TracedGraph
-    chosen: Candidate
+    best: Candidate
     rejected: list[Rejected]
     structure: Any
     into: dict[int, int]
@@ -99,9 +99,9 @@ class Entry:
     @cached_property
     def plan(self) -> Plan:
         """The readable plan of the schedule."""
-        step, chosen = self.options.step, self.chosen
+        step, best = self.options.step, self.best
         groups = None if step.mesh is None else step.mesh.groups()
-        return plan_of(chosen.graph, step.name, chosen.settings, self.rejected, self.options.device, groups)
+        return plan_of(best.graph, step.name, best.settings, self.rejected, self.options.device, groups)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
         """Run the step, and write its results into the memory of the donated arguments.
@@ -120,7 +120,7 @@ class Entry:
             demand = LoweringOptions(
                 self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
             )
-            self.executable = lower(self.chosen.graph, self.options.backend, demand)
+            self.executable = lower(self.best.graph, self.options.backend, demand)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         try:
             with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
@@ -200,17 +200,17 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
     request = f"jit with backend {options.backend}, donate={positions}, {options.knobs}"
     offers = common_schedules(traced.graph, request, candidates(traced.graph, context, options.knobs), mesh, name)
     index = choose(offers, options.knobs.memory_budget, name)
-    chosen = offers[index]
-    for graph in graphs_in(chosen.graph):
+    best = offers[index]
+    for graph in graphs_in(best.graph):
         graph.lint()
     if options.dump is not None:
         folder = _dump.folder_of(options.dump, mesh, traces)
-        _dump.dump(folder, PassManager(traced.graph, context), chosen.pass_settings, name)
+        _dump.dump(folder, PassManager(traced.graph, context), best.pass_settings, name)
     rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
     return Entry(
         options=options,
         traced=traced,
-        chosen=chosen,
+        best=best,
         rejected=rejected,
         structure=structure,
         into=into,

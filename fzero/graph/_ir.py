@@ -17,6 +17,7 @@ from fzero.graph._ops import changes_layout, is_known_cheap, is_view, is_view_op
 
 __all__ = [
     "axis_of",
+    "collective_kind",
     "describe",
     "elements",
     "full_bytes",
@@ -27,7 +28,6 @@ __all__ = [
     "is_wait",
     "reorder",
     "values",
-    "wire",
 ]
 
 # Queries on a flat graph of aten operations: which nodes communicate, and which may move.
@@ -386,7 +386,7 @@ def axis_of(node: Node, groups: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def wire(node: Node) -> str:
+def collective_kind(node: Node) -> str:
     """Return a collective's kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
     kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
     return next((kind for kind in kinds if kind in str(node.target)), "all_reduce")

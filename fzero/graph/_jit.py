@@ -191,7 +191,7 @@ class Jitted:
         mesh = self._options.step.mesh
         if device is not None and mesh is not None:
             device = device._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
-        plans = [(e.plan, e.chosen.graph) for e in self._entries.values()]
+        plans = [(e.plan, e.best.graph) for e in self._entries.values()]
         return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in plans]
 
     @property
@@ -269,7 +269,7 @@ class Jitted:
             entry = self._at_length(key, arguments, args) if self.dynamic else None
             self._entries[key] = entry = self._trace(self._options, arguments, args) if entry is None else entry
             if entry.is_traced:
-                self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.chosen.graph))
+                self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.best.graph))
         return entry
 
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
@@ -283,7 +283,7 @@ class Jitted:
         self._any_length.learn(self._lengths.start, first_key, first, self._options, arguments)
         entry = self._any_length.entry(self._options, length, arguments)
         if entry is None:
-            options = self._options._replace(knobs=Knobs.of(first.chosen.settings))
+            options = self._options._replace(knobs=Knobs.of(first.best.settings))
             entry = self._trace(options, arguments, args)
             self._any_length.learn(length, key, entry, self._options, arguments)
         return entry

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-__all__ = ["Polynomial", "Sample", "Shapes", "fit", "fit_all", "integers_in", "mapped", "shapes_of"]
+__all__ = ["Polynomial", "Sample", "Shapes", "fit", "fit_all", "integers_in", "map_integers", "shapes_of"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -39,23 +39,23 @@ class Sample(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def mapped(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda node: node) -> Any:
+def map_integers(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda node: node) -> Any:
     """Apply `f` to the integers in the arguments of a node, and `g` to the nodes."""
     if isinstance(x, Node):
         return g(x)
     if isinstance(x, list | tuple):
-        return tuple([mapped(y, f, g) for y in x]) if isinstance(x, tuple) else [mapped(y, f, g) for y in x]
+        return tuple([map_integers(y, f, g) for y in x]) if isinstance(x, tuple) else [map_integers(y, f, g) for y in x]
     if isinstance(x, dict):
-        return {name: mapped(y, f, g) for name, y in x.items()}
+        return {name: map_integers(y, f, g) for name, y in x.items()}
     if isinstance(x, slice):
-        return slice(*[mapped(y, f, g) for y in (x.start, x.stop, x.step)])
+        return slice(*[map_integers(y, f, g) for y in (x.start, x.stop, x.step)])
     return f(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
 
 def integers_in(x: Any) -> list[int]:
     """List the integers in the arguments of a node."""
     numbers: list[int] = []
-    mapped(x, numbers.append)
+    map_integers(x, numbers.append)
     return numbers
 
 

@@ -207,7 +207,7 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
             for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
             (entry,) = jitted._entries.values()
-            assert [loop_of(n).carried > 0 for n in entry.chosen.graph.nodes if loop_of(n)] == [True]
+            assert [loop_of(n).carried > 0 for n in entry.best.graph.nodes if loop_of(n)] == [True]
             if backend == "fx":
                 held, fast = [fast], None
 
@@ -220,7 +220,7 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
 
 def own_parts(jitted: fzero.graph.Jitted) -> list[list[Any]]:
     """List of each trace the own parts that are updated where they lie."""
-    return [[n for n in e.chosen.graph.nodes if n.meta.get("own_part")] for e in jitted._entries.values()]
+    return [[n for n in e.best.graph.nodes if n.meta.get("own_part")] for e in jitted._entries.values()]
 
 
 def loss_with_a_norm(params: Any, batch: Any) -> torch.Tensor:

@@ -240,16 +240,16 @@ def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths)
     for key, entry in run._entries.items():
         if entry.is_traced:
             continue
-        again = run.with_options(knobs=Knobs.of(entry.chosen.settings))
+        again = run.with_options(knobs=Knobs.of(entry.best.settings))
         length = next(shape[-1] for shape, dtype, *_ in key.tensors if dtype == torch.int64 and len(shape) > 1)
         plan = again.plan(*state, run.mesh.split(batch(n, k, length)))
         (traced,) = again._entries.values()
-        graphs = entry.chosen.graph, traced.chosen.graph
+        graphs = entry.best.graph, traced.best.graph
         if _formula.structure_of(graphs[0]) == _formula.structure_of(
             graphs[1]
         ):  # small values are kept, not large ones
             assert _formula._numbers(graphs[0]) == _formula._numbers(graphs[1])
-            assert plan.peak_bytes == entry.plan.peak_bytes == entry.chosen.peak_bytes
+            assert plan.peak_bytes == entry.plan.peak_bytes == entry.best.peak_bytes
             assert plan.collectives == entry.plan.collectives and plan.seconds == pytest.approx(entry.plan.seconds)
 
 

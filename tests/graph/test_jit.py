@@ -594,7 +594,7 @@ def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
         jitted = fzero.jit(step)
         jitted.plan(*args)
         (entry,) = jitted._entries.values()
-        return len({s.key for s in program_of(entry.chosen.graph).instructions if isinstance(s, Segment)})
+        return len({s.key for s in program_of(entry.best.graph).instructions if isinstance(s, Segment)})
 
     assert distinct(4) == distinct(7)
 

@@ -17,7 +17,7 @@ from fzero._notice import warn_once
 from fzero.graph import _agree, _entry, _one_rank
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
-from fzero.graph.planning._text import size
+from fzero.graph.planning._views import size
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.test_jit import bitwise, copied, train_both
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -41,7 +41,7 @@ def unrolled() -> Iterator[None]:
 
 def loops(jitted: Any) -> list[Any]:
     (entry,) = jitted._entries.values()
-    return [loop for n in entry.chosen.graph.nodes if (loop := loop_of(n))]
+    return [loop for n in entry.best.graph.nodes if (loop := loop_of(n))]
 
 
 # ---------------------------------------------------------------- the same numbers
@@ -644,7 +644,7 @@ def rank_of(factor: float, **knobs: Any) -> Any:
     )
     jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, stacked=True))
     (entry,) = jitted._entries.values()
-    return entry.traced.graph, entry.chosen.graph
+    return entry.traced.graph, entry.best.graph
 
 
 def test_ranks_compare_what_loops_run():

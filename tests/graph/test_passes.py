@@ -20,6 +20,7 @@ from fzero.graph._agree import digest_of_order
 from fzero.graph._ir import (
     COPY,
     GATHER_INTO,
+    collective_kind,
     elements,
     full_bytes,
     is_cheap,
@@ -35,7 +36,6 @@ from fzero.graph._ir import (
     start_of,
     values,
     views_and_users,
-    wire,
 )
 from fzero.graph._ops import is_random, is_view, name_of
 from fzero.graph._pass_manager import PASSES
@@ -262,7 +262,8 @@ def members(graph: Graph) -> list[tuple[Any, ...]]:
             units = n.meta["unit"].split(" + ")
             assert len(units) == len(values(n))
             found += [
-                (wire(n), unit, tuple(x.shape), x.dtype, n.args[1:]) for unit, x in zip(units, values(n), strict=True)
+                (collective_kind(n), unit, tuple(x.shape), x.dtype, n.args[1:])
+                for unit, x in zip(units, values(n), strict=True)
             ]
     return found
 
@@ -464,7 +465,9 @@ def test_a_gathered_unit_that_is_only_written_arrives_in_its_leaves(change):
     before = written_unit(change)
     after = gather_into(before)
     (start,) = into(after)
-    assert wire(start) == "all_gather" and full_bytes(start) == elements(start) * 4 == 3 * 3 * 4  # padding counts
+    assert (
+        collective_kind(start) == "all_gather" and full_bytes(start) == elements(start) * 4 == 3 * 3 * 4
+    )  # padding counts
     assert not any(n.target is COPY or n.target is c10d.all_gather_into_tensor.default for n in after.nodes)
     given, the_sum = sum(x.nbytes for x in graphs.arguments(UNIT)), 4
     assert peak_bytes(schedule(before)) == given + full_bytes(start)
@@ -741,7 +744,7 @@ def test_a_slot_is_free_right_after_its_last_use(make, how):
             ins, outs = instruction.ins, instruction.outs
         else:
             env = Reads(program.slots)
-            instruction.arguments.of(env)
+            instruction.arguments.values(env)
             ins, outs = env.seen, [instruction.out]
         assert held >= {*ins}
         assert not held & {*outs}

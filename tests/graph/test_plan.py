@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.planning._text import size
+from fzero.graph.planning._views import size
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for

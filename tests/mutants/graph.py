@@ -115,7 +115,10 @@ MUTANTS = [
     ),
     *File("graph/passes/_listing.py", RECAST).faults(
         Fault(
-            "an update goes leaf by leaf, operation by operation", "listed", bare("[*A[-1].all_input_nodes, *A]"), FUSED
+            "an update goes leaf by leaf, operation by operation",
+            "list_nodes",
+            bare("[*A[-1].all_input_nodes, *A]"),
+            FUSED,
         ),
         Fault("new states wait for the last gradient", "roles", skipped("A |= B(C, D, A)")),
         Fault("whatever waits is made late", "_waiting", dropped("A(B, C)")),
@@ -123,7 +126,7 @@ MUTANTS = [
         Fault("numbers join what is apart", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("what is done waits for the others", "_append", skipped("A += [] if B else C(D, E, F)")),
         Fault("the schedule makes casts at once", "roles", never("A in B.meta")),
-        Fault("updates wait for the end", "listed", skipped("A(B, C)", at="1 of 4"), GRAPH),
+        Fault("updates wait for the end", "list_nodes", skipped("A(B, C)", at="1 of 4"), GRAPH),
         Fault("overwrite under a gather", "readers_of_overwritten", never("A(B)", at="3 of 4"), GRAPH),
         Fault("more in flight than asked", "_due_waits", never("len(A) > B.C"), GRAPH),
         Fault(
@@ -446,7 +449,7 @@ MUTANTS = [
         Fault("updates are of the backward pass", "_phases", always("A in B", at="4 of 4")),
         Fault("a next micro-batch is backward", "_phases", never("A in B and C(A)")),
     ),
-    *File("graph/planning/_text.py", PLAN).faults(
+    *File("graph/planning/_views.py", PLAN).faults(
         Fault("blocks are not folded", "_fold", constant(1, 99)),
         Fault("a summary counts one turn", "_group_lines", bare("A * B.times"), LOOPS),
     ),

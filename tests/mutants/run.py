@@ -35,13 +35,17 @@ MUTANTS = [
         Fault("the first turn finds ones", "_pending_zeros", becomes("-0.0", "1.0"), ON_GLOO),
         Fault("the first turn finds zeros", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("the first turn finds float32", "_pending_zeros", dropped("dtype=A"), ARRIVING),
-        Fault("the last turn is left out", "running.run", becomes("range(A.iterations)", "range(A.iterations - 1)")),
-        Fault("all turns have the first part", "running.run", becomes("A * B.size", "0")),
+        Fault(
+            "the last turn is left out", "loop_function.run", becomes("range(A.iterations)", "range(A.iterations - 1)")
+        ),
+        Fault("all turns have the first part", "loop_function.run", becomes("A * B.size", "0")),
         Fault("all rows are the first", "_write_rows", becomes("iteration", "0")),
         Fault(
-            "all turns fold the same number", "running.run", becomes("torch.tensor(A, device='cpu')", "torch.tensor(0)")
+            "all turns fold the same number",
+            "loop_function.run",
+            becomes("torch.tensor(A, device='cpu')", "torch.tensor(0)"),
         ),
-        Fault("a row is kept for a turn", "running.run", skipped("del A")),
+        Fault("a row is kept for a turn", "loop_function.run", skipped("del A")),
     ),
     *File("graph/run/_backends.py", COMPILE).faults(
         Fault("a step waits for an import", "_Auto._load", dropped("not A()")),

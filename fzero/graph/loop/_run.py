@@ -15,12 +15,12 @@ from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf
 from fzero.parallel.schedules import Action, Value, programs
 
-__all__ = ["following", "running"]
+__all__ = ["loop_function", "pipeline_function"]
 
 # Loops over micro-batches: each iteration runs the body on its slices of the inputs and on the sums so far.
 
 
-def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., list[torch.Tensor]]:
+def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., list[torch.Tensor]]:
     """Return the function of a loop's node: it maps the loop's arguments to its sums and rows.
 
     Args:
@@ -70,7 +70,9 @@ def _write_rows(iteration: int, rows: Sequence[torch.Tensor], values: Sequence[t
 Body = Callable[[list[Any]], Sequence[Any]]
 
 
-def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -> Callable[..., list[torch.Tensor]]:
+def pipeline_function(
+    loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]
+) -> Callable[..., list[torch.Tensor]]:
     """Return the function of a pipeline's loop: it maps the loop's arguments to its sums.
 
     Args:

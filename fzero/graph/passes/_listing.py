@@ -33,7 +33,7 @@ __all__ = [
     "OrderRules",
     "Roles",
     "input_only_nodes",
-    "listed",
+    "list_nodes",
     "readers_of_overwritten",
     "roles",
     "rules_of",
@@ -246,7 +246,7 @@ def rules_of(graph: Graph, memory: Storages) -> OrderRules:
     return OrderRules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
 
 
-def listed(rules: OrderRules) -> list[Node]:
+def list_nodes(rules: OrderRules) -> list[Node]:
     """List a graph's nodes in an order that obeys the rules."""
     state = Listing(_missing(rules))
     for n in rules.nodes:

@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from fzero.graph._ir import (
     COPY,
     aten,
+    collective_kind,
     copy_graph,
     describe,
     is_gather,
@@ -19,7 +20,6 @@ from fzero.graph._ir import (
     parameter_gathers,
     results,
     values,
-    wire,
 )
 from fzero.graph._ops import changes_layout, is_view, name_of
 from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
@@ -197,7 +197,7 @@ def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
     sources = list(start.users) if any(n.target is operator.getitem for n in start.users) else [start]
     chains = [_chain(source, body, loop) for source in sources]
     complete = [c for c in chains if c is not None]
-    return complete if wire(start) == "reduce_scatter" and len(complete) == len(chains) else []
+    return complete if collective_kind(start) == "reduce_scatter" and len(complete) == len(chains) else []
 
 
 def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:

@@ -7,7 +7,7 @@ This is list scheduling: nodes are appended to a list one by one, each after the
    constant. A cast that `recast` repeats is late too. An *early* node feeds no work: the reduction of a gradient, an
    update, a write-back.
 2. List the work in its traced order, but put the gradient of a weight after that of an activation (`work_in_order`).
-3. Insert the late nodes that a node of work needs right before it (`listed`).
+3. Insert the late nodes that a node of work needs right before it (`list_nodes`).
 4. Run an early node as soon as the nodes that it needs have run, depth first, so that one unit's gradients are freed
    before the next unit's are computed. It waits until the next work is about to take memory, since cheap work may free
    a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
@@ -27,7 +27,7 @@ from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gath
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_PHASE
-from fzero.graph.passes._listing import OrderRules, input_only_nodes, listed, readers_of_overwritten, rules_of
+from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, readers_of_overwritten, rules_of
 from fzero.graph.planning._liveness import device_live_bytes
 
 __all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
@@ -178,7 +178,7 @@ class Orders:
     def lean(self, in_flight: int) -> list[Node]:
         """Return the order in which no gather starts ahead."""
         if in_flight not in self._lean:
-            self._lean[in_flight] = listed(self.rules._replace(in_flight=in_flight))
+            self._lean[in_flight] = list_nodes(self.rules._replace(in_flight=in_flight))
         return self._lean[in_flight]
 
     @cached_property
@@ -223,5 +223,5 @@ def schedule(
         ahead = next_gathers(cache.gathers, order, prefetch)
         if limit < math.inf:
             ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
-        order = listed(cache.rules._replace(in_flight=in_flight, ahead=ahead))
+        order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
     return host_last(reorder(graph, order))

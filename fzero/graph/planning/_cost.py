@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ir import (
     axis_of,
+    collective_kind,
     collective_of,
     flops,
     full_bytes,
@@ -24,7 +25,6 @@ from fzero.graph._ir import (
     start_of,
     values,
     values_of_args,
-    wire,
 )
 from fzero.graph._ops import is_view
 from fzero.graph._storages import is_move, on_host
@@ -136,7 +136,7 @@ def collective_seconds(node: Node, device: Device) -> float:
     References:
         The numbers of steps are those by which NCCL chooses an algorithm, in `src/graph/tuning.cc`.
     """
-    total, kind = full_bytes(node), wire(node)
+    total, kind = full_bytes(node), collective_kind(node)
     names = tuple([x for x in axis_of(node, dict(device.groups)).split(",") if x])
     is_known = bool(names) and {*names} <= {name for name, _ in device.axes}
     if not is_known:

@@ -18,6 +18,7 @@ from fzero.graph._ir import (
     COPY,
     FUSED,
     aten,
+    collective_kind,
     collective_of,
     full_bytes,
     is_carried,
@@ -32,7 +33,6 @@ from fzero.graph._ir import (
     users_through_views,
     values,
     values_of_args,
-    wire,
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
@@ -306,7 +306,9 @@ def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> li
 def _is_gloo_reduce_scatter(source: Node) -> bool:
     """Return whether a collective, or an item of it, is fzero's own reduce_scatter on gloo."""
     start = collective_of(source)
-    return is_collective(start) and wire(start) == "reduce_scatter" and values(source)[0].device.type == "cpu"
+    return (
+        is_collective(start) and collective_kind(start) == "reduce_scatter" and values(source)[0].device.type == "cpu"
+    )
 
 
 def iteration_ranges(loop: Loop) -> list[Range]:

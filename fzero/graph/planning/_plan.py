@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
-from fzero.graph._ir import aten, axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
+from fzero.graph._ir import aten, axis_of, collective_kind, elements, flops, is_collective, is_input, nbytes, values
 from fzero.graph._ops import display_name, name_of
 from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
-from fzero.graph.planning import _picture, _text
+from fzero.graph.planning import _views
 from fzero.graph.planning._cost import Device, seconds
 from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import phases
@@ -357,19 +357,19 @@ class Plan(FigureReport):
         return live_bytes([r for r in self.ranges if r.kind == kind and r.space == space], len(self.operations))
 
     def __repr__(self) -> str:
-        return f"Plan({_text.headline(self)})"
+        return f"Plan({_views.headline(self)})"
 
     def __str__(self) -> str:
-        return _text.summary(self)
+        return _views.summary(self)
 
     def details(self) -> str:
         """Return all details as text: live values at the peak by leaf and line, each collective, rejected schedules."""
-        return _text.details(self)
+        return _views.details(self)
 
     _caption = "live bytes over the step"
 
     def _figure(self) -> Any:
-        return _picture.draw(self)
+        return _views.draw(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON: its fields, peak_bytes, peak_at, argument_bytes, flops, live and host_peak_bytes."""
@@ -439,7 +439,7 @@ def _collective(
 ) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
     layer = layer_of.get(node) or node.meta.get("unit", "")
-    return Collective(position, wire(node), layer, n, n * width, times, axis_of(node, groups))
+    return Collective(position, collective_kind(node), layer, n, n * width, times, axis_of(node, groups))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:

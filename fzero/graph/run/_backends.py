@@ -14,7 +14,7 @@ from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import is_input, results
 from fzero.graph._polynomials import Shapes
-from fzero.graph.run._clock import COMPILED, current_recorder, place_of, record_time
+from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_and_phase
 from fzero.graph.run._compile import Code, Runs, can_load, compile_all, compile_graph, compiled, is_compiled, progress
 from fzero.graph.run._compiled import Executable, codes_of, run_marked, run_operations, run_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
@@ -175,7 +175,7 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
-            return record_time(note, COMPILED, *place_of(graph), lambda: compiled(args))
+            return record_time(note, COMPILED, *source_and_phase(graph), lambda: compiled(args))
         return run_marked(compiled, args) if profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)
@@ -214,7 +214,7 @@ def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
     workers = start(cold, 1 if cold else 0, nice=10)
     runs = auto(run_operations(graph), program, codes, workers, demand.mesh)
     weakref.finalize(runs, workers.stop)  # a step may be freed while the workers compile
-    return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
+    return Executable(runs, sum(1 for _ in program.segments()), len(codes))
 
 
 BACKENDS: dict[str, Callable[[Graph, LoweringOptions], Executable]] = {

@@ -19,10 +19,10 @@ __all__ = [
     "COMPILED",
     "TimedOperation",
     "current_recorder",
-    "name_of",
-    "place_of",
+    "profiler_name",
     "record_operations",
     "record_time",
+    "source_and_phase",
     "timed_graph",
 ]
 
@@ -78,9 +78,9 @@ def record_time(note: Callable[[TimedOperation], None], name: str, line: str, ph
 class _TimedInterpreter(Interpreter):
     """Runs a graph one operation at a time, and records the time of each. A loop records its body's operations."""
 
-    def __init__(self, module: GraphModule, of: dict[str, str], loops: set[str]) -> None:
+    def __init__(self, module: GraphModule, phase_of: dict[str, str], loops: set[str]) -> None:
         super().__init__(module)
-        self.of, self.loops = of, loops
+        self.phase_of, self.loops = phase_of, loops
 
     def run_node(self, n: Node) -> Any:
         """Run a node."""
@@ -88,7 +88,7 @@ class _TimedInterpreter(Interpreter):
         if note is None or n.op != "call_function" or n.name in self.loops:
             return super().run_node(n)
         plain = super().run_node
-        return record_time(note, name_of(n.target), line_of(n), self.of.get(n.name, ""), lambda: plain(n))
+        return record_time(note, profiler_name(n.target), line_of(n), self.phase_of.get(n.name, ""), lambda: plain(n))
 
 
 def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
@@ -98,20 +98,20 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
         module: the graph to run.
         source: the graph that `module` is a copy of, node by node.
     """
-    of = phases(source)
+    phase_of = phases(source)
     pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
     loops = {copy.name for n, copy in pairs if loop_of(n)}
-    return _TimedInterpreter(module, {copy.name: of.get(n, "") for n, copy in pairs}, loops).run
+    return _TimedInterpreter(module, {copy.name: phase_of.get(n, "") for n, copy in pairs}, loops).run
 
 
-def place_of(graph: Graph) -> tuple[str, str]:
+def source_and_phase(graph: Graph) -> tuple[str, str]:
     """Return the source line of a segment's most costly operation, and its phase: "backward" or ""."""
     work = [n for n in graph.nodes if n.op == "call_function"]
     costliest = max(work, key=flops, default=None)
     return "" if costliest is None else line_of(costliest), "backward" if any(is_backward(n) for n in work) else ""
 
 
-def name_of(target: Any) -> str:
+def profiler_name(target: Any) -> str:
     """Return the name of an operation in torch's profiler."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))

@@ -10,10 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 from fzero._torch import have_equal_strides, profiling
 from fzero.collectives import gloo
 from fzero.graph._ir import COPY, aten, copy_graph, is_input
-from fzero.graph.loop._run import following, running
+from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
-from fzero.graph.run._clock import COMPILED, current_recorder, name_of, place_of, record_time, timed_graph
+from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, record_time, source_and_phase, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._groups import source_of
 from fzero.graph.run._program import LoopProgram, Program
@@ -136,9 +136,9 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
 def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a loop's node, which runs operations one by one."""
     if loop.rank_schedule is None:
-        return running(loop, run_operations(loop.body))
+        return loop_function(loop, run_operations(loop.body))
     parts = split(loop)
-    return following(loop, parts, [run_operations(part.graph, part.owned) for part in parts])
+    return pipeline_function(loop, parts, [run_operations(part.graph, part.owned) for part in parts])
 
 
 def _pop(one: list[torch.Tensor]) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _pop_owned(graph: Graph, owned: Sequence[int]) -> None:
 def codes_of(program: Program) -> list[Code]:
     """List the distinct segments of a program in the order of their first runs."""
     segments: dict[str, Segment] = {}
-    for segment in program.compiled():
+    for segment in program.segments():
         segments.setdefault(name_of_code(segment.key), segment)
     return [
         Code(x.graph, x.fakes, x.outputs, name, f"segment {i} of {len(segments)}")
@@ -198,11 +198,11 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             )
         elif isinstance(x.target, LoopProgram):
             bodies = [run_segments(program, compiled) for program in x.target.programs]
-            loop = x.target.running(bodies)
-            instructions.append(_CompiledInstruction(False, loop, x.arguments.of, x.out, x.free, None))
+            loop = x.target.function(bodies)
+            instructions.append(_CompiledInstruction(False, loop, x.arguments.values, x.out, x.free, None))
         else:
             f = REPLACEMENTS.get(x.target, x.target)
-            instructions.append(_CompiledInstruction(False, f, x.arguments.of, x.out, x.free, x.line))
+            instructions.append(_CompiledInstruction(False, f, x.arguments.values, x.out, x.free, x.line))
 
     def run(args: list[Any]) -> Sequence[Any]:
         call = _call_timed if current_recorder() else run_marked if profiling() else _call
@@ -223,7 +223,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
                     env[i] = None
         return [None if i is None else env[i] for i in program.results]
 
-    names = [name_of_code(x.key) for x in program.compiled()]
+    names = [name_of_code(x.key) for x in program.segments()]
     return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
 
 
@@ -234,7 +234,7 @@ def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]
 def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     if (note := current_recorder()) is None or origin is None:
         return f(*arguments[0], **arguments[1])
-    return record_time(note, name_of(f), origin, "", lambda: f(*arguments[0], **arguments[1]))
+    return record_time(note, profiler_name(f), origin, "", lambda: f(*arguments[0], **arguments[1]))
 
 
 def _call(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
@@ -245,7 +245,7 @@ def _call_timed(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
     note = current_recorder()
     if note is None or origin is None:
         return f(args)
-    return record_time(note, COMPILED, *place_of(origin), lambda: f(args))
+    return record_time(note, COMPILED, *source_and_phase(origin), lambda: f(args))
 
 
 def run_marked(f: Runs, args: list[Any], origin: Any = None) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fzero._notice import warn_once
 from fzero._torch import have_equal_strides
 from fzero.graph._ir import FUSED, nbytes, values
-from fzero.graph.planning._text import size
+from fzero.graph.planning._views import size
 from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
 from fzero.ranks import Mesh, gather_texts
 

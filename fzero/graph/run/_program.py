@@ -10,7 +10,7 @@ from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
 from fzero.graph._ir import copy_graph, is_input, results, values, views_and_users
 from fzero.graph._storages import TO_HOST
-from fzero.graph.loop._run import following, running
+from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import PhaseGraph, split
 from fzero.graph.run._groups import (
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     kwargs: dict[str, Argument]
     slots: dict[Node, int]
 
-    def of(self, env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def values(self, env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments with the values of their slots in `env`."""
         slots = self.slots
 
@@ -75,16 +75,20 @@ class LoopProgram(NamedTuple):
     programs: "list[Program]"
     parts: tuple[PhaseGraph, ...] | None = None
 
-    def running(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
+    def function(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
         """Make the function of the loop's node, given functions that run its programs."""
-        return running(self.loop, bodies[0]) if self.parts is None else following(self.loop, self.parts, bodies)
+        return (
+            loop_function(self.loop, bodies[0])
+            if self.parts is None
+            else pipeline_function(self.loop, self.parts, bodies)
+        )
 
 
 class SingleOperation(NamedTuple):
     """An operation outside of segments: a collective, a wait, a packing, or a view that these or a result need.
 
     Attributes:
-        target: the function, or the turns of a loop.
+        target: the function, or the program of a loop.
         arguments: the operation's arguments.
         out: the slot of the result.
         free: the slots that are free after it.
@@ -111,14 +115,14 @@ class Program(NamedTuple):
     slots: int
     results: list[int | None]
 
-    def compiled(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[Segment]:
         """Yield the segments to compile in order, also those of loops."""
         for x in self.instructions:
             if isinstance(x, Segment):
                 yield from [] if x.scalars else [x]
             elif isinstance(x.target, LoopProgram):
                 for program in x.target.programs:
-                    yield from program.compiled()
+                    yield from program.segments()
 
 
 def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
@@ -158,12 +162,12 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     arguments = Operands(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
     slot[node] = len(slot)
     loop = loop_of(node)
-    target = _turns(loop) if loop else node.target
+    target = _loop_program(loop) if loop else node.target
     assert not isinstance(target, str)
     return SingleOperation(target, arguments, slot[node], [], line_of(node))
 
 
-def _turns(loop: Loop) -> LoopProgram:
+def _loop_program(loop: Loop) -> LoopProgram:
     if loop.rank_schedule is None:
         return LoopProgram(loop, [program_of(loop.body)])
     parts = split(loop)

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from fzero._torch import Form, inductor_for_lengths
 from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
-from fzero.graph._polynomials import Polynomial, integers_in, mapped
+from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
 from fzero.graph.run._groups import operands, read_by_loops, sources
 
@@ -188,7 +188,7 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
 
     def arguments(length: Any) -> Mapping[str, tuple[Any, Any]]:
         numbers = iter(template.numbers)
-        return {n.name: mapped((n.args, n.kwargs), lambda _: next(numbers).at(length)) for n in nodes}
+        return {n.name: map_integers((n.args, n.kwargs), lambda _: next(numbers).at(length)) for n in nodes}
 
     count = sum(len(integers_in((n.args, n.kwargs))) for n in nodes)
 
@@ -196,7 +196,7 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
         numbers = iter(template.numbers[count:])
 
         def form(x: torch.Tensor) -> Form:
-            shape, strides = mapped((tuple(x.shape), x.stride()), lambda _: next(numbers).at(length))
+            shape, strides = map_integers((tuple(x.shape), x.stride()), lambda _: next(numbers).at(length))
             return shape, strides, x.dtype, x.device
 
         return [form(x) for x in code.fakes], [form(x) for x in code.outputs]
@@ -217,7 +217,7 @@ def structure_of(code: Code) -> Hashable:
     def line(n: Node) -> Hashable:
         if is_input(n):
             return "input"
-        return str(n.target), repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
+        return str(n.target), repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
 
     forms = [(x.dim(), x.dtype, x.device) for x in (*code.fakes, *code.outputs)]
     return tuple([line(n) for n in code.graph.nodes]), tuple(forms), len(code.fakes)

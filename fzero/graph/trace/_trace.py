@@ -13,7 +13,17 @@ from fzero import _torch
 from fzero._notice import trouble_link
 from fzero._torch import OpOverload
 from fzero.collectives import record
-from fzero.graph._ir import aten, is_collective, is_input, nbytes, reorder, signature, values, views_and_users, wire
+from fzero.graph._ir import (
+    aten,
+    collective_kind,
+    is_collective,
+    is_input,
+    nbytes,
+    reorder,
+    signature,
+    values,
+    views_and_users,
+)
 from fzero.graph.loop._trace import insert_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
 
@@ -186,7 +196,7 @@ def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
     """Store in each collective's node the unit that it moves, from the recorder's events in the same order."""
     nodes = [n for n in graph.nodes if is_collective(n)]
     kinds = ["all_to_all" if e.kind == "ppermute" else e.kind for e in events]
-    if kinds == [wire(n) for n in nodes]:  # else some are the user's own, which are not recorded
+    if kinds == [collective_kind(n) for n in nodes]:  # else some are the user's own, which are not recorded
         for node, event in zip(nodes, events, strict=True):
             node.meta["unit"] = event.unit or "(metric)"
 

@@ -40,7 +40,7 @@ by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 def segments_of(f: Any, *args: Any) -> list[Segment]:
     f.plan(*args)
     (entry,) = f._entries.values()
-    return [x for x in program_of(entry.chosen.graph).instructions if isinstance(x, Segment)]
+    return [x for x in program_of(entry.best.graph).instructions if isinstance(x, Segment)]
 
 
 def updating(opt: Any) -> Any:

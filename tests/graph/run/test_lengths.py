@@ -297,7 +297,7 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
     _, run = train("fx", (12, 40))
     first, later = run._entries.values()
     assert first.options.knobs.prefetch == "auto"
-    assert later.options.knobs == Knobs.of(first.chosen.settings) and later.chosen.settings == first.chosen.settings
+    assert later.options.knobs == Knobs.of(first.best.settings) and later.best.settings == first.best.settings
     _, run = train("fx", (12, 40), memory_budget=1e9)
     assert [e.options.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
