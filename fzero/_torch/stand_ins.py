@@ -49,7 +49,7 @@ class StandInCache:
         """
         operands: list[FakeTensor] = []
         try:
-            key = (func, _key(args, operands), _key(tuple(kwargs.items()), operands))
+            key = (func, _key(args, operands), _key(tuple(kwargs.items()), operands), _sharing(operands))
         except _UnknownError:
             return func(*args, **kwargs)
         if not operands or func._schema.is_mutable:
@@ -83,6 +83,12 @@ def _key(x: Any, operands: list[FakeTensor]) -> Any:
     if isinstance(x, torch.Tensor):
         raise _UnknownError
     return kind, x  # the numbers 1, 1.0 and True are equal
+
+
+def _sharing(operands: list[FakeTensor]) -> tuple[int, ...]:
+    """Return for each operand the first operand in the same memory: a view of one is then a view of the other."""
+    ids = [storage_id(x) for x in operands] if len(operands) > 1 else []
+    return tuple([ids.index(i) for i in ids])
 
 
 def _forms_of(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Form | None]] | None:

@@ -69,6 +69,18 @@ def test_forms_differ_by_shape_stride_offset_dtype_and_the_type_of_a_number():
                     assert described(cache.call(f, args, {}), [a]) == described(f(*args), [a])
 
 
+def test_a_view_is_of_its_own_operand_although_operands_shared_memory_before():
+    library = torch.library.Library("fzero_test_views", "DEF")
+    library.define("row(Tensor x, Tensor(a) y) -> Tensor(a)")
+    library.impl("row", lambda x, y: y[0], "Meta")
+    row: Any = torch.ops.fzero_test_views.row.default
+    with FakeTensorMode():
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        cache = StandInCache()
+        for operands in ((x, x), (x, y), (y, x)):
+            assert storage_id(cache.call(row, operands, {})) == storage_id(operands[1])
+
+
 def test_an_error_is_raised_each_time():
     with FakeTensorMode():
         cache = StandInCache()
