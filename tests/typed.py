@@ -47,6 +47,6 @@ def script() -> None:
 
 def mistakes() -> None:
     fzero.value_and_grad(loss_fn)(Params(torch.ones(3, 2)))  # pyright: ignore[reportCallIssue]
-    fzero.shard(loss_fn, 4)  # pyright: ignore[reportArgumentType]
+    fzero.shard(loss_fn, "2")  # pyright: ignore[reportArgumentType]
     fzero.jit(loss_fn, backend="cuda")  # pyright: ignore[reportArgumentType]
     fzero.mesh(dp=2, simulate="threads")  # pyright: ignore[reportArgumentType]
