@@ -19,6 +19,7 @@ from fzero._torch.compiler import (
 )
 from fzero._torch.dcp import load_metadata
 from fzero._torch.decisions import FixedSizeError, decisions
+from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, has_recordable_collectives
 from fzero._torch.levels import (
     in_transform,
     is_tracing,
@@ -66,6 +67,7 @@ __all__ = [
     "Allocations",
     "Buffer",
     "DataDependentError",
+    "DeviceGraph",
     "FixedSizeError",
     "Form",
     "OneNode",
@@ -76,8 +78,10 @@ __all__ = [
     "assume_constant_result",
     "buffers_of",
     "c10d",
+    "can_record",
     "children_without_names",
     "compile_threads",
+    "copy_together",
     "count_holders",
     "decisions",
     "default_store",
@@ -86,6 +90,7 @@ __all__ = [
     "functionalize",
     "graph_of",
     "group_of",
+    "has_recordable_collectives",
     "have_equal_strides",
     "in_buffers",
     "in_transform",

@@ -25,6 +25,7 @@ from fzero.graph.planning._cost import Device
 from fzero.graph.planning._plan import Plan, Rejected, plan_of
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compiled import Executable
+from fzero.graph.run._device_graph import RecordedStep, check_recordable
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, LeafName, blocks_of
 from fzero.graph.trace._donation import check_separate, match_results
@@ -47,6 +48,7 @@ class JitOptions(NamedTuple):
         loop: whether micro-batches become a loop.
         device: the device to plan for; None for the device of the arguments.
         strict: whether a segment that cannot run compiled is an error.
+        recordings: the device graphs of the step's entries; None if it is not recorded.
     """
 
     step: TrainStep
@@ -57,6 +59,7 @@ class JitOptions(NamedTuple):
     loop: bool
     device: Device | None = None
     strict: bool = False
+    recordings: list[_torch.DeviceGraph] | None = None
 
     def __str__(self) -> str:
         return f"jit({self.step.name})"
@@ -93,7 +96,7 @@ class Entry:
     donated: dict[int, str]
     boxed: list[int]
     written: list[int]
-    executable: Executable | None = None
+    executable: Executable | RecordedStep | None = None
     is_traced: bool = True
 
     @cached_property
@@ -120,7 +123,7 @@ class Entry:
             demand = LoweringOptions(
                 self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
             )
-            self.executable = lower(self.best.graph, self.options.backend, demand)
+            self.executable = self._recorded(lower(self.best.graph, self.options.backend, demand), arguments)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         try:
             with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
@@ -137,6 +140,24 @@ class Entry:
             out[i] = buffers[j]
         self._mark_boxes_donated(args)
         return tree.unflatten(self.structure, out)
+
+    def _recorded(self, executable: Executable, arguments: Arguments) -> Executable | RecordedStep:
+        """Return the step as one that records itself, if that is asked for and its arguments lie on a GPU.
+
+        Raises:
+            ValueError: if it cannot be recorded.
+        """
+        if self.options.recordings is None:
+            return executable
+        if not _torch.can_record(arguments.tensors):
+            warn_once(f"fzero.{self.options}: device_graph=True, but no argument lies on a GPU: it runs unrecorded")
+            return executable
+        step, names = self.options.step, arguments.tensor_names
+        check_recordable(self.best.graph, arguments, step.mesh, step.name)
+        params = {i for i, name in enumerate(names) if name.arg_index in step.params}
+        constants = range(len(names), len(names) + len(self.traced.constants))
+        fixed = {*self.into.values(), *params, *constants}
+        return RecordedStep(executable, fixed, {*self.into}, self.options.recordings)
 
     def _mark_boxes_donated(self, args: tuple[Any, ...]) -> None:
         for i in self.boxed:

@@ -46,6 +46,7 @@ def jit(
     loop: bool = True,
     strict: bool = False,
     dynamic: bool = True,
+    device_graph: bool = False,
 ) -> "Jitted":
     """Compile a step (forward, backward, collectives and update) to one graph in a planned order.
 
@@ -84,6 +85,9 @@ def jit(
         dynamic: whether a trace serves several lengths of a batch. From the second length on, segments are compiled
             once for all lengths ("inductor"). From the fourth on, only lengths for which the step decides otherwise
             are traced.
+        device_graph: whether the third call of each shape records the step as one graph of the GPU (a CUDA graph).
+            Each later call starts all its work at once. Counts of an optimizer move to the GPU. On a CPU the step runs
+            unrecorded. docs/jit.md lists what cannot be recorded.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -112,11 +116,22 @@ def jit(
         raise ValueError(f"strict={strict!r}: expected True or False")
     if not isinstance(dynamic, bool):
         raise ValueError(f"dynamic={dynamic!r}: expected True or False")
+    if not isinstance(device_graph, bool):
+        raise ValueError(f"device_graph={device_graph!r}: expected True or False")
+    if device_graph and backend == "auto":
+        raise ValueError(
+            'device_graph=True: backend="auto" changes its code while the step runs; use "inductor" or "fx"'
+        )
     if strict and backend == "auto":
         raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else make_folder(dump)
-    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict, dynamic=dynamic)
+    return Jitted(
+        *(step, _positions(donate), backend, knobs.checked(), folder, loop),
+        strict=strict,
+        dynamic=dynamic,
+        device_graph=device_graph,
+    )
 
 
 def _positions(donate: Any) -> tuple[int, ...] | None:
@@ -145,6 +160,7 @@ class Jitted:
         device: the device to plan for, or None for the device of the arguments. Such a step is planned, never run.
         strict: whether a segment that cannot run compiled is an error.
         dynamic: whether traces and code serve several lengths of a batch.
+        device_graph: whether the step is recorded as a graph of the GPU.
     """
 
     step: Callable[..., Any]
@@ -156,6 +172,7 @@ class Jitted:
     device: Device | None = None
     strict: bool = False
     dynamic: bool = True
+    device_graph: bool = False
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
     _lengths: Lengths = field(default_factory=Lengths, repr=False, compare=False)
     _any_length: AnyLength = field(default_factory=AnyLength, repr=False, compare=False)
@@ -202,7 +219,9 @@ class Jitted:
     @cached_property
     def _options(self) -> JitOptions:
         return JitOptions(
-            step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device, self.strict
+            *(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device),
+            self.strict,
+            [] if self.device_graph else None,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +254,7 @@ class Jitted:
             )
             return self.step(*args, **kwargs)
         with UserFrames():
-            arguments = arguments_of(args, kwargs)
+            arguments = self._arguments(args, kwargs)
             arguments.check_plain()
             if self.backend in ("inductor", "inductor-whole"):
                 _torch.start_cpu_probe()
@@ -253,7 +272,11 @@ class Jitted:
         Returns:
             A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.
         """
-        return self._entry(arguments_of(args, kwargs), args).plan
+        return self._entry(self._arguments(args, kwargs), args).plan
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        arguments = arguments_of(args, kwargs)
+        return arguments.with_scalars_on_device() if self.device_graph else arguments
 
     def __str__(self) -> str:
         return str(self._options)

@@ -53,6 +53,7 @@ def facts(
     default_device: bool = False,
     root: pathlib.Path = ROOT,
     sanitizer: bool = False,
+    device_graph: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
 
@@ -64,20 +65,20 @@ def facts(
         lazy: whether large copies are noted and not made, so that models of real size fit into this machine.
         default_device: whether the process begins with `torch.set_default_device("cuda")`.
         sanitizer: whether torch's CUDA sanitizer watches; what it watches is not kept for the tables.
+        device_graph: whether the step is recorded as a graph of the device.
         root: the project that is measured; another than this one is not kept for the tables.
 
     Raises:
         AssertionError: if the process fails; with its last lines.
     """
     command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
-    command += ["--default-device"] * default_device
+    command += ["--default-device"] * default_device + ["--device-graph"] * device_graph
     output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer)
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     with MEASURED.open("a") as file:
         for row in rows if root == ROOT and not sanitizer else ():
-            file.write(
-                json.dumps({"task": task, "backend": backend, "ranks": ranks, "default": default_device, **row}) + "\n"
-            )
+            what = {"task": task, "backend": backend, "ranks": ranks, "default": default_device, "graph": device_graph}
+            file.write(json.dumps(what | row) + "\n")
     return {row["stage"]: row for row in rows}
 
 

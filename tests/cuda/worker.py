@@ -45,7 +45,9 @@ def rank_0_of(axes: dict[str, int]) -> Iterator[fzero.ranks.Mesh]:
         dist.destroy_process_group()
 
 
-def measured(task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh) -> dict[str, Any]:
+def measured(
+    task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh, device_graph: bool = False
+) -> dict[str, Any]:
     """Run a step at a stage, and return its facts; bytes."""
     torch.manual_seed(0)
     step = fzero.shard(task.train_step, stage=stage, mesh=mesh, check=False, **task.shard)
@@ -54,7 +56,7 @@ def measured(task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh) -> di
     state: list[Any] = list(step.init(params, task.opt, donate=True))
     batch = mesh.local(local, task.batch_axes)
     del params, local
-    jitted = step if backend == "eager" else fzero.jit(step, backend=backend)
+    jitted = step if backend == "eager" else fzero.jit(step, backend=backend, device_graph=device_graph)
     run: Callable[..., Any] = jitted
 
     def call() -> None:
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--default-device", action="store_true", help="call torch.set_default_device first")
+    parser.add_argument("--device-graph", action="store_true", help="record the step as a graph of the device")
     args = parser.parse_args()
     if log.without_gpu():  # cuDNN asks the card for more than there is
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -99,7 +102,7 @@ def main() -> None:
     task = TASKS[args.task](args.ranks)
     with rank_0_of(task.mesh) as mesh:
         for stage in args.stages:
-            print("FACTS", json.dumps(measured(task, stage, args.backend, mesh)), flush=True)
+            print("FACTS", json.dumps(measured(task, stage, args.backend, mesh, args.device_graph)), flush=True)
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Flatten the arguments of a call of a jitted step, and compute the key that its trace is cached by."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -90,6 +90,19 @@ class Arguments:
         """Return the arguments with other tensors in place of the distinct ones."""
         leaves = [x if i is None else tensors[i] for x, i in zip(self.leaves, self.tensor_indices, strict=True)]
         return tree.unflatten(self.structure, leaves)
+
+    def with_scalars_on_device(self) -> "Arguments":
+        """Return the arguments with each 0-d tensor, such as an optimizer's count, on the device of the others.
+
+        A device graph would keep a number of the host for ever.
+        """
+        devices = [x.device for x in self.tensors if x.device.type != "cpu"]
+        scalars = {i: x for i, x in enumerate(self.tensors) if not x.dim() and x.device.type == "cpu"}
+        if not devices or not scalars:
+            return self
+        moved = {i: x.to(devices[0], non_blocking=True) for i, x in scalars.items()}
+        pairs = zip(self.leaves, self.tensor_indices, strict=True)
+        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs])
 
     def check_traceable(self) -> None:
         """Check that no tensor requires grad.
