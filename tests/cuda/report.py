@@ -21,18 +21,56 @@ def write() -> None:
         f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
         "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
         "## Laws",
-        "Laws of launches beside FSDP2, of the order of collectives, of kernels and of graphs are not written yet.",
+        "Laws of launches beside FSDP2 and of kernels are not written yet.",
         _laws(),
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
         "33.6 MB, which are in the other columns.",
-        _memory([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8]),
+        _memory(_first([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8])),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
-        _counts([r for r in rows if r["task"] not in SIZES and not r["default"]]),
+        _counts(_first([r for r in rows if r["task"] not in SIZES and not r["default"] and not r["graph"]])),
+        "## What a recorded step asks of CUDA",
+        "`fzero.jit(step, device_graph=True)`: the other kernels copy the batch in and the loss out.",
+        _graphs(_first([r for r in rows if r["graph"]])),
+        "## Collectives behind products",
+        "A collective is hidden if the compute stream was given products after the collective was issued and before it "
+        "had to wait for it. Stage 3.",
+        _hidden(_first([r for r in rows if r["task"] in SIZES and r["stage"] == 3])),
     ]
     publish(str(lane.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
+
+
+def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what another process measured already."""
+    found: dict[Any, dict[str, Any]] = {}
+    for r in rows:
+        found.setdefault((r["task"], r["backend"], r["stage"]), r)
+    return [*found.values()]
+
+
+def _graphs(rows: list[dict[str, Any]]) -> str:
+    head = ["task", "backend", "stage", "graphs", "other kernels", "copies", "waits"]
+    lines = []
+    for r in rows:
+        counts = r["counts"]
+        copies = sum(n for name, n in counts.items() if name.startswith("copy"))
+        numbers = [counts.get("graph", 0), counts.get("kernel", 0), copies]
+        lines.append([r["task"], r["backend"], r["stage"], *numbers, len(r["waits"])])
+    return table(head, lines)
+
+
+def _hidden(rows: list[dict[str, Any]]) -> str:
+    head = ["model", "backend", "all_gathers", "hidden", "reduce_scatters", "hidden"]
+    lines = []
+    for r in rows:
+        line = [r["task"], r["backend"]]
+        for kind in ("all_gather", "reduce_scatter"):
+            products = [n for name, n, _ in r["collectives"] if name.startswith(kind)]
+            line += [len(products), sum(bool(n) for n in products)]
+        lines.append(line)
+    return table(head, lines)
 
 
 def _laws() -> str:

@@ -31,16 +31,10 @@ def check_recordable(graph: Graph, arguments: Arguments, mesh: Mesh | None, name
     """Check that a step can be recorded as a device graph.
 
     Raises:
-        ValueError: if an argument lies in host memory, the step copies values to or from the host, or its ranks
-            communicate by gloo. The message names the argument, or the operation and its source line.
+        ValueError: if the step copies values to or from the host, or its ranks communicate by gloo. The message names
+            the operation and its source line.
     """
     device = next(x.device for x in arguments.tensors if x.device.type != "cpu")
-    for place, x in zip(arguments.tensor_names, arguments.tensors, strict=True):
-        if x.device != device:
-            raise ValueError(
-                f"fzero.jit: device_graph=True cannot record {name}: {place} lies on {x.device}, and the others on "
-                f"{device}; move it there"
-            )
     for node in [n for g in graphs_in(graph) for n in g.nodes if is_move(n)]:
         raise ValueError(
             f"fzero.jit: device_graph=True cannot record {name}: {display_name(node)} at "

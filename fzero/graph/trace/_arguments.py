@@ -95,14 +95,25 @@ class Arguments:
         """Return the arguments with each 0-d tensor, such as an optimizer's count, on the device of the others.
 
         A device graph would keep a number of the host for ever.
+
+        Raises:
+            ValueError: if another tensor lies elsewhere. The message names it.
         """
         devices = [x.device for x in self.tensors if x.device.type != "cpu"]
-        scalars = {i: x for i, x in enumerate(self.tensors) if not x.dim() and x.device.type == "cpu"}
-        if not devices or not scalars:
+        if not devices:
             return self
-        moved = {i: x.to(devices[0], non_blocking=True) for i, x in scalars.items()}
+        moved: dict[int, torch.Tensor] = {}
+        for i, x in enumerate(self.tensors):
+            if x.dim() and x.device != devices[0]:
+                raise ValueError(
+                    f"fzero.jit: device_graph=True cannot record the step: {self.tensor_names[i]} lies on {x.device}, "
+                    f"and others on {devices[0]}; move it there. The state of optim.offload stays on the host, so such "
+                    "a step runs without device_graph"
+                )
+            if x.device != devices[0]:
+                moved[i] = x.to(devices[0], non_blocking=True)
         pairs = zip(self.leaves, self.tensor_indices, strict=True)
-        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs])
+        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs]) if moved else self
 
     def check_traceable(self) -> None:
         """Check that no tensor requires grad.
