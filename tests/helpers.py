@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 import fzero
 from fzero import optim
@@ -20,8 +20,9 @@ def either(few: T, many: T) -> T:
 
 
 def examples(few: int, many: int) -> settings:
-    """So many examples of a law in `make test`, and in `make test-all`."""
-    return settings(max_examples=either(few, many))
+    """So many examples of a law in `make test`, and in `make test-all`; 0 stands for those of `@example` alone."""
+    number = either(few, many)
+    return settings(max_examples=number) if number else settings(max_examples=1, phases=[Phase.explicit])
 
 
 def cases(always: Iterable[Any], every: Iterable[Any]) -> list[Any]:

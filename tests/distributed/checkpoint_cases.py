@@ -23,7 +23,7 @@ from fzero.checkpoint._error import DamagedError
 from fzero.checkpoint._manifest import BLOCK
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 CASES: Cases = {}
 case = into(CASES)
@@ -91,7 +91,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.ranks.M
         time.sleep(0.05)
         write(files, name, parts)
 
-    for stage, other in ((3, 2), (1, 3), (2, 2)):
+    for stage, other in either(((1, 3),), ((3, 2), (1, 3), (2, 2))):
         with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
             patch.setattr(_files.LocalFolder, "write", slow)
             sharded = [fzero.shard(train_step_for(mlp_loss, OPT), stage=s, mesh=mesh) for s in (stage, other)]

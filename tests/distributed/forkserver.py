@@ -131,5 +131,6 @@ if __name__ == "__main__":
         except ImportError:
             continue
     gc.freeze()  # what is imported is no garbage: children need not search it
+    gc.set_threshold(20_000, 20, 50)
     serve()
     os._exit(0)  # taking down what was imported would take a second

@@ -23,7 +23,7 @@ from fzero.graph.loop._scan import loop_of
 from fzero.ranks import _agreement as texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -168,7 +168,7 @@ class Unending:
 
 @case
 def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.ranks.Mesh) -> None:
-    for stage, k in ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4)):
+    for stage, k in either(((0, 4), (1, 1), (3, 4)), ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4))):
         train_step = train_step_for(mlp_loss, OPT, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         eager, fast = train_both(step, fzero.jit(step, backend="fx"), 3, 2 * mesh.size * k)
@@ -188,9 +188,10 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
     lowering, opt = importlib.import_module("fzero.graph.run._backends"), optim.adamw(1e-2)
 
     def across(found: Any, budget: Any, name: str) -> int:
-        return next(i for i, c in enumerate(found) if c.choice.across_iterations)
+        return next(i for i, c in enumerate(found) if c.pass_settings.across_iterations)
 
-    for stage, k, in_flight, backend in ((2, 3, 1, "fx"), (3, 4, 2, "fx"), (2, 4, 2, "inductor")):
+    few = ((3, 4, 2, "fx"), (2, 4, 2, "inductor"))
+    for stage, k, in_flight, backend in either(few, (*few, (2, 3, 1, "fx"))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fzero.graph._entry.choose", across)
             patch.setattr(lowering, "is_compiled", lambda code: True)
@@ -236,8 +237,9 @@ def an_own_part_is_updated_where_it_lies(mesh: fzero.ranks.Mesh) -> None:
         optim.master_weights(optim.adamw(1e-2), HALF),
     )
     tolerance = 0 if mesh.size == 2 else 1e-12
-    chosen = ((1, 1, "fx", OPT), (2, 3, "fx", OPT), (1, 1, "inductor", OPT), (2, 1, "inductor", masters))
-    for stage, k, backend, opt in chosen:
+    few = ((2, 3, "fx", OPT), (1, 1, "inductor", masters))
+    many = (*few, (1, 1, "fx", OPT), (1, 1, "inductor", OPT), (2, 1, "inductor", masters))
+    for stage, k, backend, opt in either(few, many):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lowering, "is_compiled", lambda code: True)
             patch.setattr(lowering, "compile_all", uncompiled)
@@ -315,7 +317,7 @@ def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.ranks.Mesh) -> 
 
 @case
 def schedules_give_the_same_numbers(mesh: fzero.ranks.Mesh) -> None:
-    check_schedules(mesh, [(0, 0, 0), (2, 1 << 20, 0), ("fitting", 0, 10**9), ("fitting", 1 << 20, 0)])
+    check_schedules(mesh, [(2, 1 << 20, 0), ("fitting", 0, 10**9)])
 
 
 @slow_case
@@ -388,15 +390,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _agree.order
-    _agree.order = lambda graph: original(graph) + str(mesh.rank)
+    original = _agree.digest_of_order
+    _agree.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in the same order on all ranks" in str(error), error
     finally:
-        _agree.order = original
+        _agree.digest_of_order = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 
@@ -442,7 +444,7 @@ def a_profile_counts_the_plans_collectives(mesh: fzero.ranks.Mesh) -> None:
 
 @case
 def the_plan_is_the_one_made_without_a_world(mesh: fzero.ranks.Mesh) -> None:
-    for stage in (1, 3):
+    for stage in either((3,), (1, 3)):
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
         jitted = fzero.jit(step, backend="fx")
         args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))
