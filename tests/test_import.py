@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero._torch import on_import
 from tests.distributed.launch import ROOT
+from tests.helpers import cases
 
 OF_TORCH = [
     "_dynamo",
@@ -116,7 +117,7 @@ from torch._inductor.utils import IndentedBuffer
 """
 
 
-@pytest.mark.parametrize("name", ["start_cpu_probe", "start_import"])
+@pytest.mark.parametrize("name", cases(("start_import",), ("start_cpu_probe",)))
 def test_inductor_is_imported_beside_a_first_trace(name):
     """Dynamo and Inductor import each other, so a trace and the thread must not begin at the two ends."""
     run(BESIDE.format(name=name))

@@ -1,6 +1,8 @@
 """The vocabulary of planted faults: each change, what is ambiguous or gone, and that names of others do not matter."""
 
 import ast
+import functools
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import fzero
+from tests.helpers import either
 from tests.mutants import MUTANTS, Mutant
 from tests.mutants.__main__ import KILLED, NOT_APPLICABLE, SURVIVED, Verdict, not_applicable, summary
 from tests.mutants.changes import (
@@ -233,7 +236,8 @@ def defined(tree: ast.Module) -> set[str]:
     return {name for name in found if name.startswith("_")}
 
 
-def with_other_names(text: str, keep: set[str]) -> tuple[str, dict[str, str]]:
+@functools.cache
+def with_other_names(text: str, keep: frozenset[str]) -> tuple[str, dict[str, str]]:
     """Rename the private functions and classes of a file, but for some."""
     tree = ast.parse(text)
     names = {name: f"{name}_renamed" for name in defined(tree) - keep}
@@ -259,8 +263,8 @@ def of_file(file: str) -> Iterator[Mutant]:
 def test_no_fault_depends_on_the_names_of_other_functions(file):
     """Each plants the same where all private helpers but its own symbols have other names, in another layout."""
     text = (ROOT / file).read_text()
-    for mutant in of_file(file):
+    for mutant in itertools.islice(of_file(file), either(1, None)):
         own = {part for s in (mutant.symbol, *[c.symbol or "" for c in mutant.changes]) for part in s.split(".")}
         new = {name for change in mutant.changes for name in change.uses}
-        other, names = with_other_names(text, own | new)
+        other, names = with_other_names(text, frozenset(own | new))
         assert back(mutant.planted(other), names) == back(mutant.planted(text), {}), mutant.name

@@ -12,7 +12,7 @@ from hypothesis import Phase, find, given, settings
 import fzero
 from fzero import optim, testing, tree
 from fzero.testing import assert_equivalent, assert_trees_close, is_elementwise
-from tests.helpers import train_step_for
+from tests.helpers import either, train_step_for
 from tests.parallel.pipeline import model as pipelines
 
 STAGES = range(4)
@@ -78,8 +78,11 @@ def test_a_step_with_a_pipelined_loss_passes_and_a_wrong_one_does_not(opt):
             p["w"] = fzero.tree.map(lambda x: x * (1 + len(params["blocks"])), p["w"])
         return params, *others
 
-    assert_equivalent(train_step, params, opt, batches, rtol=1e-9, pipeline=loss, world_sizes=(1, 2))
-    assert_equivalent(train_step, params, opt, batches, rtol=1e-9, pipeline=loss, meshes=meshes)
+    worlds = either((2,), (1, 2))
+    assert_equivalent(train_step, params, opt, batches, rtol=1e-9, pipeline=loss, world_sizes=worlds)
+    assert_equivalent(
+        train_step, params, opt, batches, either((0, 3), range(4)), rtol=1e-9, pipeline=loss, meshes=meshes
+    )
     with pytest.raises(AssertionError, match=r"stage=1, pp=2, after 1 steps: parameters leaf 'blocks.0.w'"):
         assert_equivalent(wrong, params, opt, batches[:1], (1,), (2,), rtol=1e-9, pipeline=loss)
 

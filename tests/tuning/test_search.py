@@ -15,6 +15,7 @@ from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow, _search
 from fzero.tuning import _search as _plan_cache
 from fzero.tuning._search import in_order, rows_of
 from fzero.tuning._space import REMATS, TuneOptions, space_of
+from tests.helpers import examples
 from tests.tuning.spaces import planned
 
 SPACE = space_of(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
@@ -52,6 +53,7 @@ class Processes:
             future.set_result(row(self.running.pop(future)))
 
 
+@examples(20, 100)
 @given(budget=st.floats(0, 200), workers=st.integers(2, 6), data=st.data())
 def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
     with pytest.MonkeyPatch.context() as patch:
