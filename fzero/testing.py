@@ -20,7 +20,7 @@ from fzero.zero import ShardedStep, shard
 __all__ = [
     "assert_equivalent",
     "assert_trees_close",
-    "is_elementwise",
+    "is_exact_on_shards",
     "optimizers",
     "stages",
     "trees",
@@ -157,7 +157,7 @@ def _concatenate_ranks(values: Any, dims: int = 1) -> Any:
     return tree.map(join, values, is_leaf=lambda x: isinstance(x, PerRank))
 
 
-def is_elementwise(opt: Any, steps: int = 3) -> bool:
+def is_exact_on_shards(opt: Any, steps: int = 3) -> bool:
     """Return whether an (init, update) pair gives the same numbers on flat shards as on full leaves.
 
     Args:
@@ -168,7 +168,7 @@ def is_elementwise(opt: Any, steps: int = 3) -> bool:
         Whether the pair may run on shards, at stages 1 to 3.
 
     Example:
-        >>> is_elementwise(optim.adam(0.1))
+        >>> is_exact_on_shards(optim.adam(0.1))
         True
     """
     g = torch.Generator().manual_seed(0)

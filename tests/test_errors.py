@@ -598,13 +598,15 @@ def test_a_wrong_layout_is_refused(name):
     check(LAYOUTS[name])
 
 
-WHOLE = optim.Optimizer(OPT.init, OPT.update, elementwise=False)
+WHOLE = optim.Optimizer(OPT.init, OPT.update, exact_on_shards=False)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("opt", [WHOLE, optim.chain(optim.clip_by_global_norm(1.0), WHOLE)], ids=["pair", "chain"])
 def test_an_optimizer_that_needs_whole_leaves_is_refused_on_shards(opt, stage):
-    message = rf"stage={stage} runs the optimizer on flat shards.*elementwise=False.*optim.on_full_leaves.*use stage=0"
+    message = (
+        rf"stage={stage} runs the optimizer on flat shards.*exact_on_shards=False.*optim.on_full_leaves.*use stage=0"
+    )
     with pytest.raises(ValueError, match=message):
         step_of(stage).init(PARAMS, opt)
     step_of(0).init(PARAMS, opt)

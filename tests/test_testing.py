@@ -11,7 +11,7 @@ from hypothesis import Phase, find, given, settings
 
 import fzero
 from fzero import optim, testing, tree
-from fzero.testing import assert_equivalent, assert_trees_close, is_elementwise
+from fzero.testing import assert_equivalent, assert_trees_close, is_exact_on_shards
 from tests.helpers import either, train_step_for
 from tests.parallel.pipeline import model as pipelines
 
@@ -277,7 +277,7 @@ def test_trees_that_diverged_alike_are_close(value):
     assert_trees_close({"a": mixed}, {"a": mixed + torch.tensor([1e-9, 0.0])})
 
 
-# ---------------------------------------------------------------- is_elementwise
+# ---------------------------------------------------------------- is_exact_on_shards
 
 
 class Pair(NamedTuple):
@@ -313,7 +313,7 @@ WHOLE = {
     "direction of the matrix": stateless(whiten),
 }
 
-ELEMENTWISE = {
+EXACT = {
     "sgd": optim.sgd(0.1),
     "momentum": optim.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optim.adam(0.1),
@@ -328,18 +328,18 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_an_elementwise_pair_is_told_as_such(name):
-    assert is_elementwise(ELEMENTWISE[name]) is True
+@pytest.mark.parametrize("name", EXACT)
+def test_a_pair_that_is_exact_on_shards_is_recognised(name):
+    assert is_exact_on_shards(EXACT[name]) is True
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_pair_that_needs_whole_leaves_is_told_as_such(name):
-    assert is_elementwise(WHOLE[name]) is False
+def test_a_pair_that_needs_full_leaves_is_recognised(name):
+    assert is_exact_on_shards(WHOLE[name]) is False
 
 
 @pytest.mark.parametrize("name", ["norm of each leaf", "trust ratio", "rank of the tensor"])
-def test_what_check_elementwise_refuses_is_wrong_on_shards(name):
+def test_what_is_exact_on_shards_refuses_is_wrong_on_shards(name):
     opt = WHOLE[name]
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, PARAMS, opt, batches_of(), stages=(0,))
@@ -443,14 +443,14 @@ def test_every_stage_and_world_size_is_drawn():
 
 
 @given(opt=testing.optimizers(), params=testing.trees())
-def test_optimizers_are_elementwise_pairs_that_update_any_tree(opt, params):
+def test_optimizers_are_pairs_exact_on_shards_that_update_any_tree(opt, params):
     init, update = opt
     state = init(params)
     updates, new_state = update(params, state, params)
     new = optim.apply_updates(params, updates)
     for before, after in [(params, new), (state, new_state)]:
         assert [(x.shape, x.dtype) for x in tree.tensors(before)] == [(x.shape, x.dtype) for x in tree.tensors(after)]
-    assert opt.elementwise
+    assert opt.exact_on_shards
 
 
 KINDS_OF_STATE = {

@@ -280,7 +280,7 @@ def adafactor(
         updates = tree.map(step, steps, params, *leaf_rms((steps, params)), decays)
         return updates, AdafactorState(count, rows, columns)
 
-    return Optimizer(init, update, elementwise=True, pointwise=False)
+    return Optimizer(init, update, exact_on_shards=True, elementwise=False)
 
 
 def _zeros(params: Params) -> tuple[Tree, Tree]:

@@ -104,7 +104,7 @@ def adamw(
             )
         return updates, AdamState(count, mu, nu)
 
-    return Optimizer(_init, update, elementwise=True)
+    return Optimizer(_init, update, exact_on_shards=True)
 
 
 @torch_hints
@@ -140,7 +140,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
 
         return tree.map(direction, state.mu, state.nu), state
 
-    return Optimizer(_init, update, elementwise=True)
+    return Optimizer(_init, update, exact_on_shards=True)
 
 
 def _init(params: Params) -> AdamState:
@@ -227,7 +227,7 @@ def scale_by_trust_ratio() -> Optimizer:
             raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
         return tree.map(_scale_to_norm, grads, *leaf_norms((grads, params))), state
 
-    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+    return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
 def _scale_to_norm(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

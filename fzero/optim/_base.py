@@ -127,12 +127,12 @@ class Optimizer:
     Attributes:
         init: `init(params) -> state`.
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
-        elementwise: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
-            in `fzero.optim`; None if unknown, and `fzero.testing.is_elementwise` finds out.
+        exact_on_shards: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
+            in `fzero.optim`; None if unknown, and `fzero.testing.is_exact_on_shards` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
         skips_overflow: whether the pair skips steps whose gradients overflowed, as a loss scale does.
         parts: the pairs that this pair is composed of.
-        pointwise: False if the update of an element reads other elements, for a norm for instance.
+        elementwise: False if the update of an element reads other elements, for a norm for instance.
         offloads_state: whether part of the state lies in host memory.
         param_offload_ratio: the share of the parameters that lies in host memory, or a rule `(path) -> share`.
 
@@ -144,11 +144,11 @@ class Optimizer:
 
     init: Callable[[Params], OptState]
     update: Callable[..., tuple[Updates, OptState]]
-    elementwise: bool | None = None
+    exact_on_shards: bool | None = None
     precision: Precision | None = None
     skips_overflow: bool = False
     parts: tuple["Optimizer", ...] = ()
-    pointwise: bool | None = None
+    elementwise: bool | None = None
     offloads_state: bool = False
     param_offload_ratio: Ratio = 0
 
@@ -177,7 +177,7 @@ class Optimizer:
 
 
 def as_optimizer(pair: Pair) -> Optimizer:
-    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`.
+    """Return a pair as an `Optimizer`; a third-party one may have an attribute `exact_on_shards`.
 
     Raises:
         TypeError: if it is no pair.
@@ -186,7 +186,7 @@ def as_optimizer(pair: Pair) -> Optimizer:
         return pair
     for method in ("init", "update"):
         check_pair(pair, method)
-    return Optimizer(pair.init, pair.update, getattr(pair, "elementwise", None))
+    return Optimizer(pair.init, pair.update, getattr(pair, "exact_on_shards", None))
 
 
 def wrap_pairs(
@@ -194,16 +194,16 @@ def wrap_pairs(
 ) -> Optimizer:
     """Return a pair of functions that call `pairs`, with the attributes that follow from theirs."""
     optimizers = [as_optimizer(pair) for pair in pairs]
-    elementwise = {pair.elementwise for pair in optimizers}
+    exact = {pair.exact_on_shards for pair in optimizers}
     policies = [pair.precision for pair in optimizers if pair.precision is not None]
     return Optimizer(
         init,
         update,
-        elementwise=False if False in elementwise else None if None in elementwise else True,
+        exact_on_shards=False if False in exact else None if None in exact else True,
         precision=policies[0] if policies else None,
         skips_overflow=any(pair.skips_overflow for pair in optimizers),
         parts=tuple(optimizers),
-        pointwise=False if any(pair.pointwise is False for pair in optimizers) else None,
+        elementwise=False if any(pair.elementwise is False for pair in optimizers) else None,
         offloads_state=any(pair.offloads_state for pair in optimizers),
         param_offload_ratio=next((x.param_offload_ratio for x in optimizers if x.param_offload_ratio), 0),
     )

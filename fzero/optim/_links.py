@@ -56,7 +56,7 @@ def scale(factor: Number) -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _times(grads, factor), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
@@ -85,7 +85,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     ) -> tuple[Updates, ScaleByScheduleState]:
         return _times(grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)
 
 
 def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
@@ -128,7 +128,7 @@ def set_to_zero() -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return tree.map(torch.zeros_like, grads), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
 def _times(grads: Updates, factor: Number) -> Updates:
@@ -172,7 +172,7 @@ def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optim
         decays = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
         return tree.map(lambda g, p, d: (g + weight_decay * d * p).to(g.dtype), grads, params, decays), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
 # Exponential moving averages: of the parameters, or of any tree.
@@ -230,7 +230,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
         )
         return grads, EmaState(count, average)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)
 
 
 def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
@@ -268,4 +268,4 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
         average = tree.map(lambda x, a: (decay * a + (1 - decay) * x).to(a.dtype), grads, state.ema)
         return tree.map(lambda x, a: (a / correction).to(x.dtype), grads, average), EmaState(count, average)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)

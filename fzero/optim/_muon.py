@@ -270,7 +270,7 @@ def muon(
             updates = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), updates, params)
         return updates, MuonState(state.count + 1, average)
 
-    matrices = Optimizer(init, update, elementwise=True, pointwise=False)
+    matrices = Optimizer(init, update, exact_on_shards=True, elementwise=False)
     if fallback is None:
         return matrices
     return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _not(_mask(p, mask))))

@@ -127,7 +127,7 @@ def clip(max_delta: Number) -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return tree.map(lambda g: g.clamp(-limit, limit).to(g.dtype), grads), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
 @torch_hints
@@ -158,7 +158,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
         scale = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
         return tree.map(lambda g: (g * scale).to(g.dtype), grads), state
 
-    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+    return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
 def clip_by_block_rms(threshold: Number) -> Optimizer:
@@ -187,7 +187,7 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
 
         return tree.map(clip_leaf, grads, leaf_rms(grads)), state
 
-    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+    return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
 # Clipping by the norm of each expert: an expert is an index of dimension 0 of the leaves that hold all experts.
@@ -233,7 +233,7 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _clip_experts(grads, max_norm, tuple(names)), state
 
-    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+    return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
 class _ExpertUnit(NamedTuple):

@@ -85,7 +85,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         raise ValueError(f"update={update!r}: expected one of {UPDATE_SPACES}")
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
-    if update == "host" and optimizer.pointwise is False:
+    if update == "host" and optimizer.elementwise is False:
         raise ValueError(
             f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
             'clipping before offload, in a chain, or update on the device, offload(pair, ratio, update="device")'
@@ -96,7 +96,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
 
     def init(params: Params) -> OptState:
         plan = offload_plan_of(params, ratio, optimizer.precision)
-        if optimizer.pointwise is False:
+        if optimizer.elementwise is False:
             return plan.state_to_host(pair.init(params))
         state = pair.init(plan.to_pieces(params, to_host))
         return DelayedState(_zero_gradients(plan, params, optimizer), state) if delay else state
@@ -109,7 +109,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     offload_update.__qualname__ = "offload.update"
     return replace(
         wrap_pairs(init, offload_update, pair),
-        pointwise=optimizer.pointwise,
+        elementwise=optimizer.elementwise,
         offloads_state=True,
         param_offload_ratio=ratio if params else 0,
     )

@@ -76,7 +76,7 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
             direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
         return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)
 
 
 # Adagrad.
@@ -132,7 +132,7 @@ def adagrad(
         sums = tree.map(lambda g, s: (s + g * g).to(s.dtype), grads, state.sum_of_squares)
         return tree.map(direction, grads, sums), AdagradState(state.count + 1, sums)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)
 
 
 # Lion.
@@ -202,4 +202,4 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
         signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
         return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, exact_on_shards=True)

@@ -206,11 +206,11 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
             _update_unit(update_leaf, unit, paths, (states, param_entries), (updates, new))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return _elementwise(wrap_pairs(init, update, pair))
+    return _exact_on_shards(wrap_pairs(init, update, pair))
 
 
-def _elementwise(pair: Optimizer) -> Optimizer:
-    return Optimizer(pair.init, pair.update, elementwise=True, pointwise=False)
+def _exact_on_shards(pair: Optimizer) -> Optimizer:
+    return Optimizer(pair.init, pair.update, exact_on_shards=True, elementwise=False)
 
 
 def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:

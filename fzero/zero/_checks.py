@@ -251,17 +251,17 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
 
 
 def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
-    """Check that the stage can run an optimizer: on shards, it must be elementwise. A notice names the `pair`."""
+    """Check that the stage can run an optimizer: on shards, it must be exact there. A notice names the `pair`."""
     if not on_shards:
         return
-    if optimizer.elementwise is None:
+    if optimizer.exact_on_shards is None:
         warn_once(
-            f"fzero: {type(pair).__name__} does not declare whether it is elementwise, and is assumed to be: "
-            "fzero.testing.is_elementwise(opt) checks it"
+            f"fzero: {type(pair).__name__} does not declare whether it is exact on shards, and is assumed to be: "
+            "fzero.testing.is_exact_on_shards(opt) checks it"
         )
-    if optimizer.elementwise is False:
+    if optimizer.exact_on_shards is False:
         raise ValueError(
-            f"stage={stage} runs the optimizer on flat shards, and this optimizer declares elementwise=False: "
+            f"stage={stage} runs the optimizer on flat shards, and this optimizer declares exact_on_shards=False: "
             "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
         )
 

@@ -200,7 +200,7 @@ class ShardedStep:
 
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
-                device. Also if `opt` declares that it is not elementwise and the stage shards its state.
+                device. Also if `opt` declares that it is not exact on shards and the stage shards its state.
             TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. The message names
                 the leaf.
             DonatedError: if a leaf was donated before.

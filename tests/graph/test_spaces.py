@@ -183,7 +183,7 @@ def test_a_pair_that_hides_a_norm_is_found_by_its_line(clip_first):
         total = sum([x.square().sum() for x in tree.tensors(grads)])
         return tree.map(lambda g: g / (1 + total), grads), state  # the line
 
-    clip = optim.Optimizer(lambda params: (), hidden, elementwise=True)
+    clip = optim.Optimizer(lambda params: (), hidden, exact_on_shards=True)
     momentum = optim.sgd(0.1, momentum=0.9)
     row = Row(lambda o, p: optim.chain(clip, o(momentum)) if clip_first else o(optim.chain(clip, momentum)))
     pair = row.make(lambda p: optim.offload(p, 0.5), None)

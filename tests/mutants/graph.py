@@ -236,7 +236,11 @@ MUTANTS = [
         Fault("1 and True are one number", "_key", becomes("return A, B", "return B", at="2 of 2")),
         Fault("forms do not differ by strides", "_key", dropped("A.stride()")),
         Fault("forms do not differ by dtype", "_key", dropped("A.dtype")),
-        Fault("operands that share memory are like others", "StandInCache.call", becomes("(A, B, C, D(E))", "(A, B, C, ())")),
+        Fault(
+            "operands that share memory are like others",
+            "StandInCache.call",
+            becomes("(A, B, C, D(E))", "(A, B, C, ())"),
+        ),
         Fault("a view lies in new memory", "_form_of", becomes("A.get(storage_id(B))", "None")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(

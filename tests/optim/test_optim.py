@@ -241,10 +241,10 @@ def test_chain_is_associative_and_the_empty_chain_its_identity():
         assert_trees_close(train(other, params, batches), flat, 0.0)
 
 
-def test_chain_is_elementwise_if_all_its_pairs_are():
-    whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, elementwise=False)
-    assert optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)).elementwise
-    assert not optim.chain(optim.adam(0.1), whole).elementwise
+def test_chain_is_exact_on_shards_if_all_its_pairs_are():
+    whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
+    assert optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)).exact_on_shards
+    assert not optim.chain(optim.adam(0.1), whole).exact_on_shards
 
 
 @pytest.mark.parametrize("stage", range(4))

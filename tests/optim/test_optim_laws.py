@@ -361,7 +361,7 @@ def test_state_shares_no_memory_with_the_parameters(name):
 
 @every
 def test_every_pair_declares_that_it_runs_on_shards(name):
-    assert TABLE[name].pair.elementwise is True
+    assert TABLE[name].pair.exact_on_shards is True
 
 
 BAD = [

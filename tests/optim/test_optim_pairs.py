@@ -219,10 +219,10 @@ def test_a_mask_of_another_structure_or_split_over_a_tie_names_the_leaf():
         optim.masked(optim.sgd(0.1), {"a": True, "b": False}).init({"a": w, "b": w})
 
 
-def test_masked_is_elementwise_if_its_pair_is():
-    whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, elementwise=False)
-    assert optim.masked(optim.sgd(0.1), matrices).elementwise is True
-    assert optim.masked(whole, matrices).elementwise is False
+def test_masked_is_exact_on_shards_if_its_pair_is():
+    whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
+    assert optim.masked(optim.sgd(0.1), matrices).exact_on_shards is True
+    assert optim.masked(whole, matrices).exact_on_shards is False
 
 
 # ---------------------------------------------------------------- averages
@@ -389,12 +389,12 @@ def test_injection_says_which_argument_is_wrong():
         optim.inject_hyperparams(optim.adamw)(0.1, mask=lambda params: {"w": True})
 
 
-def test_injected_pairs_are_elementwise_if_the_pair_is():
+def test_injected_pairs_are_exact_on_shards_if_the_pair_is():
     def whole(learning_rate: Any) -> optim.Optimizer:
-        return optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, elementwise=False)
+        return optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
 
-    assert optim.inject_hyperparams(optim.sgd)(0.1).elementwise is True
-    assert optim.inject_hyperparams(whole)(0.1).elementwise is False
+    assert optim.inject_hyperparams(optim.sgd)(0.1).exact_on_shards is True
+    assert optim.inject_hyperparams(whole)(0.1).exact_on_shards is False
 
 
 # ---------------------------------------------------------------- adafactor

@@ -33,7 +33,7 @@ EXACT = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
 
 def test_a_muon_of_ones_own_equals_its_unsharded_self():
     opt = optim.on_full_leaves(WHITE, reads_params=False)
-    assert opt.elementwise is True
+    assert opt.exact_on_shards is True
     assert_equivalent(train_step_for(loss_of, opt), params_of(), opt, batches_of(2), world_sizes=(1, 2, 3))
 
 

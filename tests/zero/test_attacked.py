@@ -34,7 +34,7 @@ def test_positions_of_parameters_are_different_ints(params):
 class Lookahead:
     """A pair whose state starts as the parameters."""
 
-    elementwise = True
+    exact_on_shards = True
 
     def init(self, params: Any) -> Any:
         return {"slow": params}

@@ -94,6 +94,6 @@ def test_integer_trees_beside_the_parameters_pass_through(stage, n, k, seed):
         params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return (params, table), opt_state, value, table
 
-    init = optim.Optimizer(lambda both: opt.init(both[0]), opt.update, elementwise=True)
+    init = optim.Optimizer(lambda both: opt.init(both[0]), opt.update, exact_on_shards=True)
     batches = [{"x": torch.randn(n * k * 2, 3, generator=g, dtype=torch.float64)} for _ in range(2)]
     assert_equivalent(train_step, (params, table), init, batches, stages=(stage,), world_sizes=(n,))

@@ -32,7 +32,7 @@ def frozen_state(params: Any) -> Any:
     return {"slow": params, "count": torch.zeros(())}
 
 
-SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, state), elementwise=True)
+SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, state), exact_on_shards=True)
 
 
 # ---------------------------------------------------------------- memory
