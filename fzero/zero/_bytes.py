@@ -63,14 +63,14 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
+def check_host_memory(make_state: Callable[[], Any], params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
     There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
     on meta tensors, or if the system does not report its free memory.
 
     Args:
-        state_of: makes the state, given parameters and an optimizer.
+        make_state: makes the state on the meta device.
         params: the parameters in the step's layout.
         optimizer: the optimizer.
         mesh: the ranks.
@@ -83,12 +83,12 @@ def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, optimize
     free = free_bytes()
     if free is None:
         return
-    meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
     try:
-        trees = [state_of(meta, optimizer)]
+        trees = [make_state()]
     except (NotImplementedError, RuntimeError):  # the pair reads values
         return
     if optimizer.param_offload_ratio:
+        meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
         trees.append(optimizer.cast_and_offload(meta))
     ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * state_bytes(trees, mesh, "host")

@@ -218,52 +218,60 @@ class ShardedStep:
         check_optimizer(opt, optimizer, self.stage, self.layout.shards_state)
         with torch.inference_mode(False), torch.no_grad():
             step = self._with_dtypes_of(optimizer)
-            params = step._shard_values("params", params, "step.init(..., donate=True)" if donate else "")
-            check_host_memory(step._make_state, params, optimizer, self.mesh)
+            params, within = step._shard_values("params", params, "step.init(..., donate=True)" if donate else "")
+            check_host_memory(lambda: step.program(optimizer.init)(within), params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
             # a state may start as the parameters themselves, and a jitted step writes into both
             opt_state = tree.map(copy_aliases_of(params), opt_state)
             leaves, structure = tree.flatten(params, is_box)
             del params
-            return self._lay_side_by_side(leaves, structure), opt_state
+            lay_side_by_side(leaves, within)
+            return tree.unflatten(structure, leaves), opt_state
 
     def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
         """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""
         precision = optimizer.precision
         return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
 
-    def _lay_side_by_side(self, leaves: list[Any], structure: Any) -> Any:
-        """Unflatten full leaves; at stages 1 and 2 first lay the leaves of each unit side by side, in one buffer.
+    def _shard_values(self, label: str, values: Any, call: str) -> tuple[Any, Any]:
+        """Put a tree into the layout that parameters have between steps, leaf by leaf.
 
-        `leaves` is changed in place, so that each leaf is freed after its copy.
+        Returns:
+            The tree, and its layout within a step, on the meta device.
         """
-        full = [x if isinstance(x, torch.Tensor) else None for x in leaves]
-        if self.layout.shards_within_step:
-            full = tree.map(lambda x: torch.empty_like(x, device="meta"), full)
-            lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, full)))
-        return tree.unflatten(structure, leaves)
-
-    def _shard_values(self, label: str, values: Any, call: str) -> Any:
-        """Put a tree into the layout that parameters have between steps, leaf by leaf."""
         lazy = self.layout.shards_params or self.mesh.device.type != "cpu"  # so the host never holds the whole tree
         source = source_of(label, values, lazy=lazy, call=call)
         del values
-        plain = [None if isinstance(x, PerRank) else x for x in source.leaves]
-        layout = self.program(self._partition_params)(tree.unflatten(source.structure, plain))
-        return build(label, source, layout, self.mesh)
+        between, within = self._layouts_of(tree.unflatten(source.structure, source.leaves))
+        return build(label, source, between, self.mesh), within
 
-    def _partition_params(self, params: Any) -> Any:
-        """Partition parameters, as a rank program. At stages 0 to 2 only split leaves become boxes, over no axis."""
+    def _layouts_of(self, values: Any) -> tuple[Any, Any]:
+        """Lay out the full leaves of a tree on the meta device, as they are between steps and within a step."""
+
+        def full(x: Any) -> Any:
+            return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else None
+
+        return self.program(self._partition_params)(tree.map(full, values, is_leaf=is_box))
+
+    def _partition_params(self, params: Any) -> tuple[Any, Any]:
+        """Partition parameters as they are between steps and within a step, as a rank program.
+
+        Between steps of stages 0 to 2 only split leaves are in boxes, over no axis.
+        """
         sharded = self.layout.shards_params
-        return partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
+        between = partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
+        return between, self._partition_within(between)
+
+    def _partition_within(self, params: Any) -> Any:
+        """Partition parameters as they are within a step, and as the optimizer's state is."""
+        return partition(params, reduce=self.layout.grads) if self.layout.shards_within_step else params
 
     def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
         """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters."""
 
         def make(params: Any) -> Any:
-            within = self.layout.shards_within_step
-            return optimizer.init(partition(params, reduce=self.layout.grads) if within else params)
+            return optimizer.init(self._partition_within(params))
 
         return make_state(self.program(make), params)
 
@@ -307,14 +315,16 @@ class ShardedStep:
         call = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():
             if like is None:
-                result = self._shard_values("values", values, call)
+                result, within = self._shard_values("values", values, call)
             else:
                 check_tree(like, self.mesh)
                 result = build("values", supply_like("values", values, like, call), like, self.mesh, like)
+                within = self._layouts_of(result)[1] if self.layout.shards_within_step else like
             del values
             leaves, structure = tree.flatten(result, is_box)
             del result
-            return self._lay_side_by_side(leaves, structure)
+            lay_side_by_side(leaves, within)
+            return tree.unflatten(structure, leaves)
 
     @api_boundary
     def gather(self, params: Any) -> Any:

@@ -51,7 +51,7 @@ MUTANTS = [
     *File("zero/_sharded_step.py", GIVEN).faults(
         Fault(
             "stage 0 lays leaves side by side",
-            "ShardedStep._lay_side_by_side",
+            "ShardedStep._partition_within",
             always("self.layout.A"),
             SIDE_BY_SIDE,
         ),
