@@ -6,7 +6,7 @@ python benchmarks/gpu.py --toy                  # the same models, tiny; what a 
 Adam in bfloat16 with float32 masters, 16 bytes a parameter. The other ranks do not exist (benchmarks/one_rank.py), so a
 step's time is that of the rank's own work; it is compared with the same train step, unsharded, under torch.compile (for
 `--backend fx` as it is). The peak is that of torch's caching allocator, on a CPU of the counting one
-(benchmarks/allocator.py), from before the state is made to the end of the step; the formula is design section 1's:
+(benchmarks/allocator.py), from before the state is made to the end of the step; the formula is README's:
 state and the gradients given to the update.
 """
 

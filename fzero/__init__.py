@@ -1,6 +1,7 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from fzero import axes, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
@@ -74,7 +75,9 @@ _ROOM_OF = {
 def __getattr__(name: str) -> Any:
     """Import a room, or the room of a function, at its first use."""
     if name not in _ROOMS and name not in _ROOM_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        rooms = [room for room in __all__ if name in getattr(sys.modules.get(f"fzero.{room}"), "__all__", ())]
+        hint = f": it is {' or '.join([f'fzero.{room}.{name}' for room in rooms])}" if rooms else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     room = importlib.import_module(f"fzero.{_ROOM_OF.get(name, name)}")
     value = getattr(room, name) if name in _ROOM_OF else room
     return globals().setdefault(name, value)  # the next use finds it here

@@ -33,7 +33,7 @@ def cases(always: Iterable[Any], every: Iterable[Any]) -> list[Any]:
 
 
 def train_step_for(loss_fn: Callable[..., Any], opt: Any, **options: Any) -> Callable[..., Any]:
-    """The ordinary unsharded train step of design section 4."""
+    """An ordinary unsharded train step."""
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = fzero.value_and_grad(loss_fn, **options)(params, batch)

@@ -179,6 +179,11 @@ def test_a_wrong_batch_is_refused(name):
 # ---------------------------------------------------------------- collectives
 
 COLLECTIVES: dict[str, Row] = {
+    "arithmetic with a value that mesh.split made": (
+        lambda: torch.add(fzero.mesh(dp=2).split(X), 1),
+        TypeError,
+        r"PerRank.*pass it to a sharded step or to a function made by mesh.spmd, where it arrives without the box",
+    ),
     "psum over an unknown axis": (
         lambda: spmd(lambda: fzero.collectives.psum(X, "tp")),
         ValueError,
@@ -187,7 +192,7 @@ COLLECTIVES: dict[str, Row] = {
     "psum over an axis outside any mesh": (
         lambda: fzero.collectives.psum(X, "dp"),
         ValueError,
-        r"axis 'dp' is not bound here: no rank program is running, see mesh.spmd and fzero.shard",
+        r"axis 'dp' is not bound here: no rank program is running; .* outside of one step.gather",
     ),
     "axis_index of an unknown axis": (lambda: fzero.axes.axis_index("tp"), ValueError, r"axis 'tp' is not bound"),
     "axis_size of an unknown axis": (lambda: fzero.axes.axis_size("tp"), ValueError, r"axis 'tp' is not bound"),
@@ -558,7 +563,7 @@ LAYOUTS: dict[str, Row] = {
     "gather outside a rank program": (
         lambda: fzero.gather(BOXES),
         ValueError,
-        r"axis 'dp' is not bound here: no rank program is running, see mesh.spmd and fzero.shard",
+        r"axis 'dp' is not bound here: no rank program is running; .* outside of one step.gather",
     ),
     "value_and_grad of boxes outside a rank program": (
         lambda: vag()(BOXES, X),

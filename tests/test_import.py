@@ -75,6 +75,8 @@ def test_other_modules_are_found_by_others():
 def test_there_is_no_other_attribute():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fzero.nothing
+    with pytest.raises(AttributeError, match=r"has no attribute 'psum': it is fzero\.collectives\.psum$"):
+        _ = fzero.psum
 
 
 def test_testing_is_imported_where_it_is_used():

@@ -58,7 +58,7 @@ def ranks_of(args: Any) -> int:
 
 
 class Wire(TorchDispatchMode):
-    """Counts collectives, and the bytes of their full buffers; an all_reduce's twice, as design section 1 does.
+    """Counts collectives, and the bytes of their full buffers; an all_reduce's twice, as README's table of costs does.
 
     What one rank does by itself is none.
     """

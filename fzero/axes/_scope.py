@@ -40,9 +40,9 @@ __all__ = [
     "current_loss_scale",
     "current_rules",
     "current_scope",
-    "data_axes",
     "in_loss",
     "join_axes",
+    "loss_axes",
     "micro_batch",
     "resolve_axes",
     "varying_axes",
@@ -261,6 +261,12 @@ def bound_axes() -> tuple[Axis, ...]:
     return _SCOPES.stack[-1].axes.each if _SCOPES.stack else ()
 
 
+_NO_PROGRAM = (
+    "no rank program is running; mesh.spmd and fzero.shard run one, and outside of one step.gather and step.partition "
+    "take trees"
+)
+
+
 def bound_axis(name: str) -> Axis:
     """Return the axis bound to `name`.
 
@@ -271,10 +277,7 @@ def bound_axis(name: str) -> Axis:
         if axis.name == name:
             return axis
     names = ", ".join([repr(axis.name) for axis in bound_axes()])
-    raise ValueError(
-        f"axis {name!r} is not bound here: "
-        + (f"the bound axes are {names}" if names else "no rank program is running, see mesh.spmd and fzero.shard")
-    )
+    raise ValueError(f"axis {name!r} is not bound here: " + (f"the bound axes are {names}" if names else _NO_PROGRAM))
 
 
 def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
@@ -295,7 +298,7 @@ def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
         return tuple([bound_axis(name) for name in axes.default])
     if len(axes.each) > 1:
         names = [a.name for a in axes.each]
-        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
+        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis, such as axis={names[0]!r}")
     return axes.each
 
 
@@ -343,8 +346,8 @@ def axis_if_bound(axis: str) -> tuple[str, ...]:
     return (axis,) if axis in axis_names() else ()
 
 
-def data_axes() -> tuple[Axis, ...]:
-    """List the axes along which data may differ: those of the running step, else all bound axes."""
+def loss_axes() -> tuple[Axis, ...]:
+    """List the axes whose ranks add to one loss: those of the running step, else all bound axes."""
     axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
     return axes.each if axes.default is None else tuple([bound_axis(name) for name in axes.default])
 

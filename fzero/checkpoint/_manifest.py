@@ -257,7 +257,9 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
     try:
         data = files.get(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise CheckpointError(f"{files.path!r} is no checkpoint: it has no file {MANIFEST}") from None
+        raise CheckpointError(
+            f"{files.path!r} is no checkpoint: it has no file {MANIFEST}; give the folder that fzero.save wrote"
+        ) from None
     try:
         return parse(data), zlib.crc32(data)
     except FormatError as error:

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, persistent_buffers
 from fzero._tracebacks import api_boundary
-from fzero.axes import bound_axes, data_axes, in_lockstep
+from fzero.axes import bound_axes, in_lockstep, loss_axes
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._copy import (
     check_functions,
@@ -347,7 +347,7 @@ class Apply:
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
     """Copy a buffer for this rank to write; a simulated rank's copy must be able to differ from the others."""
     copied = x.clone()
-    for axis in data_axes() if x.is_floating_point() else ():  # a counter is equal on all ranks
+    for axis in loss_axes() if x.is_floating_point() else ():  # a counter is equal on all ranks
         if not axis.group:
             copied = torch.where(axis.token >= 0, copied, copied)
     return copied

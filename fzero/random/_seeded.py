@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero._torch import TorchDispatchMode
 from fzero._torch.levels import vmaps
-from fzero.axes import axis_index, axis_names, data_axes, micro_batch
+from fzero.axes import axis_index, axis_names, loss_axes, micro_batch
 from fzero.random import _draws, _torch_draws
 from fzero.random._keys import check_key, fold_in
 
@@ -128,7 +128,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         check_key(key)
-        index = axis_index(tuple([a.name for a in data_axes()]))
+        index = axis_index(tuple([a.name for a in loss_axes()]))
         return call_with_key(fold_in(fold_in(key, index), micro_batch()), f, *args, **kwargs)
 
     return from_key

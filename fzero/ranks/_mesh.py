@@ -341,8 +341,8 @@ class Mesh:
             _check_tensor("batch", path, x)
             if x.ndim == 0 or x.shape[0] % n:
                 raise ValueError(
-                    f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must be divisible by the {n} ranks of "
-                    f"{self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"
+                    f"{tree.leaf_name('batch', path)} is {list(x.shape)}: dimension 0 must be divisible by the {n} "
+                    f"ranks of {self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return device_put(stacked if self.simulated else stacked[mine], self.device)
@@ -390,7 +390,7 @@ class Mesh:
         def check(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
             if self.simulated:
-                check_stacked(x, f"batch leaf {path!r}", self, names)
+                check_stacked(x, tree.leaf_name("batch", path), self, names)
             return device_put(x, self.device)
 
         return PerRank(tree.map_with_path(check, batch, is_box), varying)
@@ -453,8 +453,9 @@ def _stack(parts: list[Any]) -> Any:
         for rank, x in enumerate(xs):
             _check_tensor(f"rank {rank}'s batch", path, x)
             if tree.show(x) != tree.show(xs[0]):
+                name = tree.leaf_name(f"rank {rank}'s batch", path)
                 raise ValueError(
-                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, but rank 0's is {tree.show(xs[0])}: "
+                    f"{name} is {tree.show(x)}, but rank 0's is {tree.show(xs[0])}: "
                     f"all ranks must hold tensors of one shape; pad or drop the rest"
                     f"{trouble_link('shapes-that-change')}"
                 )

@@ -137,7 +137,7 @@ class _Origin(NamedTuple):
 
 
 class Shard(_ShardedLeaf):
-    """This rank's shard of one unit: a pytree node with one child, `data`, and static data, `spec`.
+    """This rank's shard of one unit: a pytree node whose children are its tensors, and whose static data is `spec_id`.
 
     It replaces the unit's first leaf. Its `shape`, `dtype`, `device` and `numel()` describe that leaf.
 
@@ -270,7 +270,7 @@ class PerRank(_Box):
     """
 
     __slots__ = ("axes", "donated", "value")
-    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrap"
+    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives without the box"
 
     def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
         self.value = value

@@ -210,8 +210,8 @@ def micro_batches_of(
     (size,) = set(sizes.values())
     if isinstance(size, str) or size % count:
         raise ValueError(
-            f"micro_batches={count} does not divide a rank's part of the batch: {next(iter(sizes))} of the "
-            f"differentiated function has size {size}"
+            f"micro_batches={count} does not divide a rank's batch: {next(iter(sizes))} of the "
+            f"differentiated function has size {size}; drop or pad the last batch, or choose a divisor of {size}"
         )
     return MicroBatches(count, argnums, size // count)
 

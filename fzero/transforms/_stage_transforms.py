@@ -1,4 +1,4 @@
-"""The four transforms that make up every stage: partition, gather, reduce_scatter and step.
+"""The four transforms from which every stage can be written: partition, gather, reduce_scatter and step.
 
 `partition` makes this rank's shards of replicated leaves; its transpose pads them with zeros. `gather` makes full
 leaves from shards, with one all_gather per unit; its transpose is `reduce_scatter`. `step` updates trees of any layout.

@@ -155,7 +155,7 @@ def _check_one_device(label: str, paths: list[str], devices: list[Any]) -> None:
         if device != devices[0]:
             raise ValueError(
                 f"{label} leaf {path!r} is on {device}, and leaf {paths[0]!r} of the same unit is on {devices[0]}: "
-                "all leaves of a unit have values or none has; or give them different units with units="
+                "give all leaves of a unit values, or none, or put them into different units with units="
             )
 
 
@@ -246,11 +246,17 @@ def _check_like(label: str, path: str, x: Any, expected: tuple[tuple[int, ...], 
         return
     shape, dtype = expected
     if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != expected:
-        raise ValueError(f"{label} leaf {path!r} is {tree.show(x)}, and like= says {dtype} {list(shape)}")
+        raise ValueError(
+            f"{label} leaf {path!r} is {tree.show(x)}: expected {dtype} {list(shape)}, as in like=; convert the leaf, "
+            "or pass a like= of the same model"
+        )
 
 
 def _check_tied(label: str, leaf: tuple[str, Any], other: tuple[str, Any]) -> None:
     (path, x), (other_path, y) = leaf, other
     tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     if x is not y and tensors and not (x.shape == y.shape and torch.equal(x, y)):
-        raise ValueError(f"{label} leaves {path!r} and {other_path!r} are tied, and have different values")
+        raise ValueError(
+            f"{label} leaves {path!r} and {other_path!r} are tied in like=, and have different values: give them one "
+            "value, or untie them in like="
+        )

@@ -157,7 +157,11 @@ class ShardedStep:
         return replace(self, mesh=mesh, _calls=[])
 
     def rank_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one rank's step. This function is the whole of ZeRO: read it to see how the transforms compose."""
+        """Run one rank's step.
+
+        At stages 1 and 2 it partitions full parameters before the step and gathers the new ones after it. At stage 3
+        the step receives shards. Gradients are reduced in `fzero.value_and_grad`.
+        """
         if not self.layout.shards_within_step:  # parameters keep their layout within the step
             out = self.train_step(*args, **kwargs)
             check_results(args, out, self.params)
@@ -444,5 +448,5 @@ def shard(
     positions = (params,) if isinstance(params, int | str) else tuple(params)
     are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
     if not are_indices or not positions or len(set(positions)) < len(positions):
-        raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
+        raise ValueError(f"params={params!r}: expected distinct positions of arguments, counted from 0")
     return ShardedStep(train_step, check_stage(stage), mesh, names, positions, layout_rules(units, over, split), check)

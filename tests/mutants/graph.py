@@ -237,7 +237,7 @@ MUTANTS = [
         Fault("forms do not differ by strides", "_key", dropped("A.stride()")),
         Fault("forms do not differ by dtype", "_key", dropped("A.dtype")),
         Fault(
-            "operands that share memory are like others",
+            "operands share no memory",
             "StandInCache.call",
             becomes("(A, B, C, D(E))", "(A, B, C, ())"),
         ),

@@ -27,7 +27,7 @@ def test_units_are_sharded_over_axes_of_the_step_only(over):
 
 @pytest.mark.parametrize("params", [True, "0", [], (0, 0), -1, (0, 1.5)])
 def test_positions_of_parameters_are_different_ints(params):
-    with pytest.raises(ValueError, match="expected different positions of arguments"):
+    with pytest.raises(ValueError, match="expected distinct positions of arguments"):
         fzero.shard(nothing, stage=0, mesh=fzero.mesh(dp=2), params=params)
 
 

@@ -1,4 +1,4 @@
-"""The table of stages, and names that it had before."""
+"""The table of stages: a further stage is a further row."""
 
 import pytest
 

@@ -216,7 +216,7 @@ class Collective(NamedTuple):
 
     Attributes:
         position: the position of the operation that starts it.
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
         unit: the unit whose parameters or gradients it moves; units of one bucket are joined by " + ". If the user's
             collective moves rows, such as tokens to experts or activations along "tp", it is the unit of the
             parameters that the rows meet. Other collectives of the user have "(metric)".

@@ -10,7 +10,7 @@ from einops import einsum, rearrange
 
 from fzero import tree
 from fzero._torch.levels import may_differ
-from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, bound_axis, current_rules, data_axes, rules_in
+from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, bound_axis, current_rules, loss_axes, rules_in
 from fzero.parallel.experts._dispatch import (
     Order,
     assign_positions,
@@ -93,7 +93,7 @@ def check_axis(axis: str) -> None:
     """
     if axis_size(axis_if_bound(axis)) == 1:
         return
-    data_axis_names = tuple([a.name for a in data_axes()])
+    data_axis_names = tuple([a.name for a in loss_axes()])
     split_axes = [rule.axis for rule in rules_in(current_rules().split) if isinstance(rule, ExpertSplit)]
     if split_axes and axis not in split_axes:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero import random
-from fzero.axes import AxisName, axis_index, data_axes, micro_batch
+from fzero.axes import AxisName, axis_index, loss_axes, micro_batch
 from fzero.collectives import pmean
 
 __all__ = [
@@ -211,7 +211,7 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
         raise TypeError(f"x is {describe(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
-    first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * x.shape[0]
+    first = axis_index(tuple([a.name for a in loss_axes()])).to(x.device) * x.shape[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def noise(sequence: torch.Tensor) -> torch.Tensor:

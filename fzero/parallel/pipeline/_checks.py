@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, data_axes
+from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, loss_axes
 from fzero.parallel.pipeline._model import BlockPlacement
 from fzero.parallel.schedules import Schedule, check, check_name
 from fzero.sharding import is_box
@@ -164,7 +164,7 @@ def check_shared(batch: Any, axis: Axis) -> None:
     Raises:
         ValueError: if a leaf is known to differ by rank. The message names the leaf.
     """
-    rest = tuple([a.name for a in data_axes() if a.name != axis.name])
+    rest = tuple([a.name for a in loss_axes() if a.name != axis.name])
     advice = f"split it over the other axes, mesh.split(batch, {rest!r})" if rest else "do not split it"
 
     def message(label: str, name: str) -> str:

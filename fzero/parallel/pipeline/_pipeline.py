@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, data_axes, join_rules, micro_batch
+from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
 from fzero.parallel.pipeline._checks import (
     PipelineSplit,
     blocks_of,
@@ -284,8 +284,8 @@ class Pipeline:
 
         if self.axis not in axis_names():
             return on_one_rank(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
-        if self.axis not in [a.name for a in data_axes()]:
-            axes = (*[a.name for a in data_axes()], self.axis)
+        if self.axis not in [a.name for a in loss_axes()]:
+            axes = (*[a.name for a in loss_axes()], self.axis)
             raise ValueError(
                 f"fzero.pipeline: the step averages over {axes[:-1]}, but ranks along {self.axis!r} share one loss: "
                 f"add this axis, fzero.shard(..., axis={axes})"
