@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
@@ -190,13 +190,14 @@ def batch(n: int, k: int, length: int) -> Any:
     return {"x": torch.randint(11, (n * k, length), generator=torch.Generator().manual_seed(length))}
 
 
-@examples(2, 60)
+@examples(0, 60)
 @given(
     n=st.integers(1, 3),
     stage=st.sampled_from([0, 1, 2, 3]),
     k=st.sampled_from([1, 2, 4]),
     lengths=lengths_of_calls,
 )
+@example(n=2, stage=3, k=2, lengths=[9, 17, 12, 30, 21])
 def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengths):
     run, state = steps(n, stage, k, "fx")
     each, other = steps(n, stage, k, "fx", dynamic=False)
@@ -209,13 +210,15 @@ def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengt
     assert run.traces < len(lengths) == each.traces
 
 
-@examples(2, 30)
+@examples(0, 30)
 @given(
     n=st.integers(1, 2),
     stage=st.sampled_from([0, 3]),
     k=st.sampled_from([1, 3]),
     rows=st.lists(st.integers(2, 9), min_size=6, max_size=6, unique=True),
 )
+@example(n=2, stage=3, k=1, rows=[2, 3, 4, 6, 5])
+@example(n=1, stage=0, k=3, rows=[2, 3, 4, 6])
 def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
     """A turn of a loop over micro-batches then has another part, a fraction of the length: it is traced."""
     opt = optim.adamw(1e-2)
@@ -228,11 +231,12 @@ def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
         *other, expected = each(*other, data)
         assert torch.equal(loss, expected)
     fzero.testing.assert_trees_close(run.gather(state[0]), each.gather(other[0]), 0)
-    assert run.traces < 6 or k == 3
+    assert run.traces < len(rows) or k == 3
 
 
-@examples(2, 40)
+@examples(0, 40)
 @given(n=st.integers(1, 3), stage=st.sampled_from([0, 2, 3]), k=st.sampled_from([1, 3]), lengths=lengths_of_calls)
+@example(n=2, stage=3, k=3, lengths=[9, 17, 12, 30, 21])
 def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths):
     run, state = steps(n, stage, k, "fx")
     for length in lengths:

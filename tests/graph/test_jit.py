@@ -67,7 +67,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
 
 @pytest.mark.parametrize(
     "stage,k",
-    cases([(1, 1), (3, 4)], itertools.product(range(4), (1, 4))),
+    cases([(3, 4)], itertools.product(range(4), (1, 4))),
 )
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

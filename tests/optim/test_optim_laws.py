@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import either, examples, train_step_for
+from tests.helpers import cases, either, examples, train_step_for
 from tests.optim.test_optim import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
 from tests.zero.test_equivalence import RULES, loss_of_tree
 
@@ -164,6 +164,11 @@ EXACT = {
 }
 
 every = pytest.mark.parametrize("name", TABLE)
+# For laws that take long: of each kind one, and in `make test-all` all.
+KINDS = ("nesterov", "adamw, masked decay", "adafactor", "adagrad", "lion", "lamb, masked decay", "lars")
+KINDS += ("clip_by_block_rms", "clip_by_global_norm", "masked adam", "masked clipping", "frozen leaves")
+KINDS += ("injected adamw", "averaged gradients", "averaged parameters, debiased", "muon", "whole", "links")
+each_kind = pytest.mark.parametrize("name", cases(KINDS, TABLE))
 
 
 def small_params() -> dict[str, Any]:
@@ -247,14 +252,14 @@ def test_schedules_equal_optax(name):
 # ---------------------------------------------------------------- the same on every layout
 
 
-@every
+@each_kind
 def test_every_stage_and_world_size_equals_unsharded_training(name):
     opt = TABLE[name].pair
     step = train_step_for(small_loss, opt)
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=either((4,), (1, 4)))
 
 
-@examples(16, 80)
+@examples(8, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
     params=trees(),
@@ -284,7 +289,7 @@ def test_poisoned_padding_never_affects_training(name):
     assert_trees_close(step.gather(params), train(opt, small_params(), batches, small_loss), 1e-12)
 
 
-@every
+@each_kind
 def test_a_jitted_step_equals_the_eager_one_bitwise(name):
     opt, mesh, params = TABLE[name].pair, fzero.mesh(dp=2), small_params()
     step = fzero.shard(train_step_for(small_loss, opt), 3, mesh, units=RULES["one unit"])

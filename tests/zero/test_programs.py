@@ -9,7 +9,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding import global_norm
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 BATCHES = [mlp_batch(12, seed=i) for i in range(3)]
 
@@ -50,7 +50,7 @@ def test_sam(k):
         params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return params, opt_state, loss
 
-    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=(1, 2, 3), rtol=1e-11)
+    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((3,), (1, 2, 3)), rtol=1e-11)
 
 
 def test_ema_of_parameters_in_the_optimizer_state():
@@ -69,7 +69,7 @@ def test_ema_of_parameters_in_the_optimizer_state():
         # evaluating the average in the step: boxes of state are gathered like any others
         return params, opt_state, loss, fzero.value_and_grad(mlp_loss)(opt_state[1], batch)[0]
 
-    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=(1, 2, 3), rtol=1e-11)
+    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((1, 3), (1, 2, 3)), rtol=1e-11)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
@@ -155,24 +155,17 @@ def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch)
     return lower(graph, "inductor", LoweringOptions(strict=True)), watched
 
 
+ATTENTION = ["causal attention, backward", "attention over ranks", "stacked alone", "every second"]
+
+
 @needs_compiler
-@examples(2, 40)
+@examples(0, 40)
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=5),
     places=st.frozensets(st.integers(2, 40), min_size=1, max_size=4),
 )
+@example(ATTENTION, frozenset({7, 19, 23}))
 def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
-    check_cut(names, places)
-
-
-@needs_compiler
-def test_all_kinds_of_attention_cut_within():
-    check_cut(
-        ["causal attention, backward", "attention over ranks", "stacked alone", "every second"], frozenset({7, 19, 23})
-    )
-
-
-def check_cut(names: Sequence[str], places: frozenset[int]) -> None:
     g = torch.Generator().manual_seed(0)
     args = [torch.randn(s, generator=g, dtype=torch.float64) for s in ((B, T, H, D), (D, D))]
     with pytest.MonkeyPatch.context() as patch, _torch.quiet_vmap_fallback():

@@ -14,7 +14,7 @@ from fzero.graph._ops import is_random
 from fzero.graph.loop._memory import pipeline_seconds
 from fzero.graph.loop._rank_schedule import Phase, phases_of
 from fzero.graph.loop._split import Residual, split
-from tests.helpers import cases, examples
+from tests.helpers import cases, either, examples
 from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -50,7 +50,7 @@ def test_peaks_fall_along_1f1b_as_what_is_in_flight_does():
     assert max(peaks[:2]) > peaks[2]  # the first is sent nothing, and the second holds what it is sent
 
 
-@examples(3, 12)
+@examples(2, 12)
 @given(st.sampled_from(sorted(NAMED)), st.integers(0, 3), st.integers(0, 3))
 def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, stage, rank):
     counts = []
@@ -61,7 +61,7 @@ def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, st
 
 
 def test_all_ranks_start_the_same_collectives_in_one_order():
-    for stage in (0, 3):
+    for stage in either((3,), (0, 3)):
         said = {tuple((c.kind, c.bytes, c.unit) for c in planned("zbv", 4, r, stage).collectives) for r in range(4)}
         assert len(said) == 1
 
