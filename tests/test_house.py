@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the ground up: a room imports only from rooms on the floors below its own.
 FLOORS = [
-    ["_torch", "_notice", "_report", "_donated"],
+    ["_torch", "_notice", "_report", "_donated", "_format", "_registry"],
     ["tree", "_tracebacks", "parallel.schedules"],
     ["axes"],
     ["collectives", "random"],

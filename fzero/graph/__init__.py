@@ -2,17 +2,17 @@
 
 from fzero.graph import loop
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import values
+from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
-from fzero.graph._ops import copies, is_random
+from fzero.graph._ops import is_random, only_copies
 from fzero.graph._pass_manager import Knobs
-from fzero.graph._plan import plan
+from fzero.graph._plan_step import plan
 from fzero.graph._step import TrainStep, step_of
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._plan import Plan, Settings
-from fzero.graph.planning._views import short, size, spans
+from fzero.graph.planning._views import pass_spans, short_path
 from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
@@ -26,18 +26,17 @@ __all__ = [
     "SpaceError",
     "TimedOperation",
     "TrainStep",
-    "copies",
     "is_random",
     "jit",
     "loop",
+    "only_copies",
     "other_memory",
+    "pass_spans",
     "paused_collector",
     "plan",
     "record_operations",
     "refuse_writes_into",
-    "short",
-    "size",
-    "spans",
+    "short_path",
+    "stand_ins_of",
     "step_of",
-    "values",
 ]

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fzero._notice import trouble_link
 from fzero._torch import line_of
 from fzero.graph._candidates import Candidate
-from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, values
+from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, stand_ins_of
 from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRank, gather_texts
@@ -57,7 +57,10 @@ def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
     """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
     if len({*received, *sent}) <= 1 and sum(sent):
         return [_Shown(dtypes_and_shapes(x)), received, sent, group]
-    return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
+    return [
+        _Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in stand_ins_of(x)])),
+        group,
+    ]
 
 
 def digest_of_order(graph: Graph) -> str:

@@ -21,7 +21,7 @@ from fzero.graph._agree import gather_values
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions
-from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, values
+from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, stand_ins_of
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
 from fzero.graph.loop._scan import loop_of, record_loops, set_body
@@ -113,8 +113,8 @@ def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
 
     def line(n: Node) -> Hashable:
         args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
-        storages = [memory.setdefault(storage_id(x), len(memory)) for x in values(n)]
-        forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(values(n), storages, strict=True)])
+        storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
+        forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
         return n.name, _target(n, memory), args, forms, _metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
@@ -130,7 +130,7 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
 def _metadata(node: Node) -> Hashable:
     """Describe the metadata of a node that the plan and the executors read, besides its value."""
     carried = node.meta.get("carried")
-    shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in values(carried)])
+    shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in stand_ins_of(carried)])
     names = ("unit", "label", "kind", "block", "space", "own_part", LATE, FUSED, COMPILED)
     return tuple([node.meta.get(name) for name in names]), shapes
 
@@ -149,7 +149,7 @@ def nodes_in(graph: Graph) -> Iterator[Node]:
 def values_in(graph: Graph) -> Iterator[torch.Tensor]:
     """Yield the values of `nodes_in`."""
     for n in nodes_in(graph):
-        yield from values(n)
+        yield from stand_ins_of(n)
 
 
 def _numbers(graph: Graph) -> _Numbers:
@@ -262,7 +262,7 @@ class AnyLength:
             return None
         with paused_collector():
             graph = self.formula.at(length)
-        inputs = [x for n in graph.nodes if is_input(n) for x in values(n)]
+        inputs = [x for n in graph.nodes if is_input(n) for x in stand_ins_of(n)]
         forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
             return None

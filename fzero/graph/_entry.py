@@ -14,7 +14,7 @@ from fzero.graph import _dump
 from fzero.graph._agree import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import is_input, results, values
+from fzero.graph._ir import is_input, results, stand_ins_of
 from fzero.graph._ops import name_of
 from fzero.graph._pass_manager import Knobs, PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
@@ -198,7 +198,9 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         traced = _trace_step(flat, arguments, _labels(options.step, arguments, args), options)
     check_spaces(traced.graph)
     if options.device is not None:
-        _torch.fakes_on([x for g in graphs_in(traced.graph) for n in g.nodes for x in values(n)], options.device.kind)
+        _torch.fakes_on(
+            [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.device.kind
+        )
     out, leaves, structure, positions = returned.pop()
     donated = {
         i: f"{name} was donated to {options}"

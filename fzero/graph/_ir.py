@@ -27,7 +27,7 @@ __all__ = [
     "is_reduction",
     "is_wait",
     "reorder",
-    "values",
+    "stand_ins_of",
 ]
 
 # Queries on a flat graph of aten operations: which nodes communicate, and which may move.
@@ -126,7 +126,7 @@ def collective_of(source: Node) -> Node:
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
-def values(node: Node) -> list[torch.Tensor]:
+def stand_ins_of(node: Node) -> list[torch.Tensor]:
     """List the (stand-in) tensors that a node computes."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
@@ -134,14 +134,14 @@ def values(node: Node) -> list[torch.Tensor]:
     return [x for x in val if isinstance(x, torch.Tensor)] if isinstance(val, tuple | list) else []
 
 
-def values_of_args(node: Node) -> list[torch.Tensor]:
+def stand_ins_of_args(node: Node) -> list[torch.Tensor]:
     """List the tensors that a node reads."""
-    return [x for a in node.all_input_nodes for x in values(a)]
+    return [x for a in node.all_input_nodes for x in stand_ins_of(a)]
 
 
 def dtypes_and_shapes(node: Node) -> str:
     """Show the dtypes and shapes of a node's tensors: "float32[4, 8], int64[4]"."""
-    return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(node)])
+    return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in stand_ins_of(node)])
 
 
 def nbytes(*xs: torch.Tensor) -> int:
@@ -340,14 +340,14 @@ def group_size(node: Node) -> int:
     """Return the number of ranks that a collective's sizes show; 1 for an all_reduce, whose sizes do not show it."""
     if is_gather(node):
         return node.args[1]  # pyright: ignore[reportReturnType]
-    sent, received = nbytes(*_operands(node)), nbytes(*values(node))
+    sent, received = nbytes(*_operands(node)), nbytes(*stand_ins_of(node))
     return max(sent, received) // max(min(sent, received), 1)
 
 
 def _operands(node: Node) -> list[torch.Tensor]:
     """List the operands of a collective: its first argument, one tensor or several."""
     tensors: list[torch.Tensor] = []
-    map_arg(node.args[0], lambda a: tensors.extend(values(a)))
+    map_arg(node.args[0], lambda a: tensors.extend(stand_ins_of(a)))
     return tensors
 
 
@@ -356,15 +356,15 @@ def full_bytes(node: Node) -> int:
     source = source_of_wait(node) if is_wait(node) else node
     start = collective_of(source)
     if source is start and source is node:
-        return _full(nbytes(*_operands(node)), nbytes(*values(node)), node)
+        return _full(nbytes(*_operands(node)), nbytes(*stand_ins_of(node)), node)
     operands = start.args[0]  # a coalesced collective has a list of operands, one for each item
     operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
-    return max(nbytes(*values(source)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
+    return max(nbytes(*stand_ins_of(source)), nbytes(*stand_ins_of(operand)))  # pyright: ignore[reportArgumentType]
 
 
 def elements(node: Node) -> int:
     """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
-    sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), values(node)))
+    sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
     return 2 * sent if "all_reduce" in str(node.target) else _full(sent, received, node)
 
 

@@ -19,7 +19,6 @@ __all__ = [
     "OPERATIONS",
     "OperationTraits",
     "changes_layout",
-    "copies",
     "differs_by_rank",
     "display_name",
     "is_factory",
@@ -31,6 +30,7 @@ __all__ = [
     "is_view",
     "is_view_operation",
     "name_of",
+    "only_copies",
     "reads_sizes_on_host",
 ]
 
@@ -224,7 +224,7 @@ def is_uninitialized(node: Node) -> bool:
     return OperationTraits.EMPTY in _row(node)
 
 
-def copies(name: str) -> bool:
+def only_copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
     return OperationTraits.COPIES in _traits(name)
 

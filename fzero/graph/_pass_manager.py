@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, values
+from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, stand_ins_of
 from fzero.graph._storages import has_moves
 from fzero.graph.loop._scan import loop_of, set_body
 from fzero.graph.passes import (
@@ -283,7 +283,7 @@ def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:
     assert loop is not None
     at = list(graph.nodes).index(node)
     around = device_live_bytes(list(graph.nodes))[at] - iteration_peak_bytes(loop)
-    return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
+    return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in stand_ins_of(n)])
 
 
 # The knobs of `fzero.jit`, and the values that each takes.

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import line_of, storage_id
 from fzero.collectives import start_to_host, to_host
-from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, values
+from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, stand_ins_of
 from fzero.graph._ops import display_name, reads_sizes_on_host
 
 __all__ = ["SpaceError", "Storages", "check_spaces", "has_moves", "is_move", "on_host", "storages", "storages_in"]
@@ -84,7 +84,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
 def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     operands = node.all_input_nodes
     if reads_sizes_on_host(node):
-        operands = [a for a in operands if values(a)[0].dtype != torch.int64]
+        operands = [a for a in operands if stand_ins_of(a)[0].dtype != torch.int64]
     space_of = {a: spaces[a] for a in operands}
     host = [a for a, space in space_of.items() if space == "host"]
     device = [a for a, space in space_of.items() if space == "device"]
@@ -139,7 +139,7 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
     for node in nodes:
         if node.op == "output":
             continue
-        keys[node] = [storage_id(x) for x in values(node)]
+        keys[node] = [storage_id(x) for x in stand_ins_of(node)]
         if is_input(node):
             memory.indices[node] = _storages_of_result(memory, node, keys[node], input_storages)
         elif is_wait(node):
@@ -166,7 +166,7 @@ def _storages_of_item(memory: Storages, node: Node) -> tuple[int, ...]:
 def _storages_of_result(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
     """Return a node's storages: one of `aliases` if the value is a view of it, else a new one."""
     out = []
-    for x, key in zip(values(node), keys, strict=True):
+    for x, key in zip(stand_ins_of(node), keys, strict=True):
         if key not in aliases:
             aliases[key] = len(memory.sizes)
             memory.sizes.append(x.untyped_storage().nbytes())

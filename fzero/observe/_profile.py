@@ -16,7 +16,7 @@ from fzero import tree
 from fzero._report import FigureReport, new_figure
 from fzero._torch import profiling
 from fzero._tracebacks import api_boundary
-from fzero.graph import copies, short
+from fzero.graph import only_copies, short_path
 from fzero.observe._lines import LineCost, Span, by_line, spans
 
 __all__ = ["Cost", "Profile", "bars", "colours", "draw", "in_words", "kind_of", "label", "profile"]
@@ -171,7 +171,7 @@ class Profile(FigureReport):
         total = sum([s.seconds for s in self.spans]) or 1.0
         rows = ["the most expensive lines", _line("", "ms", "share", "calls", "backward")]
         for c in self.lines[:8]:
-            label_text = f"{short(c.line)} {c.function}".strip() or "fzero, or without a line"
+            label_text = f"{short_path(c.line)} {c.function}".strip() or "fzero, or without a line"
             cells = (
                 f"{c.seconds * 1e3:.2f}",
                 f"{c.seconds / total:.1%}",
@@ -349,7 +349,7 @@ def kind_of(name: str) -> str:
         return "collectives"
     if space == "fzero" or name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled"
-    return "copies" if copies(op) else "compute"
+    return "copies" if only_copies(op) else "compute"
 
 
 WORDS = {

@@ -32,7 +32,6 @@ from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, zero_padding
 from fzero.sharding._spec import (
-    Registry,
     Spec,
     Split,
     check_sharded_for,
@@ -66,7 +65,6 @@ __all__ = [
     "Matrix",
     "OwnerAssignment",
     "PerRank",
-    "Registry",
     "Shard",
     "ShardedUnit",
     "Slot",

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from fzero._registry import Registry
 from fzero._torch import assume_constant_result
 from fzero.axes import Binding
 from fzero.collectives import AssignmentOptions, LinearMap, RankOperation, Tensors, add_rows
-from fzero.sharding._spec import Registry
 
 __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 

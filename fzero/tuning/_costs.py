@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fzero._format import format_bytes
 from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
-from fzero.graph import Plan, size
+from fzero.graph import Plan
 from fzero.tuning._machines import Machine
 from fzero.tuning._row import MakeStep, World, plan_at
 from fzero.tuning._table_views import duration
@@ -70,8 +71,9 @@ class OffloadWork:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.flops / 1e12:,.3g} TFLOP, {size(self.state_bytes)} of state a rank; "
-            f"{size(self.down_bytes)} down, {size(self.up_bytes)} up, in {self.units:,.0f} units\n({self.assumptions})"
+            f"{self.name}: {self.flops / 1e12:,.3g} TFLOP, {format_bytes(self.state_bytes)} of state a rank; "
+            f"{format_bytes(self.down_bytes)} down, {format_bytes(self.up_bytes)} up, in {self.units:,.0f} units\n"
+            f"({self.assumptions})"
         )
 
 
@@ -140,7 +142,7 @@ def model_work(
                 f"{tokens:,.0f} tokens a rank and step",
                 f"{8 if remat else 6} FLOPs a parameter and token{' with remat' if remat else ''}",
                 f"{parameter_bytes} + {gradient_bytes} + {state_bytes} bytes a parameter",
-                f"{size(overhead_bytes)} of overhead",
+                f"{format_bytes(overhead_bytes)} of overhead",
             ]
         ),
         share,
@@ -375,7 +377,7 @@ class OffloadCosts(FigureReport):
         if (first := self.first_fit) is None:
             raise ValueError(
                 f"{self.work.name} fits {self.machine.name} at no ratio: with all state offloaded it takes "
-                f"{size(self.device_bytes(1))} of {size(self.machine.device_bytes)}"
+                f"{format_bytes(self.device_bytes(1))} of {format_bytes(self.machine.device_bytes)}"
             )
         return first
 
@@ -387,14 +389,14 @@ class OffloadCosts(FigureReport):
         ratios: list[float] = sorted({0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, first or 0.0})
         rows = [("update, schedule", [f"{r:g}" for r in ratios])]
         rows += [(f"{name}, {s}", [duration(self.seconds(r, name, s)) for r in ratios]) for name, s in ROWS]
-        rows += [("device", [size(self.device_bytes(r)) for r in ratios])]
-        rows += [("host, for a rank", [size(self.host_bytes(r)) for r in ratios])]
+        rows += [("device", [format_bytes(self.device_bytes(r)) for r in ratios])]
+        rows += [("host, for a rank", [format_bytes(self.host_bytes(r)) for r in ratios])]
         wide = max([len(cell) for _, cells in rows for cell in cells])
         table = [f"{name:<18}" + "".join([f"  {cell:>{wide}}" for cell in cells]) for name, cells in rows]
         return "\n".join([str(self.work), str(self.machine), *self._answer(), *table])
 
     def _answer(self) -> list[str]:
-        room = size(self.machine.device_bytes)
+        room = format_bytes(self.machine.device_bytes)
         if self.first_fit is None:
             return [f"no ratio fits {room} of the device"]
         times, ours = self.speed_up("deepspeed"), self.speed_up()
@@ -419,7 +421,7 @@ class OffloadCosts(FigureReport):
         if self.first_fit is not None:
             axes.axvline(first, color="black", linewidth=0.8, linestyle="--")
         x, side = (first, "right") if first > 0.5 else (first, "left")
-        room = size(self.machine.device_bytes)
+        room = format_bytes(self.machine.device_bytes)
         label_text = f"no ratio fits {room}" if self.first_fit is None else f"fits {room} from {first:g}"
         axes.text(x, 0.97 * top, f" {label_text} ", ha=side, va="top")
         axes.set(

@@ -7,7 +7,8 @@ import pathlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from fzero.graph import Device, size
+from fzero._format import format_bytes
+from fzero.graph import Device
 
 __all__ = [
     "A100",
@@ -132,7 +133,7 @@ class Machine:
     def __str__(self) -> str:
         speeds = [f"{x / 1e9:,.0f} GB/s" for x in (self.device_memory, self.link, self.host_memory, self.host_copies)]
         return (
-            f"{self.name}: {self.flops / 1e12:,.0f} TFLOP/s, {size(self.device_bytes)} at {speeds[0]}, "
+            f"{self.name}: {self.flops / 1e12:,.0f} TFLOP/s, {format_bytes(self.device_bytes)} at {speeds[0]}, "
             f"link {speeds[1]} each way; "
             f"host of {self.ranks} devices: {speeds[2]}, copies {speeds[3]}\n({self.source})"
         )

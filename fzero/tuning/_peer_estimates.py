@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
-from fzero.graph import size
 
 __all__ = ["PeerEstimate", "deepspeed_zero2", "deepspeed_zero3", "peer_estimates"]
 
@@ -25,8 +25,8 @@ class PeerEstimate:
     counts: str
 
     def __str__(self) -> str:
-        host = f", {size(self.host_bytes)} a host" if self.host_bytes else ""
-        return f"{self.by}: {size(self.device_bytes)} a device{host} ({self.counts})"
+        host = f", {format_bytes(self.host_bytes)} a host" if self.host_bytes else ""
+        return f"{self.by}: {format_bytes(self.device_bytes)} a device{host} ({self.counts})"
 
 
 @api_boundary

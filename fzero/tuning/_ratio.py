@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fzero._format import format_bytes
 from fzero._notice import trouble_link
 from fzero._report import Report
 from fzero._tracebacks import api_boundary
-from fzero.graph import Plan, size
+from fzero.graph import Plan
 from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
 
 __all__ = ["OffloadRatio", "RatioTrial", "offload_ratio"]
@@ -50,17 +51,25 @@ class OffloadRatio(Report):
     tried: tuple[RatioTrial, ...]
 
     def __repr__(self) -> str:
-        return f"OffloadRatio({self.ratio:g}: {size(self.plan.peak_bytes)} of {size(self.memory_budget)})"
+        return (
+            f"OffloadRatio({self.ratio:g}: {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.memory_budget)})"
+        )
 
     def __str__(self) -> str:
         rows = [["ratio", "device", "host", "down", "up", ""]]
         for t in self.tried:
             over = t.device_bytes - self.memory_budget
-            remark = f"{size(over)} too much" if over > 0 else "smallest that fits" if t.ratio == self.ratio else "fits"
-            rows.append([f"{t.ratio:g}", *[size(n) for n in t[1:]], remark])
+            remark = (
+                f"{format_bytes(over)} too much"
+                if over > 0
+                else "smallest that fits"
+                if t.ratio == self.ratio
+                else "fits"
+            )
+            rows.append([f"{t.ratio:g}", *[format_bytes(n) for n in t[1:]], remark])
         wide = [max([len(row[i]) for row in rows]) for i in range(5)]
         lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
-        head = f"ratio {self.ratio:g} fits {size(self.memory_budget)} of the device"
+        head = f"ratio {self.ratio:g} fits {format_bytes(self.memory_budget)} of the device"
         return "\n".join([head, *[line.rstrip() for line in lines]])
 
 
@@ -176,7 +185,7 @@ def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:
     by_kind: Counter[str] = Counter()
     for r in all_.alive(all_.peak_at):
         by_kind[r.kind] += r.bytes if r.space == "device" else 0
-    parts = ", ".join([f"{size(n)} of {kind}" for kind, n in by_kind.most_common(3) if n])
+    parts = ", ".join([f"{format_bytes(n)} of {kind}" for kind, n in by_kind.most_common(3) if n])
     peak = all_.peak_bytes
     if none.peak_bytes == peak:
         remedy = "This is the peak at a ratio of 0, too: does make_step pass its argument to optim.offload?"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fzero.graph import size
+from fzero._format import format_bytes
 from fzero.parallel.schedules import schedule
 from fzero.tuning._row import TableRow
 from fzero.tuning._space import REMATS, Configuration
@@ -231,5 +231,7 @@ def _moved_bytes(row: TableRow) -> float:
 
 def _moved_text(row: TableRow) -> str:
     """Format the bytes that a row moves, by axis if there are several."""
-    parts = [f"{size(n)} along {axis}" for axis, n in row.moved.items()]
-    return f"{size(_moved_bytes(row))} ({', '.join(parts)})" if len(parts) > 1 else size(_moved_bytes(row))
+    parts = [f"{format_bytes(n)} along {axis}" for axis, n in row.moved.items()]
+    return (
+        f"{format_bytes(_moved_bytes(row))} ({', '.join(parts)})" if len(parts) > 1 else format_bytes(_moved_bytes(row))
+    )

@@ -3,8 +3,8 @@
 import io
 from typing import TYPE_CHECKING, Any
 
+from fzero._format import format_bytes
 from fzero._report import new_figure
-from fzero.graph import size
 
 if TYPE_CHECKING:
     from fzero.tuning._row import TableRow
@@ -60,9 +60,10 @@ def render(table: "Table") -> Any:
 
 def headline(table: "Table") -> str:
     """Return a line on how many configurations fit the budget."""
-    remark = f" ({size(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
+    remark = f" ({format_bytes(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
     total = len(table.rows) + len(table.skipped)
-    return f"{len(table.fitting)} of {total} configurations fit {size(table.budget)}{remark} of {table.machine.name}"
+    budget = format_bytes(table.budget)
+    return f"{len(table.fitting)} of {total} configurations fit {budget}{remark} of {table.machine.name}"
 
 
 def notes(table: "Table") -> list[str]:
@@ -93,11 +94,11 @@ def _rows(table: "Table") -> Any:
     fits, misses = table.fitting, table.too_large
     for row in [*fits[:MAX_FITS], *misses[:MAX_MISSES]]:
         over = row.peak_bytes - table.budget
-        verdict = f"{size(over)} too much" if over > 0 else "fits"
+        verdict = f"{format_bytes(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         texts = cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
-        along = [size(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
+        along = [format_bytes(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
         sizes = [axis_of(row.config, name) for name in axes]
         grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
     hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
@@ -138,9 +139,9 @@ def cells(row: "TableRow") -> list[str]:
         {False: "no", True: "yes"}.get(c.remat, f"but {c.remat}"),  # pyright: ignore[reportCallIssue, reportArgumentType]
         c.precision,
         f"{c.offload:g}",
-        ("" if row.in_full else "~") + size(row.peak_bytes),
-        *[size(n) if n >= 0.0005 * row.peak_bytes else "-" for n in parts],
-        size(sum(row.moved.values())),
+        ("" if row.in_full else "~") + format_bytes(row.peak_bytes),
+        *[format_bytes(n) if n >= 0.0005 * row.peak_bytes else "-" for n in parts],
+        format_bytes(sum(row.moved.values())),
         duration(row.seconds),
     ]
 
@@ -175,7 +176,7 @@ def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -
         if (old := old_rows.get(row.config)) is not None:
             peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
             changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
-            grid.add_row(str(row.config), *map(size, peaks), *map(duration, times), *changes)
+            grid.add_row(str(row.config), *map(format_bytes, peaks), *map(duration, times), *changes)
     unique = [len(a.rows) - grid.row_count for a in (first, second)]
     if any(unique):
         grid.add_row(f"{unique[0]} only in {names[0]}, {unique[1]} only in {names[1]}", style="dim")
@@ -204,7 +205,13 @@ def draw(table: "Table") -> Any:
     axes.plot(*line, color="C1", linewidth=1, label="none is both faster and smaller", zorder=0)
     axes.axhline(table.budget / 1e9, color="C3", linestyle="--", linewidth=1)
     axes.text(
-        1, table.budget / 1e9, f"{size(table.budget)} ", color="C3", va="bottom", ha="right", transform=_edge(axes)
+        1,
+        table.budget / 1e9,
+        f"{format_bytes(table.budget)} ",
+        color="C3",
+        va="bottom",
+        ha="right",
+        transform=_edge(axes),
     )
     if table.fitting:
         best = table.fitting[0]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fzero._format import format_bytes
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
-from fzero.graph import size
 from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
@@ -42,7 +42,8 @@ class Best:
 
     def __str__(self) -> str:
         row = self.row
-        return f"best: {row.config}: {size(row.peak_bytes)}, {_table_views.duration(row.seconds)} a step. {self.reason}"
+        seconds = _table_views.duration(row.seconds)
+        return f"best: {row.config}: {format_bytes(row.peak_bytes)}, {seconds} a step. {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Table(FigureReport):
         return Best(
             row,
             f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
-            f"{size(lacks)} too large: it holds {kind}",
+            f"{format_bytes(lacks)} too large: it holds {kind}",
         )
 
     def rules(self) -> list[Verdict]:
@@ -122,10 +123,11 @@ class Table(FigureReport):
             (c.pp == 1, "pp=2, a pipeline"),
             (True, "more ranks"),
         ]
-        parts = ", ".join([f"{size(n)} of {kind}" for kind, n in _parts(row)[:3]])
+        parts = ", ".join([f"{format_bytes(n)} of {kind}" for kind, n in _parts(row)[:3]])
         return (
-            f"no configuration fits {size(self.budget)}: the smallest, {c}, takes {size(row.peak_bytes)}, "
-            f"{size(row.peak_bytes - self.budget)} too much: {parts}. Try {', or '.join([x for y, x in remedies if y])}"
+            f"no configuration fits {format_bytes(self.budget)}: the smallest, {c}, takes "
+            f"{format_bytes(row.peak_bytes)}, {format_bytes(row.peak_bytes - self.budget)} too much: {parts}. "
+            f"Try {', or '.join([x for y, x in remedies if y])}"
         )
 
     def __repr__(self) -> str:
@@ -199,7 +201,7 @@ def _parts(row: TableRow) -> list[tuple[str, float]]:
 
 def _largest(row: TableRow) -> str:
     kind, most = _parts(row)[0]
-    return f"{size(most)} of {kind}"
+    return f"{format_bytes(most)} of {kind}"
 
 
 def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _torch, tree
+from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
-from fzero.graph import Jitted, Plan, size
+from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
@@ -182,11 +183,13 @@ class Reading:
         """Format the measured numbers as a line, with the planned ones in brackets. Waits for the device."""
         parts = []
         if self.peak_bytes is not None and self.plan is not None:
-            parts.append(f"peak {size(self.peak_bytes)} (plan {size(self.plan.peak_bytes)}, {self.above:+.1%})")
+            parts.append(
+                f"peak {format_bytes(self.peak_bytes)} (plan {format_bytes(self.plan.peak_bytes)}, {self.above:+.1%})"
+            )
         elif self.measurement.added_bytes is not None:
-            parts.append(f"adds {size(self.measurement.added_bytes)} to its arguments")
+            parts.append(f"adds {format_bytes(self.measurement.added_bytes)} to its arguments")
         elif self.plan is not None:
-            parts.append(f"peak not measured (plan {size(self.plan.peak_bytes)})")
+            parts.append(f"peak not measured (plan {format_bytes(self.plan.peak_bytes)})")
         planned = f" (plan {duration(self.plan.seconds)})" if self.plan is not None and self.has_machine else ""
         parts.append(
             f"{duration(self.seconds)}{planned}{', with tracing and compilation' if self.has_compilation else ''}"
@@ -235,7 +238,7 @@ def _memory_hints(last: Reading) -> list[Hint]:
         hints.append(
             Hint(
                 "outside the step",
-                f"{prefix}: {size(outside)} are held besides the step's arguments, such as a "
+                f"{prefix}: {format_bytes(outside)} are held besides the step's arguments, such as a "
                 "second copy of the parameters, batches fetched ahead, or a model that was not donated to init",
             )
         )
@@ -243,7 +246,7 @@ def _memory_hints(last: Reading) -> list[Hint]:
         hints.append(
             Hint(
                 "workspaces",
-                f"{prefix}: the step itself adds {size(more)} more than planned: workspaces of "
+                f"{prefix}: the step itself adds {format_bytes(more)} more than planned: workspaces of "
                 "kernels, or layouts that a compiler chose; docs/plan.md#how-true-it-is lists them",
             )
         )
@@ -259,7 +262,8 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
         hints.append(
             Hint(
                 "fragmentation",
-                f"the allocator holds {size(reserved)}, {over}, of which {size(reserved - peak)} were never used at "
+                f"the allocator holds {format_bytes(reserved)}, {over}, of which "
+                f"{format_bytes(reserved - peak)} were never used at "
                 "once; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.cuda.empty_cache() after "
                 "init",
             )

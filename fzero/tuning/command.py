@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fzero import tree
-from fzero.graph import KINDS, Plan, size, spans
+from fzero._format import format_bytes
+from fzero.graph import KINDS, Plan, pass_spans
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
@@ -95,7 +96,7 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
         step_args if isinstance(step_args, Plan) else plan_step(step_args, row.config.world, device, row.settings, rank)
     )
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
-    phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
+    phases = [name for start, stop, name in pass_spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
     edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
     points = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
@@ -266,7 +267,9 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
         def on_result(x: Any) -> None:
             progress.advance(task)
             if isinstance(x, TableRow):
-                progress.console.print(f"{x.config}: {size(x.peak_bytes)}, {duration(x.seconds)}", highlight=False)
+                progress.console.print(
+                    f"{x.config}: {format_bytes(x.peak_bytes)}, {duration(x.seconds)}", highlight=False
+                )
 
         return tune(
             make_step,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.graph import size
+from fzero._format import format_bytes
 from fzero.optim import Optimizer
 from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
@@ -60,7 +60,7 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 # Check that a host has room for the state that `step.init` is about to offload.
 
 
-MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_host_memory(make_state: Callable[[], Any], params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
@@ -94,8 +94,8 @@ def check_host_memory(make_state: Callable[[], Any], params: Any, optimizer: Opt
     needed = ranks * state_bytes(trees, mesh, "host")
     if needed > free:
         raise MemoryError(
-            f"offload: this host needs {size(needed)} for its {ranks} ranks, and {size(free)} of its memory are free, "
-            f"{free / needed:.0%} of the need: use a smaller ratio, or fewer ranks on a host"
+            f"offload: this host needs {format_bytes(needed)} for its {ranks} ranks, and {format_bytes(free)} of its "
+            f"memory are free, {free / needed:.0%} of the need: use a smaller ratio, or fewer ranks on a host"
         )
 
 
@@ -105,10 +105,10 @@ def free_bytes() -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = GROUP / "memory.max"
+    limit = CGROUP / "memory.max"
     if limit.exists() and (maximum := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        used = int((GROUP / "memory.current").read_text()) - int(
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(
             stat.get("inactive_file", 0)
         )  # without the file cache, which can be freed
         free = min(free, int(maximum) - used)

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from fzero import _torch, tree
 from fzero._donated import donate_memory
 from fzero._notice import warn_once
-from fzero.graph import is_random, values
+from fzero.graph import is_random, stand_ins_of
 from fzero.sharding import PerRank, is_box
 
 __all__ = ["LeafSupply", "TracedInit", "initializer", "source_of", "stand_ins", "supply_of"]
@@ -167,10 +167,10 @@ class TracedInit:
         for i, n in enumerate(nodes):
             for x in (n, *n.all_input_nodes):
                 used[x] = i
-                touched.update({_torch.storage_id(v): i for v in values(x)})
+                touched.update({_torch.storage_id(v): i for v in stand_ins_of(x)})
         expires: dict[Node, list[Node]] = {}
         for n in nodes:
-            last = max([used[n], *[touched[_torch.storage_id(v)] for v in values(n)]])
+            last = max([used[n], *[touched[_torch.storage_id(v)] for v in stand_ins_of(n)]])
             expires.setdefault(nodes[last], []).append(n)
         return expires
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, random, tree
+from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero.graph import _agree, _entry, _one_rank
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
-from fzero.graph.planning._views import size
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.test_jit import bitwise, copied, train_both
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -697,7 +697,7 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     assert [c.times for c in many.collectives] == [16 * c.times if c.times > 1 else 1 for c in few.collectives]
     assert (" times)" in many.details()) == any(c.times > 1 for c in many.collectives)
     reduced = [c for c in many.collectives if c.kind == "reduce_scatter"]
-    moved = size(sum(c.bytes * c.times for c in reduced))
+    moved = format_bytes(sum(c.bytes * c.times for c in reduced))
     assert f"{sum(c.times for c in reduced):>4} x reduce_scatter  {moved:>10}" in str(many) or not reduced
     moved = sum(c.bytes * c.times for c in many.collectives)
     assert f"{sum(c.times for c in many.collectives)} collectives move {moved / 1000:,.1f} kB" in str(many)

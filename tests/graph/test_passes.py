@@ -33,8 +33,8 @@ from fzero.graph._ir import (
     parameter_gathers,
     results,
     sort,
+    stand_ins_of,
     start_of,
-    values,
     views_and_users,
 )
 from fzero.graph._ops import is_random, is_view, name_of
@@ -222,7 +222,7 @@ def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
             out = super().run_node(n)
             if n.op == "call_function":
                 found = [x for x in ([out] if isinstance(out, torch.Tensor) else out) if isinstance(x, torch.Tensor)]
-                assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in values(n)]
+                assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in stand_ins_of(n)]
             return out
 
     Checked(graph, World(sample.n, False)).run(*sample.args())
@@ -260,10 +260,10 @@ def members(graph: Graph) -> list[tuple[Any, ...]]:
     for n in graph.nodes:
         if is_collective(n):
             units = n.meta["unit"].split(" + ")
-            assert len(units) == len(values(n))
+            assert len(units) == len(stand_ins_of(n))
             found += [
                 (collective_kind(n), unit, tuple(x.shape), x.dtype, n.args[1:])
-                for unit, x in zip(units, values(n), strict=True)
+                for unit, x in zip(units, stand_ins_of(n), strict=True)
             ]
     return found
 
@@ -293,7 +293,7 @@ def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make,
     for n in bucketed.nodes:
         if is_collective(n) and "coalesced" in str(n.target):
             assert full_bytes(n) <= size
-            assert len({x.dtype for x in values(n)}) == 1
+            assert len({x.dtype for x in stand_ins_of(n)}) == 1
             for m in members(graph):
                 assert m[1] not in n.meta["unit"].split(" + ") or m[4] == n.args[1:]
     if not size:
@@ -505,7 +505,7 @@ def events(graph: Graph) -> list[tuple[int, str, int]]:
         for w in g.users:
             users = views_and_users(w)[1]
             if all(u.op != "output" for u in users):
-                found += [(index[u], g.meta["unit"], sum(map(nbytes, values(w)))) for u in users]
+                found += [(index[u], g.meta["unit"], sum(map(nbytes, stand_ins_of(w)))) for u in users]
     return sorted(found)
 
 
@@ -648,7 +648,7 @@ def test_arguments_are_alive_throughout(make, how):
 
 
 def distinct_results(graph: Graph) -> list[torch.Tensor]:
-    return [values(n)[0] for n in dict.fromkeys(results(graph)) if isinstance(n, Node) and not is_view_of_any(n)]
+    return [stand_ins_of(n)[0] for n in dict.fromkeys(results(graph)) if isinstance(n, Node) and not is_view_of_any(n)]
 
 
 def is_view_of_any(node: Node) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.planning._views import size
+from fzero._format import format_bytes
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -240,11 +240,14 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
     plan = planned("A", 3)
     lines = str(plan).splitlines()
     assert len(lines) <= 15 and max(map(len, lines)) < 140
-    assert lines[0] == f"train_step: peak {size(plan.peak_bytes)} = 19.9 MB of arguments + {size(plan.added_bytes)}"
+    assert (
+        lines[0]
+        == f"train_step: peak {format_bytes(plan.peak_bytes)} = 19.9 MB of arguments + {format_bytes(plan.added_bytes)}"
+    )
     assert lines[1].startswith("alive at the peak, in the backward pass (aten.mm.default, ")
     kinds = {line.split("B  ")[1].split(",")[0]: line.split("B  ")[0].strip() for line in lines[2:9]}
     alive = {kind: sum(r.bytes for r in plan.alive(plan.peak_at) if r.kind == kind) for kind in kinds}
-    assert kinds == {kind: size(count)[:-1] for kind, count in alive.items()}
+    assert kinds == {kind: format_bytes(count)[:-1] for kind, count in alive.items()}
     assert sum(alive.values()) == plan.peak_bytes
     gathers = [c for c in plan.collectives if c.kind == "all_gather"]
     again = [c for c in gathers if plan.operations[c.position].phase == "backward"]

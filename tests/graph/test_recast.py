@@ -15,7 +15,7 @@ from torch.fx import Graph
 import fzero
 from fzero import optim, tree
 from fzero.graph._candidates import SLACK, Knobs, candidates
-from fzero.graph._ir import LATE, values
+from fzero.graph._ir import LATE, stand_ins_of
 from fzero.graph._pass_manager import PassContext
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._listing import roles
@@ -54,7 +54,7 @@ def scale_of(b: Builder) -> Any:
 def wide_alive(graph: Graph, scaled: bool) -> int:
     """Return how many casts to float32, or what they are scaled to, are alive at most at a time."""
     nodes, last = list(graph.nodes), aten.div.Tensor if scaled else aten._to_copy.default
-    at = [i for i, n in enumerate(nodes) if n.target is last and values(n)[0].dtype == torch.float32]
+    at = [i for i, n in enumerate(nodes) if n.target is last and stand_ins_of(n)[0].dtype == torch.float32]
     found = [r for r in live_ranges(graph) if r.start in at]
     return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph._ir import COMPILED, nbytes, values
+from fzero.graph._ir import COMPILED, nbytes, stand_ins_of
 from fzero.graph.planning._liveness import workspace_bytes
 from tests.memory import peak_bytes
 
@@ -43,7 +43,7 @@ def test_workspaces_are_the_allocators(name):
     nodes = [n for n in make_fx(kernel)(x).graph.nodes if n.op == "call_function"]
     kernel(x)
     kept = []
-    measured = peak_bytes(lambda: kept.append(kernel(x))) - nbytes(*values(nodes[-1]))
+    measured = peak_bytes(lambda: kept.append(kernel(x))) - nbytes(*stand_ins_of(nodes[-1]))
     assert abs(measured - sum(map(workspace_bytes, nodes))) < 1024, measured
 
 

@@ -393,7 +393,7 @@ MUTANTS = [
         Fault("a dump of another schedule", "dump", becomes("A.B(settings)", "A.B(PassSettings(True, 0, 0))")),
         Fault("a second trace is dumped over the first", "folder_of", never("traces")),
     ),
-    *File("graph/loop/_trace.py", LOOPS).faults(
+    *File("graph/loop/_insert_loops.py", LOOPS).faults(
         Fault(
             "a collective that nothing reads is kept",
             "_body",

@@ -93,7 +93,7 @@ MUTANTS = [
         Fault("another shape is taken", "receive", dropped("A.shape != B.shape")),
         Fault("what nobody received is forgotten", "run", skipped("A(B.values())")),
     ),
-    *File("graph/loop/_trace.py", PROCESSES).faults(
+    *File("graph/loop/_insert_loops.py", PROCESSES).faults(
         Fault("sums of a stage are in another order", "_iteration_of", becomes("A[1]", "A[0]")),
         Fault("what a rank does not read is not gathered", "_body", dropped("*A(B.C)")),
         Fault("weights before what is sent", "insert_loops", skipped("A(start)"), PLAN),

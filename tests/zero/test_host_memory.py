@@ -68,7 +68,7 @@ def test_a_chain_is_as_its_parts(free):
 
 def test_what_is_free_is_the_least_of_what_machine_and_group_say(monkeypatch, tmp_path):
     monkeypatch.setattr(_host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(_host_memory, "GROUP", tmp_path)
+    monkeypatch.setattr(_host_memory, "CGROUP", tmp_path)
     assert _host_memory.free_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable:   50 kB\n")
     assert _host_memory.free_bytes() == 50 * 1024

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import is_input, nbytes, results, values
+from fzero.graph._ir import is_input, nbytes, results, stand_ins_of
 from fzero.graph._storages import storages_in
 from fzero.graph.loop._rank_schedule import Phase, phases_of
 from fzero.graph.loop._scan import Loop
@@ -159,7 +159,7 @@ class _RowWalk:
                 *zip(part.outputs, results(part.graph), strict=True),
             ]:
                 if isinstance(value, StageLeaf):
-                    sizes[value.leaf] = nbytes(*values(n))
+                    sizes[value.leaf] = nbytes(*stand_ins_of(n))
         return [sizes[i] for i in sorted(sizes)]
 
     def _retain(self, block: _Block) -> _Block:
@@ -247,7 +247,7 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     for part in split(loop):
         for output, node in zip(part.outputs, results(part.graph), strict=True):
             if isinstance(output, StageLeaf):
-                sizes[output.kind, output.stage] += nbytes(*values(node))
+                sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
     words = {"F": "output", "G": "gradient"}
     return [SentMessage(position, words[kind], s, sizes[kind, s], n, binding.axis) for (kind, s), n in times.items()]
 
@@ -271,6 +271,6 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         for output, n in zip(part.outputs, results(part.graph), strict=True)
         if isinstance(output, StageLeaf)
     ]
-    latency = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
+    latency = message(max([nbytes(*stand_ins_of(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
     backward = by_kind["I"] + by_kind["W"]
     return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], latency=latency).makespan

@@ -7,7 +7,7 @@ its row of the schedule. While the step is traced, each stage runs once.
 The operations here mark where a phase begins, what it receives and what it sends. Every rank along the axis has such a
 loop. The bodies differ by rank, and the loops' arguments are the same.
 
-The operations compute nothing: `fzero.graph.loop._trace` replaces them by the loop.
+The operations compute nothing: `fzero.graph.loop._insert_loops` replaces them by the loop.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node, has_side_effect
 
+from fzero._registry import Registry
 from fzero.axes import Binding
 from fzero.parallel.schedules import Action, Schedule
-from fzero.sharding import Registry
 
 __all__ = [
     "MARKERS",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.collectives import PendingMessages, StageMessages
-from fzero.graph._ir import results, values
+from fzero.graph._ir import results, stand_ins_of
 from fzero.graph.loop._rank_schedule import phases_of
 from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf
@@ -30,8 +30,8 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     first_argument, *_ = loop.body.nodes
     outputs = results(loop.body)
     end_of_rows = len(outputs) - loop.carried  # sums, then rows, then carried values
-    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sums : end_of_rows] for x in values(n)]
-    carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in values(n)]
+    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sums : end_of_rows] for x in stand_ins_of(n)]
+    carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
     first = len(loop.parts)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ def _leaf_stand_ins(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], to
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
         for value, n in [*zip(part.inputs, inputs, strict=True), *outputs]:
             if isinstance(value, StageLeaf):
-                leaves[value.leaf] = values(n)[0]
+                leaves[value.leaf] = stand_ins_of(n)[0]
     forms = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
     return forms, leaves[0].device if leaves else torch.device("cpu")
 

@@ -131,8 +131,8 @@ def new_loop_function() -> Callable[..., Any]:
 # Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
 # iterator. So the forward pass runs `run_again`, and is `check_equal_runs` with the first.
 #
-# The operations compute nothing: `fzero.graph.loop._trace` replaces them by a loop. In a vmap, of ranks or the user's,
-# the mapped dimension goes first. So a sum has the same strides before and after an iteration.
+# The operations compute nothing: `fzero.graph.loop._insert_loops` replaces them by a loop. In a vmap, of ranks or the
+# user's, the mapped dimension goes first. So a sum has the same strides before and after an iteration.
 
 
 class NotScannable(RuntimeError):

@@ -20,7 +20,7 @@ from fzero.graph._ir import (
     signature,
     sort,
     source_of_wait,
-    values,
+    stand_ins_of,
     views_and_users,
 )
 from fzero.graph._storages import storages
@@ -54,7 +54,9 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
         start = source_of_wait(wait)
         operand = start.all_input_nodes[0]
-        if not output_storages & {*memory[wait]} and signature(values(operand)[0]) == signature(values(wait)[0]):
+        if not output_storages & {*memory[wait]} and signature(stand_ins_of(operand)[0]) == signature(
+            stand_ins_of(wait)[0]
+        ):
             views = views_and_users(wait)[0][1:]
             wait.replace_all_uses_with(operand)
             graph.erase_node(wait)
@@ -135,7 +137,7 @@ def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[li
 def _can_join(one: Node, other: Node) -> bool:
     """Return whether two collectives can be joined: they have one kind, one group and one dtype."""
     same = one.target is other.target and one.target in COALESCED and one.args[1:] == other.args[1:]
-    return same and values(one)[0].dtype == values(other)[0].dtype
+    return same and stand_ins_of(one)[0].dtype == stand_ins_of(other)[0].dtype
 
 
 def _coalesce(graph: Graph, group: Sequence[Node]) -> None:

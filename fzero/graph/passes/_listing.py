@@ -21,9 +21,9 @@ from fzero.graph._ir import (
     is_wait,
     is_write,
     nbytes,
+    stand_ins_of,
     start_of,
     users_through_views,
-    values,
 )
 from fzero.graph._ops import is_factory, is_random, is_view
 from fzero.graph._storages import Storages
@@ -104,7 +104,7 @@ def _connected_parts(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]
         if n in chosen:
             group = {n}
             for a in n.all_input_nodes:
-                if a in part and a not in group and any(x.dim() for x in values(a)):
+                if a in part and a not in group and any(x.dim() for x in stand_ins_of(a)):
                     group |= part[a]
             part |= dict.fromkeys(group, group)
     return list({id(x): x for x in part.values()}.values())
@@ -114,7 +114,9 @@ def _grows(part: set[Node], late: set[Node]) -> bool:
     """Return whether a part's outputs are larger than its inputs, without arguments and late nodes."""
     inputs = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
     outputs = {n for n in part if any(u not in part for u in n.users)}
-    return nbytes(*[x for n in outputs for x in values(n)]) > nbytes(*[x for a in inputs for x in values(a)])
+    return nbytes(*[x for n in outputs for x in stand_ins_of(n)]) > nbytes(
+        *[x for a in inputs for x in stand_ins_of(a)]
+    )
 
 
 def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:

@@ -19,7 +19,7 @@ from fzero.graph._ir import (
     nbytes,
     parameter_gathers,
     results,
-    values,
+    stand_ins_of,
 )
 from fzero.graph._ops import changes_layout, is_view, name_of
 from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
@@ -50,7 +50,7 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         loop = loop_of(node)
         assert loop is not None
         units = _units(loop)
-        size = {w: nbytes(*values(w)) for w in units}
+        size = {w: nbytes(*stand_ins_of(w)) for w in units}
         hoisted = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
         if hoisted:
             _move(graph, node, loop, hoisted)

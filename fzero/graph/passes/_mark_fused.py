@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COMPILED, COPY, FUSED, copy_graph, users_through_views, values
+from fzero.graph._ir import COMPILED, COPY, FUSED, copy_graph, stand_ins_of, users_through_views
 from fzero.graph.planning._liveness import is_loop, reduces
 
 __all__ = ["mark_fused"]
@@ -22,7 +22,7 @@ def mark_fused(graph: Graph) -> Graph:
     for node in graph.nodes:
         if is_loop(node):
             node.meta[COMPILED] = True
-        if is_loop(node) and node.target is not COPY and values(node)[0].dim():
+        if is_loop(node) and node.target is not COPY and stand_ins_of(node)[0].dim():
             users = users_through_views(node)
             if users and all(_loops_over(u, node) for u in users):
                 node.meta[FUSED] = True
@@ -31,7 +31,7 @@ def mark_fused(graph: Graph) -> Graph:
 
 def _loops_over(user: Node, node: Node) -> bool:
     """Return whether a user is a loop over exactly the elements of a value."""
-    (x,) = values(node)
+    (x,) = stand_ins_of(node)
     if reduces(user):
         return user.all_input_nodes == [node]
-    return is_loop(user) and values(user)[0].numel() == x.numel()
+    return is_loop(user) and stand_ins_of(user)[0].numel() == x.numel()

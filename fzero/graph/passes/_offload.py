@@ -6,7 +6,17 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import CASTS, SCALINGS, aten, copy_graph, is_gather, is_input, is_wait, users_through_views, values
+from fzero.graph._ir import (
+    CASTS,
+    SCALINGS,
+    aten,
+    copy_graph,
+    is_gather,
+    is_input,
+    is_wait,
+    stand_ins_of,
+    users_through_views,
+)
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_DEVICE, TO_HOST
 
@@ -109,11 +119,15 @@ def _scaling_of(node: Node) -> tuple[Node, Node, bool] | None:
     if node.target not in SCALINGS or node.kwargs or len(node.all_input_nodes) != 2:
         return None
     x, y = node.all_input_nodes
-    first = bool(values(x)[0].dim())
+    first = bool(stand_ins_of(x)[0].dim())
     if not first and node.target is aten.mul.Tensor:
         x, y = y, x
-    keeps_dtype = values(x)[0].dtype == values(node)[0].dtype
-    return (x, y, first) if keeps_dtype and values(x)[0].dim() and not values(y)[0].dim() and not is_input(y) else None
+    keeps_dtype = stand_ins_of(x)[0].dtype == stand_ins_of(node)[0].dtype
+    return (
+        (x, y, first)
+        if keeps_dtype and stand_ins_of(x)[0].dim() and not stand_ins_of(y)[0].dim() and not is_input(y)
+        else None
+    )
 
 
 def _call(graph: Graph, like: Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> Node:

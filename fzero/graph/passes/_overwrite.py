@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d, storage_id
-from fzero.graph._ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, results, values, views_and_users
+from fzero.graph._ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, results, stand_ins_of, views_and_users
 from fzero.graph._ops import is_view, name_of
 from fzero.graph._storages import storages
 from fzero.graph.loop._scan import loop_of
@@ -109,7 +109,7 @@ def in_place(graph: Graph) -> Graph:
 
 
 def _dense(operands: Sequence[Node]) -> bool:
-    return all(x.is_contiguous() for a in operands for x in values(a))
+    return all(x.is_contiguous() for a in operands for x in stand_ins_of(a))
 
 
 # gather_into: a gathered unit that is only written into arguments is gathered directly into them.
@@ -168,7 +168,7 @@ def _writes(gather: Node) -> list[Node]:
         return []
     views, users = views_and_users(next(iter(gather.users)))
     good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_write(u)) for u in users)
-    return users if good and values(gather)[0].dim() == 1 else []
+    return users if good and stand_ins_of(gather)[0].dim() == 1 else []
 
 
 def _can_gather_into(node: Node) -> bool:
@@ -213,9 +213,9 @@ def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Gra
         if first is None or gather.args[2] not in rank_in:
             continue
         new = gather.all_input_nodes[0]
-        start = rank_in[str(gather.args[2])] * values(new)[0].numel()
+        start = rank_in[str(gather.args[2])] * stand_ins_of(new)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
-            own_part = _view(graph, first, start, values(new)[0].numel())
+            own_part = _view(graph, first, start, stand_ins_of(new)[0].numel())
         for pack in [n for n in graph.nodes if name_of(n) == "cat"]:
             if _lies_in(pack, own_part):
                 pack.replace_all_uses_with(own_part)
@@ -231,8 +231,8 @@ def _first_of_buffer(gather: Node) -> Node | None:
     """Return the first leaf of a gathered unit if its leaves lie side by side in one buffer that the parts fill."""
     _, ranks, _, leaves, offsets = gather.args
     assert isinstance(leaves, Sequence) and isinstance(offsets, Sequence) and isinstance(ranks, int)
-    (new,) = values(gather.all_input_nodes[0])
-    tensors = [values(x)[0] for x in leaves if isinstance(x, Node)]
+    (new,) = stand_ins_of(gather.all_input_nodes[0])
+    tensors = [stand_ins_of(x)[0] for x in leaves if isinstance(x, Node)]
     one = len({storage_id(x) for x in tensors}) == 1 and all(x.is_contiguous() for x in tensors)
     if not one or [x.storage_offset() for x in tensors] != list(offsets):
         return None
@@ -242,7 +242,7 @@ def _first_of_buffer(gather: Node) -> Node | None:
 
 def _view(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
     """View a part of the buffer that a leaf lies in."""
-    (x,) = values(leaf)
+    (x,) = stand_ins_of(leaf)
     view = graph.call_function(aten.as_strided.default, (leaf, [numel], [1], start))
     view.meta = {"val": torch.as_strided(x, [numel], [1], start), "own_part": True}
     return view
@@ -250,14 +250,14 @@ def _view(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
 
 def _lies_in(pack: Node, own_part: Node) -> bool:
     """Return whether a node concatenates exactly the pieces that the rank's own part consists of."""
-    (part,) = values(own_part)
+    (part,) = stand_ins_of(own_part)
     end = part.storage_offset()
     for piece in pack.all_input_nodes:
-        (x,) = values(piece)
+        (x,) = stand_ins_of(piece)
         if storage_id(x) != storage_id(part) or x.storage_offset() != end or x.dim() != 1 or not x.is_contiguous():
             return False
         end += x.numel()
-    return end == part.storage_offset() + part.numel() and values(pack)[0].dim() == 1
+    return end == part.storage_offset() + part.numel() and stand_ins_of(pack)[0].dim() == 1
 
 
 def _erase(graph: Graph, node: Node) -> None:

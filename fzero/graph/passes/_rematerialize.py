@@ -26,7 +26,7 @@ from fzero.graph._ir import (
     is_wait,
     nbytes,
     parameter_gathers,
-    values,
+    stand_ins_of,
     views_and_users,
 )
 from fzero.graph._ops import is_uninitialized, is_view
@@ -130,7 +130,7 @@ def _late_uses(
         index: the position of each node.
         bytes_before: for each position, the bytes that the nodes before it compute.
     """
-    size = nbytes(*values(value))
+    size = nbytes(*stand_ins_of(value))
     if size < least or any(u.op == "output" for u in users):
         return []
 
@@ -143,7 +143,7 @@ def _late_uses(
 def _output_bytes(node: Node) -> int:
     if node.target is BEGIN_PHASE:
         return BETWEEN_PASSES
-    return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
+    return 0 if is_input(node) or is_view(node) else nbytes(*stand_ins_of(node))
 
 
 def _repeats(node: Node) -> bool:
@@ -266,7 +266,7 @@ def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b
         other = order.waits[at]
         if other not in between:
             between.add(other)
-            size += nbytes(*values(other))
+            size += nbytes(*stand_ins_of(other))
             if size > max_reuse_bytes:
                 return True
     return False
@@ -297,7 +297,7 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         sources = _from_narrow(node)
-        if not sources or nbytes(*values(node)) < least:
+        if not sources or nbytes(*stand_ins_of(node)) < least:
             continue
         views, users = views_and_users(node)
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
@@ -315,7 +315,7 @@ def _from_narrow(node: Node) -> list[Node]:
     """
     chain: list[Node] = []
     while node.target in SCALINGS and not node.kwargs:
-        operands = [a for a in node.all_input_nodes if values(a)[0].dim()]
+        operands = [a for a in node.all_input_nodes if stand_ins_of(a)[0].dim()]
         if len(operands) != 1:
             return []
         chain.insert(0, node)
@@ -327,5 +327,5 @@ def _widens(node: Node) -> bool:
     """Return whether a node casts a tensor to a dtype of more bytes, and does nothing else."""
     if node.target not in CASTS or not node.all_input_nodes:  # its operand may be a constant
         return False
-    (x,), (result,) = values(node.all_input_nodes[0]), values(node)
+    (x,), (result,) = stand_ins_of(node.all_input_nodes[0]), stand_ins_of(node)
     return x.dtype.itemsize < result.dtype.itemsize

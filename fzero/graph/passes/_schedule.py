@@ -23,7 +23,16 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gathers, reorder, values, values_of_args
+from fzero.graph._ir import (
+    COPY,
+    is_collective,
+    is_wait,
+    nbytes,
+    parameter_gathers,
+    reorder,
+    stand_ins_of,
+    stand_ins_of_args,
+)
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_PHASE
@@ -77,7 +86,7 @@ def fit_prefetches(
         for g in gathers:
             first.setdefault(g, position[before])
     for g, earliest in first.items():
-        size, until = nbytes(*values(g), *values_of_args(g)), _start_of_packing(g, order, position)
+        size, until = nbytes(*stand_ins_of(g), *stand_ins_of_args(g)), _start_of_packing(g, order, position)
         start = until
         while start > earliest and live[start - 1] + size <= limit:
             start -= 1

@@ -22,9 +22,9 @@ from fzero.graph._ir import (
     is_input,
     is_wait,
     nbytes,
+    stand_ins_of,
+    stand_ins_of_args,
     start_of,
-    values,
-    values_of_args,
 )
 from fzero.graph._ops import is_view
 from fzero.graph._storages import is_move, on_host
@@ -225,10 +225,12 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))
         elif target.host and is_move(node):
-            work = max(work, clock.arrival(node)) + nbytes(*values(node)) / target.host_link
+            work = max(work, clock.arrival(node)) + nbytes(*stand_ins_of(node)) / target.host_link
             clock.arrives(node, work)
         elif node in clock.nodes:
-            clock.computes(node, max(nbytes(*values(node), *values_of_args(node)) / target.host, target.launch))
+            clock.computes(
+                node, max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / target.host, target.launch)
+            )
         else:
             work += work_seconds(node, target)
     return max(work, clock.now)
@@ -269,11 +271,11 @@ class _HostClock:
 
 def work_seconds(node: Node, device: Device) -> float:
     """Estimate the seconds of one operation that is no collective."""
-    operands = values_of_args(node)
+    operands = stand_ins_of_args(node)
     compute = flops(node) / device.flops
     if compute and device.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= device.slow
-    return max(compute, nbytes(*values(node), *operands) / device.memory, device.launch)
+    return max(compute, nbytes(*stand_ins_of(node), *operands) / device.memory, device.launch)
 
 
 def _host_work(graph: Graph) -> set[Node]:
@@ -282,5 +284,5 @@ def _host_work(graph: Graph) -> set[Node]:
 
 
 def _device(graph: Graph) -> Device:
-    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in values(n)}
+    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in stand_ins_of(n)}
     return DEVICES["cuda" if "cuda" in kinds else "cpu"]

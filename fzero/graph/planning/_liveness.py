@@ -30,9 +30,9 @@ from fzero.graph._ir import (
     is_wait,
     nbytes,
     source_of_wait,
+    stand_ins_of,
+    stand_ins_of_args,
     users_through_views,
-    values,
-    values_of_args,
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
@@ -66,7 +66,7 @@ REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
 def is_loop(node: Node) -> bool:
     """Return whether a node computes one tensor, element by element."""
     by_element = is_pointwise(node) or is_factory(node) or node.target is COPY or node.target in CASTS
-    return node.op == "call_function" and by_element and len(values(node)) == 1
+    return node.op == "call_function" and by_element and len(stand_ins_of(node)) == 1
 
 
 def reduces(node: Node) -> bool:
@@ -125,21 +125,21 @@ def workspace_bytes(node: Node) -> int:
     reduction = getattr(node.target, "overloadpacket", None)
     if reduction not in CASTING and reduction not in CONVOLUTIONS:
         return 0
-    operands = values_of_args(node)
+    operands = stand_ins_of_args(node)
     if not operands or any(x.device.type != "cpu" for x in operands):
         return 0
     if node.target is aten.convolution.default:
-        return max(nbytes(*operands[:2]), nbytes(*values(node)))
+        return max(nbytes(*operands[:2]), nbytes(*stand_ins_of(node)))
     if node.target is aten.convolution_backward.default:
         grad, x, _ = operands[:3]
         mask: Any = node.args[-1]
         return nbytes(grad) + (nbytes(x) if mask[0] else 0)
-    return _cast_bytes(reduction, operands[0], values(node)[0].dtype) if reduction in CASTING else 0
+    return _cast_bytes(reduction, operands[0], stand_ins_of(node)[0].dtype) if reduction in CASTING else 0
 
 
 def _promoted_bytes(node: Node) -> int:
     """Return the bytes of the copies of an operation's narrower operands in the promoted dtype."""
-    operands = [x for x in values_of_args(node) if x.is_floating_point() and x.dim()]
+    operands = [x for x in stand_ins_of_args(node) if x.is_floating_point() and x.dim()]
     if len({x.dtype for x in operands}) < 2 or any(x.device.type != "cpu" for x in operands):
         return 0
     wide = reduce(torch.promote_types, [x.dtype for x in operands])
@@ -265,7 +265,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
         for source in _completions(node):
             ranges += _pending_ranges(source, i if is_wait(node) else len(position), position)
         if is_wait(node) and _is_gloo_reduce_scatter(source_of_wait(node)):
-            x = values(node)[0]
+            x = stand_ins_of(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 # in float32: the sum, and one rank's part
                 ranges.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))
@@ -296,7 +296,7 @@ def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> li
     start = source.meta.get("carried", source)
     size, label = 0, "the ranks' parts"
     if _is_gloo_reduce_scatter(start):
-        size += max(full_bytes(start) - 2 * nbytes(*values(start)), 0)
+        size += max(full_bytes(start) - 2 * nbytes(*stand_ins_of(start)), 0)
     if is_carried(source):  # the iteration before allocated its operand
         size, label = size + full_bytes(start), "a reduction of the iteration before"
     begin = position[source if is_carried(source) else collective_of(source)]
@@ -307,7 +307,9 @@ def _is_gloo_reduce_scatter(source: Node) -> bool:
     """Return whether a collective, or an item of it, is fzero's own reduce_scatter on gloo."""
     start = collective_of(source)
     return (
-        is_collective(start) and collective_kind(start) == "reduce_scatter" and values(source)[0].device.type == "cpu"
+        is_collective(start)
+        and collective_kind(start) == "reduce_scatter"
+        and stand_ins_of(source)[0].device.type == "cpu"
     )
 
 
@@ -337,7 +339,9 @@ def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
     """Return the ranges that begin in an iteration, and end them with the iteration at the latest."""
     end = len(loop.body.nodes) - 1
     number = next(iter(loop.body.nodes))
-    number_range = [Range(0, end, nbytes(*values(number)), "inputs", "the iteration's number")] if number.users else []
+    number_range = (
+        [Range(0, end, nbytes(*stand_ins_of(number)), "inputs", "the iteration's number")] if number.users else []
+    )
     return number_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 
 

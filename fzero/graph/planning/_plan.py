@@ -13,7 +13,17 @@ from torch.fx import Graph, Node
 
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
-from fzero.graph._ir import aten, axis_of, collective_kind, elements, flops, is_collective, is_input, nbytes, values
+from fzero.graph._ir import (
+    aten,
+    axis_of,
+    collective_kind,
+    elements,
+    flops,
+    is_collective,
+    is_input,
+    nbytes,
+    stand_ins_of,
+)
 from fzero.graph._ops import display_name, name_of
 from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
@@ -71,7 +81,7 @@ def layers(graph: Graph, loop_weights: Mapping[Node, str] | None = None) -> dict
 
 def _moves_values(node: Node) -> bool:
     """Return whether a collective moves rows: it is an exchange, or its value has two dimensions or more."""
-    return "all_to_all" in str(node.target) or values(node)[0].dim() >= 2
+    return "all_to_all" in str(node.target) or stand_ins_of(node)[0].dim() >= 2
 
 
 def _weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
@@ -137,7 +147,9 @@ PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 def _workspace_bytes(operations: Iterable[ListedOperation]) -> int:
     """Return the bytes that matrix products take for themselves, on the device of their results."""
-    kinds = {values(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in PRODUCTS}
+    kinds = {
+        stand_ins_of(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in PRODUCTS
+    }
     return max([matrix_workspace_bytes(kind) for kind in kinds], default=0)
 
 
@@ -411,7 +423,9 @@ def plan_of(
         settings,
         seconds(graph, device),
         tuple(rejected),
-        tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]),
+        tuple(
+            [Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]
+        ),
         tuple(
             [
                 m
@@ -437,7 +451,7 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
 def _collective(
     position: int, node: Node, times: int, layer_of: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> Collective:
-    n, width = elements(node), values(node)[0].element_size()
+    n, width = elements(node), stand_ins_of(node)[0].element_size()
     layer = layer_of.get(node) or node.meta.get("unit", "")
     return Collective(position, collective_kind(node), layer, n, n * width, times, axis_of(node, groups))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from fzero._format import format_bytes
 from fzero._report import new_figure
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._phases import PHASES
@@ -15,7 +16,7 @@ from fzero.graph.planning._phases import PHASES
 if TYPE_CHECKING:
     from fzero.graph.planning._plan import Plan
 
-__all__ = ["details", "draw", "headline", "short", "size", "spans", "summary"]
+__all__ = ["details", "draw", "headline", "pass_spans", "short_path", "summary"]
 
 # A plan as text.
 
@@ -25,9 +26,11 @@ LABELED = ("gathered", "activations", "gradients", "buffers")  # the kinds whose
 
 def headline(plan: "Plan") -> str:
     """Return the line that gives the peak memory."""
-    parts = f"{size(plan.argument_bytes)} of arguments + {size(plan.added_bytes)}"
+    parts = f"{format_bytes(plan.argument_bytes)} of arguments + {format_bytes(plan.added_bytes)}"
     host = plan.peak_of("host")
-    return f"{plan.name}: peak {size(plan.peak_bytes)} = {parts}" + (f"; on the host {size(host)}" if host else "")
+    return f"{plan.name}: peak {format_bytes(plan.peak_bytes)} = {parts}" + (
+        f"; on the host {format_bytes(host)}" if host else ""
+    )
 
 
 def summary(plan: "Plan") -> str:
@@ -36,23 +39,27 @@ def summary(plan: "Plan") -> str:
     if plan.operations:
         operation = plan.operations[plan.peak_at]
         phase = operation.phase if operation.phase == "update" else f"{operation.phase} pass"
-        lines.append(f"alive at the peak, in the {phase} ({operation.target}, {short(operation.line) or 'no line'}):")
+        lines.append(
+            f"alive at the peak, in the {phase} ({operation.target}, {short_path(operation.line) or 'no line'}):"
+        )
         for kind, by_label in _live_at_peak(plan):
             label, most = by_label.most_common(1)[0]
-            largest = f", {size(most)} of it {label}" if kind in LABELED and label else ""
-            lines.append(f"  {size(sum(by_label.values())):>10}  {kind}{largest}")
+            largest = f", {format_bytes(most)} of it {label}" if kind in LABELED and label else ""
+            lines.append(f"  {format_bytes(sum(by_label.values())):>10}  {kind}{largest}")
     if plan.workspace_bytes:
-        lines.append(f"beside the peak: {size(plan.workspace_bytes)} workspace of matrix products")
+        lines.append(f"beside the peak: {format_bytes(plan.workspace_bytes)} workspace of matrix products")
     moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
     if count:
-        lines.append(f"{count} collectives move {size(moved)}:")
+        lines.append(f"{count} collectives move {format_bytes(moved)}:")
         lines += _group_lines(plan)
     if plan.messages:
         sent, bytes_ = sum([m.times for m in plan.messages]), sum([m.bytes * m.times for m in plan.messages])
-        lines.append(f"{sent} messages along {plan.messages[0].axis} send {size(bytes_)}")
+        lines.append(f"{sent} messages along {plan.messages[0].axis} send {format_bytes(bytes_)}")
     if plan.transfers:
         down, up = (sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device"))
-        lines.append(f"{len(plan.transfers)} transfers: {size(down)} to the host, {size(up)} to the device")
+        lines.append(
+            f"{len(plan.transfers)} transfers: {format_bytes(down)} to the host, {format_bytes(up)} to the device"
+        )
     rejected = f"; {len(plan.rejected)} other schedules were rejected" if plan.rejected else ""
     lines.append(f"{_work_text(plan)}{rejected}; details() lists all")
     return "\n".join(lines)
@@ -71,7 +78,7 @@ def _live_at_peak(plan: "Plan") -> Iterable[tuple[str, Counter[str]]]:
         by_label: Counter[str] = Counter()
         for r in alive:
             if r.kind == kind and r.space == "device":
-                by_label[short(r.label)] += r.bytes
+                by_label[short_path(r.label)] += r.bytes
         if sum(by_label.values()):
             yield kind, by_label
 
@@ -87,7 +94,7 @@ def _group_lines(plan: "Plan") -> list[str]:
     for (phase, kind), group in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         times, bytes_ = sum(c.times for c in group), sum(c.bytes * c.times for c in group)
         units = _fold([unit for c in group for unit in c.unit.split(" + ")])
-        lines.append(f"  {phase:<8}  {times:>4} x {kind:<14}  {size(bytes_):>10}  {units}")
+        lines.append(f"  {phase:<8}  {times:>4} x {kind:<14}  {format_bytes(bytes_):>10}  {units}")
     return lines
 
 
@@ -103,10 +110,10 @@ def _fold(units: list[str]) -> str:
 def details(plan: "Plan") -> str:
     """Return all details: live values at the peak by leaf and line, each collective in order, and the schedules."""
     moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
-    lines = [headline(plan), f"{_work_text(plan)}; {count} collectives move {size(moved)}"]
+    lines = [headline(plan), f"{_work_text(plan)}; {count} collectives move {format_bytes(moved)}"]
     lines.append("schedule: " + _settings_text(plan.settings))
     for settings, peak, time in plan.rejected:
-        lines.append(f"  rejected: {size(peak)}, {time:.3g} s with {_settings_text(settings)}")
+        lines.append(f"  rejected: {format_bytes(peak)}, {time:.3g} s with {_settings_text(settings)}")
     return "\n".join([*lines, "", *_peak_lines(plan), "", *_collective_lines(plan)])
 
 
@@ -115,11 +122,14 @@ def _peak_lines(plan: "Plan") -> list[str]:
         return []
     operation = plan.operations[plan.peak_at]
     lines = [
-        f"alive at the peak, in operation {plan.peak_at} ({operation.target}, {short(operation.line) or 'no line'}):"
+        f"alive at the peak, in operation {plan.peak_at} "
+        f"({operation.target}, {short_path(operation.line) or 'no line'}):"
     ]
     for kind, by_label in _live_at_peak(plan):
-        lines.append(f"  {size(sum(by_label.values())):>10}  {kind}")
-        lines += [f"  {'':>10}  {size(bytes_):>10}  {label}" for label, bytes_ in by_label.most_common(4) if bytes_]
+        lines.append(f"  {format_bytes(sum(by_label.values())):>10}  {kind}")
+        lines += [
+            f"  {'':>10}  {format_bytes(bytes_):>10}  {label}" for label, bytes_ in by_label.most_common(4) if bytes_
+        ]
         lines += [f"  {'':>10}  {'':>10}  and {len(by_label) - 4} more"] if len(by_label) > 4 else []
     return lines
 
@@ -133,24 +143,16 @@ def _collective_lines(plan: "Plan") -> list[str]:
         peak = max(plan.live[before : c.position + 1], default=0)
         times = f" ({c.times} times)" if c.times > 1 else ""
         lines.append(
-            f"{c.position:>9}  {c.kind:<14}  {size(c.bytes):>10}  {work:>12,.2f}  {size(peak):>11}  {c.unit}{times}"
+            f"{c.position:>9}  {c.kind:<14}  {format_bytes(c.bytes):>10}  {work:>12,.2f}  {format_bytes(peak):>11}  "
+            f"{c.unit}{times}"
         )
         before = c.position + 1
     work = sum(o.flops * o.times for o in plan.operations[before:]) / 1e9
     peak = max(plan.live[before:], default=0)
-    return [*lines, f"{len(plan.operations):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {size(peak):>11}"]
+    return [*lines, f"{len(plan.operations):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {format_bytes(peak):>11}"]
 
 
-def size(count: float) -> str:
-    """Format a number of bytes in a suitable unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000 or unit == "GB":
-            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def short(line: str) -> str:
+def short_path(line: str) -> str:
     """Shorten the path of a source line to its last two parts."""
     return os.sep.join(line.split(os.sep)[-2:]) if os.sep in line else line
 
@@ -175,7 +177,7 @@ def draw(plan: "Plan") -> Any:
     if offloads:
         _draw_memory(plan, rows[1], "host", [(t.kind, t.position) for t in plan.transfers])
     top = plan.peak_bytes / 1e6
-    for start, stop, name in spans(plan):
+    for start, stop, name in pass_spans(plan):
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
@@ -185,8 +187,8 @@ def draw(plan: "Plan") -> Any:
                 (start + stop) / 2, 1.13 * top, textwrap.fill(name, letters), ha="center", va="center", fontsize=9
             )
     rows[-1].set(xlabel="operation", xlim=(0, max(len(plan.operations) - 1, 1)))
-    on_host = f", {size(plan.peak_of('host'))} on the host" if offloads else ""
-    rows[0].set(title=f"{plan.name}: peak {size(plan.peak_bytes)}{on_host}")
+    on_host = f", {format_bytes(plan.peak_of('host'))} on the host" if offloads else ""
+    rows[0].set(title=f"{plan.name}: peak {format_bytes(plan.peak_bytes)}{on_host}")
     return figure
 
 
@@ -214,7 +216,7 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
+def pass_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
     """Yield the start, stop and name of each pass; updates between gradients belong to the backward pass."""
     names = [o.phase if o.times == 1 else f"{o.phase}, {o.times} times" for o in plan.operations]
     last = {name: i for i, name in enumerate(names)}

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
+from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero._torch import have_equal_strides
-from fzero.graph._ir import FUSED, nbytes, values
-from fzero.graph.planning._views import size
+from fzero.graph._ir import FUSED, nbytes, stand_ins_of
 from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
 from fzero.ranks import Mesh, gather_texts
 
@@ -134,8 +134,8 @@ def _shown(x: torch.Tensor) -> str:
 
 def _cost(code: Code) -> str:
     """Describe the memory cost of running a segment's operations one by one; "" if there is none."""
-    stored = nbytes(*[x for n in code.graph.nodes if n.meta.get(FUSED) for x in values(n)])
-    return f"{size(stored)} more than planned" if stored else ""
+    stored = nbytes(*[x for n in code.graph.nodes if n.meta.get(FUSED) for x in stand_ins_of(n)])
+    return f"{format_bytes(stored)} more than planned" if stored else ""
 
 
 def all_refusals(refusals: Mapping[str, Refusal], mesh: Mesh | None) -> dict[str, Refusal]:

@@ -18,8 +18,8 @@ from fzero.graph._ir import (
     is_reduction,
     is_wait,
     nbytes,
+    stand_ins_of,
     users_through_views,
-    values,
 )
 from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
 from fzero.graph._storages import is_move, on_host
@@ -67,7 +67,7 @@ def read_by_loops(group: Sequence[Node], small: AbstractSet[Node]) -> list[Node]
 
 
 def _is_small(node: Node) -> bool:
-    return bool(values(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in values(a))
+    return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
 
 
 # Cut: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
@@ -130,7 +130,7 @@ def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], small:
     arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
     """
     for i, j in _neighbours(groups, small):
-        written = {storage_id(x) for n in groups[i] if n.target is COPY for x in values(n)}
+        written = {storage_id(x) for n in groups[i] if n.target is COPY for x in stand_ins_of(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
             if not users or any(group_of.get(u) != j for u in users) or not _may_run_later(node, written, j, group_of):
@@ -157,17 +157,17 @@ def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> l
 
 def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: Mapping[Node, int]) -> bool:
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
-    if not (is_pointwise(node) or node.target in CASTS) or len(values(node)) != 1:
+    if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
         return False
     inputs = [source_of(a) for a in node.all_input_nodes]
-    if any(storage_id(x) in written for a in inputs for x in values(a)):
+    if any(storage_id(x) in written for a in inputs for x in stand_ins_of(a)):
         return False
     ends = [
         a
         for a in inputs
         if not is_input(a) and all(group_of.get(u, later) == later or u is node for u in users_through_views(a))
     ]
-    return nbytes(*[x for a in ends for x in values(a)]) <= nbytes(*values(node))
+    return nbytes(*[x for a in ends for x in stand_ins_of(a)]) <= nbytes(*stand_ins_of(node))
 
 
 def _scalar_group_of(
@@ -207,7 +207,7 @@ def _overwrites_unseen(node: Node, group: list[Node]) -> bool:
     if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])
-    read = [a for n in group for a in n.all_input_nodes if any(storage_id(x) == storage for x in values(a))]
+    read = [a for n in group for a in n.all_input_nodes if any(storage_id(x) == storage for x in stand_ins_of(a))]
     return not all(is_own_part(a) for a in read)
 
 

@@ -8,7 +8,7 @@ from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
-from fzero.graph._ir import copy_graph, is_input, results, values, views_and_users
+from fzero.graph._ir import copy_graph, is_input, results, stand_ins_of, views_and_users
 from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
@@ -212,14 +212,14 @@ def make_copies_async(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph
     Returns:
         A graph to run in its order; the graph itself if none of its arguments lies on such a device.
     """
-    if not any(values(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and values(n)):
+    if not any(stand_ins_of(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and stand_ins_of(n)):
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if loop := loop_of(node):
             set_body(node, make_copies_async(loop.body, kinds))
-        elif node.target is TO_HOST and values(node.all_input_nodes[0])[0].device.type in kinds:
+        elif node.target is TO_HOST and stand_ins_of(node.all_input_nodes[0])[0].device.type in kinds:
             _wait_before_use(graph, node, index)
     return graph
 

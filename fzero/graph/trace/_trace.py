@@ -21,10 +21,10 @@ from fzero.graph._ir import (
     nbytes,
     reorder,
     signature,
-    values,
+    stand_ins_of,
     views_and_users,
 )
-from fzero.graph.loop._trace import insert_loops
+from fzero.graph.loop._insert_loops import insert_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
 
 __all__ = ["TracedGraph", "trace", "without_round_trips"]
@@ -161,7 +161,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
     constants: dict[str, Any] = {}
     graph = gm.graph
     first = next(n for n in graph.nodes if not is_input(n))
-    example = next((x for n in graph.nodes for x in values(n) if n.op != "get_attr"), None)
+    example = next((x for n in graph.nodes for x in stand_ins_of(n) if n.op != "get_attr"), None)
     arguments: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         if node.op != "get_attr":

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._torch.levels import unwrap
-from fzero.graph._ir import aten, is_input, signature, values
+from fzero.graph._ir import aten, is_input, signature, stand_ins_of
 from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
 from fzero.graph.loop._scan import is_part
 
@@ -169,7 +169,7 @@ def without_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool
     Returns:
         Whether the writes were replaced. If not, the graph is unchanged.
     """
-    memory = {n: [_torch.storage_id(x) for x in values(n)] for n in graph.nodes if n.op != "output"}
+    memory = {n: [_torch.storage_id(x) for x in stand_ins_of(n)] for n in graph.nodes if n.op != "output"}
     written_memory = {s for node in writers for a in (node, *writers[node]) for s in memory[a]}
     replacements: dict[Node, _Replacement] = {}
     for n in memory:

@@ -186,10 +186,10 @@ def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
 
 def held(parts: Any) -> list[torch.Tensor]:
     """What waits for the backward pass, of each micro-batch in flight."""
-    from fzero.graph._ir import results, values
+    from fzero.graph._ir import results, stand_ins_of
 
     made = [(what, n) for part in parts for what, n in zip(part.outputs, results(part.graph), strict=True)]
-    return [values(n)[0] for what, n in made if isinstance(what, Residual)]
+    return [stand_ins_of(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
 def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
