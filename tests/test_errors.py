@@ -75,15 +75,15 @@ MAKING: dict[str, Row] = {
         ValueError,
         r"axis=\(\).*pass a batch that all ranks share without splitting it",
     ),
-    "no argument at params=": (
-        lambda: step_of(2, params=7)(*init(2), PIECES),
+    "no argument at param_argnums=": (
+        lambda: step_of(2, param_argnums=7)(*init(2), PIECES),
         ValueError,
-        r"params=\(7,\): the step was called with 3 positional arguments",
+        r"param_argnums=\(7,\): the step was called with 3 positional arguments",
     ),
-    "no result at params=": (
-        lambda: step_of(0, train_step=lambda p, s, x: (p, s), params=2)(PARAMS, (), {"w": X}),
+    "no result at param_argnums=": (
+        lambda: step_of(0, train_step=lambda p, s, x: (p, s), param_argnums=2)(PARAMS, (), {"w": X}),
         ValueError,
-        r"params=\(2,\): the step returned 2 results",
+        r"param_argnums=\(2,\): the step returned 2 results",
     ),
     "two axes of any size": (lambda: fzero.mesh(dp=-1, tp=-1), ValueError, r"dp and tp are -1: only one axis"),
     "an option for an axis": (

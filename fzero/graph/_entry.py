@@ -154,7 +154,7 @@ class Entry:
             return executable
         step, names = self.options.step, arguments.tensor_names
         check_recordable(self.best.graph, arguments, step.mesh, step.name)
-        params = {i for i, name in enumerate(names) if name.arg_index in step.params}
+        params = {i for i, name in enumerate(names) if name.arg_index in step.param_argnums}
         constants = range(len(names), len(names) + len(self.traced.constants))
         fixed = {*self.into.values(), *params, *constants}
         return RecordedStep(executable, fixed, {*self.into}, self.options.recordings)
@@ -270,13 +270,13 @@ def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], opti
 def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
     """Return labels of each distinct tensor for the plan: its path, kind, block and space."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
-    for p, x in enumerate(args if step.params else ()):
+    for p, x in enumerate(args if step.param_argnums else ()):
         has_per_rank = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
-        kinds[p] = "parameters" if p in step.params else "inputs" if has_per_rank else "optimizer state"
+        kinds[p] = "parameters" if p in step.param_argnums else "inputs" if has_per_rank else "optimizer state"
     names = arguments.tensor_names
     return [
         {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space(name, x)
-        for name, block, x in zip(names, blocks_of(names, step.params), arguments.tensors, strict=True)
+        for name, block, x in zip(names, blocks_of(names, step.param_argnums), arguments.tensors, strict=True)
     ]
 
 

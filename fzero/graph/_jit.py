@@ -327,6 +327,6 @@ class Jitted:
 
     def _log_donation(self, entry: Entry) -> None:
         if entry.positions:
-            params = self._options.step.params
+            params = self._options.step.param_argnums
             texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.positions]
             log.info("%s: the results take over the memory of %s", self, ", ".join(texts))

@@ -24,7 +24,7 @@ class TrainStep(Protocol):
         ...
 
     @property
-    def params(self) -> tuple[int, ...]:
+    def param_argnums(self) -> tuple[int, ...]:
         """The positions of the parameters among the arguments."""
         ...
 
@@ -50,7 +50,7 @@ class PlainStep:
     """Any function as a step: its results replace no argument, and it has a mesh only if `mesh.spmd` made it."""
 
     function: Callable[..., Any]
-    params: tuple[int, ...] = ()
+    param_argnums: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -154,12 +154,12 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
         if i >= len(args):
             hint = "" if args else ": a step, fzero.plan and step.plan take the arguments of train_step"
             raise ValueError(
-                f"params={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
+                f"param_argnums={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
             )
         if _is_state(args[i]):
             raise TypeError(
                 f"argument {i} (parameters) is the state of an optimizer, {_type_name(args[i])}: pass the arguments in "
-                "train_step's order; if parameters are not the first, use fzero.shard(..., params=1)"
+                "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
             )
         if isinstance(args[i], torch.nn.Module):
             raise TypeError(
@@ -225,8 +225,8 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
         label = f"result {i} is not like argument {i} (parameters)"
         if i >= len(results):
             raise ValueError(
-                f"params={tuple(positions)}: the step returned {len(results)} results; expected the new parameters at "
-                "the positions of the old ones"
+                f"param_argnums={tuple(positions)}: the step returned {len(results)} results; expected the new parameters "
+                "at the positions of the old ones"
             )
         # a step may have gathered its parameters itself: then compare them with the full parameters
         old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]

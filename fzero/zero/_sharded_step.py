@@ -49,7 +49,7 @@ class ShardedStep:
         mesh: the ranks.
         axis: the data-parallel axes. Losses are averaged and units sharded over them. The batch is split over them,
             except over a pipeline's axis.
-        params: the positions of the parameters among the arguments.
+        param_argnums: the positions of the parameters among the arguments.
         rules: the rules for layouts: the arguments `units`, `over` and `split` of `fzero.shard`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
     """
@@ -58,7 +58,7 @@ class ShardedStep:
     stage: int
     mesh: Mesh
     axis: tuple[str, ...]
-    params: tuple[int, ...]
+    param_argnums: tuple[int, ...]
     rules: LayoutRules = DEFAULT_RULES
     check: Literal["first"] | bool = "first"
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
@@ -105,7 +105,7 @@ class ShardedStep:
         if is_tracing():
             return self._run(*args, **kwargs)
         with UserFrames():
-            if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
+            if any(x.is_meta for i in self.param_argnums for x in tree.tensors(args[i : i + 1])):
                 raise ValueError(
                     "the parameters are on the meta device, which only fzero.plan supports: give step.init the module "
                     "itself, or a function that makes the parameters"
@@ -116,8 +116,8 @@ class ShardedStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
-        check_params(args, self.params, self.stage, self.layout.shards_params, self.rules)
-        args = tuple([tree.map(as_value, x) if i in self.params else x for i, x in enumerate(args)])
+        check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules)
+        args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class ShardedStep:
         """
         results = out if isinstance(out, tuple) else (out,)
         return tuple(
-            [i for i, x in enumerate(args) if i in self.params or (i < len(results) and is_like(x, results[i]))]
+            [i for i, x in enumerate(args) if i in self.param_argnums or (i < len(results) and is_like(x, results[i]))]
         )
 
     def _should_check(self) -> bool:
@@ -164,16 +164,16 @@ class ShardedStep:
         """
         if not self.layout.shards_within_step:  # parameters keep their layout within the step
             out = self.train_step(*args, **kwargs)
-            check_results(args, out, self.params)
+            check_results(args, out, self.param_argnums)
             return out
-        sharded = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
+        sharded = [partition(x, reduce=self.layout.grads) if i in self.param_argnums else x for i, x in enumerate(args)]
         out = self.train_step(*sharded, **kwargs)
-        check_unwritten(sharded, self.params)
-        check_results(sharded, out, self.params)
+        check_unwritten(sharded, self.param_argnums)
+        check_results(sharded, out, self.param_argnums)
         del sharded  # free the old shards before gathering the new parameters
         if not isinstance(out, tuple):
             return replicate(out)
-        full = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
+        full = [replicate(x) if i in self.param_argnums else x for i, x in enumerate(out)]
         return type(out)(*full) if hasattr(out, "_fields") else tuple(full)
 
     @api_boundary
@@ -376,7 +376,7 @@ def shard(
     stage: int,
     mesh: Mesh | None = None,
     axis: AxisName = None,
-    params: int | Sequence[int] = 0,
+    param_argnums: int | Sequence[int] = 0,
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
@@ -395,8 +395,8 @@ def shard(
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
         axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
             gradients are averaged over them, and units are sharded over them.
-        params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
-            the same positions are gathered.
+        param_argnums: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results
+            at the same positions are gathered.
         units: a rule `(path, leaf) -> unit name`: leaves with one name are gathered together. The name `None` keeps a
             leaf replicated. By default each repeated block is a unit, and so is each other top-level child.
         over: the axes, among `axis`, over which units are sharded, or a rule `(path, leaf) -> axes`; by default all.
@@ -445,8 +445,8 @@ def shard(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)
-    positions = (params,) if isinstance(params, int | str) else tuple(params)
-    are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
-    if not are_indices or not positions or len(set(positions)) < len(positions):
-        raise ValueError(f"params={params!r}: expected distinct positions of arguments, counted from 0")
-    return ShardedStep(train_step, check_stage(stage), mesh, names, positions, layout_rules(units, over, split), check)
+    argnums = (param_argnums,) if isinstance(param_argnums, int | str) else tuple(param_argnums)
+    are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in argnums)
+    if not are_indices or not argnums or len(set(argnums)) < len(argnums):
+        raise ValueError(f"param_argnums={param_argnums!r}: expected distinct positions of arguments, counted from 0")
+    return ShardedStep(train_step, check_stage(stage), mesh, names, argnums, layout_rules(units, over, split), check)

@@ -25,10 +25,10 @@ def test_units_are_sharded_over_axes_of_the_step_only(over):
         step.init(mlp_params(), optim.sgd(0.1))
 
 
-@pytest.mark.parametrize("params", [True, "0", [], (0, 0), -1, (0, 1.5)])
-def test_positions_of_parameters_are_different_ints(params):
+@pytest.mark.parametrize("argnums", [True, "0", [], (0, 0), -1, (0, 1.5)])
+def test_positions_of_parameters_are_different_ints(argnums):
     with pytest.raises(ValueError, match="expected distinct positions of arguments"):
-        fzero.shard(nothing, stage=0, mesh=fzero.mesh(dp=2), params=params)
+        fzero.shard(nothing, stage=0, mesh=fzero.mesh(dp=2), param_argnums=argnums)
 
 
 class Lookahead:

@@ -75,7 +75,7 @@ def test_ema_of_parameters_in_the_optimizer_state():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_gan_with_two_parameter_trees(stage, n):
-    """params=(0, 1): each network's gradient, with the other as a boxed, undifferentiated argument."""
+    """param_argnums=(0, 1): each network's gradient, with the other as a boxed, undifferentiated argument."""
     g_params = {"layers": [{"w": mlp_params(seed=1)["blocks"][0]["w"]}], "b": torch.zeros(7).double()}
     d_params = {"layers": [{"w": mlp_params(seed=2)["head"][0]}], "b": torch.ones(3).double()}
     opt = optim.adam(1e-2, eps=1e-3)
@@ -102,7 +102,7 @@ def test_gan_with_two_parameter_trees(stage, n):
         return g, d, g_state, d_state, loss_d, loss_g, both, global_norm(grads_d)
 
     mesh = fzero.mesh(dp=n)
-    step = fzero.shard(train_step, stage=stage, mesh=mesh, params=(0, 1))
+    step = fzero.shard(train_step, stage=stage, mesh=mesh, param_argnums=(0, 1))
     (g, g_state), (d, d_state) = step.init(g_params, opt), step.init(d_params, opt)
     out, ref = (g, d, g_state, d_state), (g_params, d_params, opt.init(g_params), opt.init(d_params))
     for batch in BATCHES:
