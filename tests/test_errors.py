@@ -545,10 +545,10 @@ LAYOUTS: dict[str, Row] = {
     ),
     "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
     "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
-    "reduce= of partition": (
-        lambda: spmd(lambda p: fzero.partition(p, reduce="twice"), PARAMS),
+    "reduce_grads= of partition": (
+        lambda: spmd(lambda p: fzero.partition(p, reduce_grads="twice"), PARAMS),
         ValueError,
-        r"reduce='twice': expected \"each\" or \"once\"",
+        r"reduce_grads='twice': expected \"each\" or \"once\"",
     ),
     "gather of part of a unit": (
         lambda: step_of(3).gather({"bias": BOXES["a"]["b"]}),

@@ -210,7 +210,7 @@ class Shard(_ShardedLeaf):
 
     def describe(self) -> str:
         """Return a text that distinguishes this shard from others, for messages."""
-        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduced}"
+        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduce_grads}"
 
     def __reduce__(self) -> Any:
         return _restore_shard, (self.data, self.spec)

@@ -87,7 +87,7 @@ class SpecInfo(NamedTuple):
     item_shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
-    reduced: str
+    reduce_grads: str
     split: tuple[Split, ...]
     ranks: int
     split_ranks: int
@@ -106,7 +106,7 @@ class Spec:
         paths: the path of each leaf, for messages.
         shapes: the shape of each leaf on a rank that has gathered the unit.
         dtype: the dtype of the parameters. Other trees of their layout, such as moments, may have another dtype.
-        reduced: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
+        reduce_grads: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves: tensor or expert parallelism.
         order: all axes of `mesh` and `split`, in the order of the rank program's mesh: it fixes the rank of each shard.
         cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
@@ -120,7 +120,7 @@ class Spec:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    reduced: str = "each"
+    reduce_grads: str = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
     cast: tuple[torch.dtype, torch.dtype] | None = None
@@ -150,7 +150,7 @@ class Spec:
             item_shapes=self.item_shapes,
             offsets=self.offsets,
             dtype=self.dtype,
-            reduced=self.reduced,
+            reduce_grads=self.reduce_grads,
             split=self.split,
             ranks=self.ranks,
             split_ranks=self.split_ranks,
@@ -235,12 +235,12 @@ def intern_parts(
     paths: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
-    reduced: str,
+    reduce_grads: str,
     split: tuple[Split, ...],
     bound: tuple[str, ...],
 ) -> int:
     """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduced, split), bound))
+    return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduce_grads, split), bound))
 
 
 def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
@@ -248,9 +248,9 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 
 @assume_constant_result
-def on_mesh(spec_id: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tuple[str, ...]) -> int:
+def on_mesh(spec_id: int, mesh: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(replace(spec_of(spec_id), mesh=mesh, reduced=reduced), bound))
+    return intern(_ordered(replace(spec_of(spec_id), mesh=mesh, reduce_grads=reduce_grads), bound))
 
 
 @assume_constant_result

@@ -193,7 +193,7 @@ def assign_units(
     params: Tree,
     axes: Sequence[Axis],
     rules: LayoutRules | None = None,
-    reduced: str = "each",
+    reduce_grads: str = "each",
     rest: str | None = None,
 ) -> UnitAssignment:
     """Assign the leaves of a tree to units that will be sharded over `axes`.
@@ -224,7 +224,7 @@ def assign_units(
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
-    units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
+    units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduce_grads) for key, at in members.items()}
     owners = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, owners, strict=True)]
     return UnitAssignment(entries, list(units.values()), structure)
@@ -319,7 +319,7 @@ def _unit(
     positions: list[int],
     split: Any,
     stacks: Mapping[str, StackedList],
-    reduced: str,
+    reduce_grads: str,
 ) -> FullUnit:
     parts = [leaves[i] for i in positions]
     for name in key.split:
@@ -330,7 +330,7 @@ def _unit(
         tuple([paths[i] for i in positions]),
         tuple([tuple([int(d) for d in x.shape]) for x in parts]),
         key.dtype,
-        reduced,
+        reduce_grads,
         tuple(
             [
                 Split(name, bound_axis(name).size, tuple([split[i][name] for i in positions]), stacks.get(name))

@@ -238,7 +238,7 @@ def _of_shard(
     copy_axes = [a for a in axes if a.name not in spec_info(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
     dtype, reduce_spec = _grad_dtype(box.data.dtype, precision), _reduce_spec(spec_id, precision)
-    if micro_batches > 1 and spec_info(spec_id).reduced == "once":
+    if micro_batches > 1 and spec_info(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         return ShardGroup(members, leaves, [dtype] * len(leaves), copy_axes, reduce_spec, spec_id, None, "full")
     data, form = box.data.to(dtype), "shard" if gather else "box"

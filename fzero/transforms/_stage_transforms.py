@@ -61,7 +61,7 @@ def partition(
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
-    reduce: str = "each",
+    reduce_grads: str = "each",
 ) -> Any:
     """Partition a replicated tree into this rank's shards, one per unit.
 
@@ -79,8 +79,8 @@ def partition(
             are replicated along the remaining axes.
         split: a rule `(path, leaf) -> {axis: dimension}` for tensor and expert parallelism: each rank along another
             axis holds its own part of the leaf. A split leaf's unit is not sharded over that axis.
-        reduce: when `value_and_grad(micro_batches=k)` reduces gradients: after "each" micro-batch, into shards (stages
-            2 and 3), or "once", after the last micro-batch (stage 1).
+        reduce_grads: when `value_and_grad(micro_batches=k)` reduces gradients: after "each" micro-batch, into shards
+            (stages 2 and 3), or "once", after the last micro-batch (stage 1).
 
     Returns:
         The same tree with a `Shard` in place of each unit's first leaf and a `Slot` in place of its other leaves.
@@ -88,7 +88,7 @@ def partition(
 
     Raises:
         TypeError: if `units` or `split` is not a rule, or `over` is neither a rule nor names of axes.
-        ValueError: if an axis is not bound, or `reduce` is neither "each" nor "once". Also if `params` is sharded
+        ValueError: if an axis is not bound, or `reduce_grads` is neither "each" nor "once". Also if `params` is sharded
             already, or a leaf cannot be split in equal parts; the message names the leaf.
 
     Example:
@@ -97,8 +97,8 @@ def partition(
         >>> fzero.mesh(dp=4).spmd(fzero.transforms.partition)(params)
         {'w': Shard('w', float32 [2, 2], 1 of 4 elements, dp=4), 'b': Shard('b', float32 [3], 1 of 3 elements, dp=4)}
     """
-    if reduce not in ("each", "once"):
-        raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
+    if reduce_grads not in ("each", "once"):
+        raise ValueError(f'reduce_grads={reduce_grads!r}: expected "each" or "once"')
     if not bound_axes():
         return params
     axes = resolve_axes(axis)
@@ -106,7 +106,7 @@ def partition(
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
     rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
-    assignment = assign_units(_shard_further(params, axes, rules, reduce), axes, rules, reduce)
+    assignment = assign_units(_shard_further(params, axes, rules, reduce_grads), axes, rules, reduce_grads)
     return assignment.with_shards([_own_shard(unit.spec_id, unit.leaves) for unit in assignment.units])
 
 
@@ -115,7 +115,7 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     return Shard(data, spec_id, origin=tuple(leaves))
 
 
-def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
+def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce_grads: str) -> Any:
     """Shard a tree's boxed units, which no axis shards yet."""
 
     def shard_unit(unit: ShardedUnit) -> Shard:
@@ -125,7 +125,7 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
         if not over:
             return unit.shard
         mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
-        return _own_shard(on_mesh(unit.spec_id, mesh, reduced, axis_names()), unpack(spec, unit.shard.data))
+        return _own_shard(on_mesh(unit.spec_id, mesh, reduce_grads, axis_names()), unpack(spec, unit.shard.data))
 
     return map_units(shard_unit, params)
 

@@ -197,8 +197,8 @@ def value_and_grad(
         axis: the axes that the mean is over; `None` for the axes of the running step.
         micro_batches: k. The batch arguments are split into k equal parts along dimension 0. The parts are
             differentiated one after the other, and gradients accumulate. Full gradients accumulate until the last
-            micro-batch for boxes partitioned with `reduce="once"` (stage 1) and for replicated trees (stage 0). For all
-            other boxes, shards accumulate. `aux` gets a leading dimension [k] if k > 1.
+            micro-batch for boxes partitioned with `reduce_grads="once"` (stage 1) and for replicated trees (stage 0).
+            For all other boxes, shards accumulate. `aux` gets a leading dimension [k] if k > 1.
         batch_argnums: the position, or positions, of the arguments to split. By default it is the only argument that
             holds tensors and no parameters, and is not differentiated or is `PerRank`.
         gather: whether `f` receives full leaves. If not, it receives the boxes, and gathers each box where it uses it,

@@ -225,8 +225,8 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
         label = f"result {i} is not like argument {i} (parameters)"
         if i >= len(results):
             raise ValueError(
-                f"param_argnums={tuple(positions)}: the step returned {len(results)} results; expected the new parameters "
-                "at the positions of the old ones"
+                f"param_argnums={tuple(positions)}: the step returned {len(results)} results; expected the new "
+                "parameters at the positions of the old ones"
             )
         # a step may have gathered its parameters itself: then compare them with the full parameters
         old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]

@@ -166,7 +166,9 @@ class ShardedStep:
             out = self.train_step(*args, **kwargs)
             check_results(args, out, self.param_argnums)
             return out
-        sharded = [partition(x, reduce=self.layout.grads) if i in self.param_argnums else x for i, x in enumerate(args)]
+        sharded = [
+            partition(x, reduce_grads=self.layout.grads) if i in self.param_argnums else x for i, x in enumerate(args)
+        ]
         out = self.train_step(*sharded, **kwargs)
         check_unwritten(sharded, self.param_argnums)
         check_results(sharded, out, self.param_argnums)
@@ -264,12 +266,12 @@ class ShardedStep:
         Between steps of stages 0 to 2 only split leaves are in boxes, over no axis.
         """
         sharded = self.layout.shards_params
-        between = partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
+        between = partition(params, None if sharded else (), reduce_grads=self.layout.grads if sharded else "each")
         return between, self._partition_within(between)
 
     def _partition_within(self, params: Any) -> Any:
         """Partition parameters as they are within a step, and as the optimizer's state is."""
-        return partition(params, reduce=self.layout.grads) if self.layout.shards_within_step else params
+        return partition(params, reduce_grads=self.layout.grads) if self.layout.shards_within_step else params
 
     def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
         """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters."""

@@ -243,7 +243,7 @@ def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.ranks
     for stage, k in itertools.product(range(4), (1, 2)):
 
         def program(params: Any, x: torch.Tensor, stage: int = stage, k: int = k) -> Any:
-            boxes = params if stage == 0 else fzero.partition(params, reduce="once" if stage == 1 else "each")
+            boxes = params if stage == 0 else fzero.partition(params, reduce_grads="once" if stage == 1 else "each")
             boxes = tree.map(torch.clone, boxes) if stage == 3 else boxes
             _value, grads = fzero.value_and_grad(loss, micro_batches=k)(boxes, x)
             return fzero.gather(grads)

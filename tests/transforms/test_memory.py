@@ -34,13 +34,13 @@ def gradient_peaks() -> dict[tuple[str, int], float]:
     """In units, above the inputs: partition and value_and_grad, by when gradients are reduced, and micro-batches."""
     params, batch = inputs()
     peaks = {}
-    for reduce, k in itertools.product(("once", "each"), (1, 4)):
+    for reduce_grads, k in itertools.product(("once", "each"), (1, 4)):
         grad = fzero.mesh(dp=N).spmd(
-            lambda p, x, reduce=reduce, k=k: fzero.value_and_grad(loss, micro_batches=k)(
-                fzero.partition(p, reduce=reduce), x
+            lambda p, x, reduce_grads=reduce_grads, k=k: fzero.value_and_grad(loss, micro_batches=k)(
+                fzero.partition(p, reduce_grads=reduce_grads), x
             )
         )
-        peaks[reduce, k] = peak_bytes(lambda grad=grad: grad(params, batch)) / UNIT
+        peaks[reduce_grads, k] = peak_bytes(lambda grad=grad: grad(params, batch)) / UNIT
     return peaks
 
 
