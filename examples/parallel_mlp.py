@@ -36,7 +36,7 @@ def loss_fn(params: Any, batch: Any) -> torch.Tensor:
 
 
 def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-    """Say which leaves "tp" cuts, and along which dimension: up by columns, down by rows."""
+    """Say which leaves "tp" splits, and along which dimension: up by columns, down by rows."""
     dims = {"up": 1, "hidden": 0, "down": 0}
     name = path.split(".")[-1]
     return {"tp": dims[name]} if name in dims else None
@@ -74,7 +74,7 @@ def main() -> None:
 
     dense = mesh.device_put(init())
     dense_state = opt.init(dense)
-    params, opt_state = step.init(dense, opt)  # whole leaves in
+    params, opt_state = step.init(dense, opt)  # full leaves in
     say(f"{mesh!r}, stage {args.stage}; block 0 on a rank: {params['blocks'][0]['up']!r}")
     for i in range(args.steps):
         n = 4 * dict(mesh.shape)["dp"]
@@ -83,8 +83,8 @@ def main() -> None:
         dense, dense_state, dense_loss = train_step(dense, dense_state, batch)
         say(f"step {i + 1:>3}: loss {loss:.12f}, dense and unsharded {dense_loss:.12f}")
 
-    whole = step.gather(params)  # whole leaves again; on all ranks, since it is a collective
-    pairs = zip(fzero.tree.tensors(whole), fzero.tree.tensors(dense), strict=True)
+    full = step.gather(params)  # full leaves again; on all ranks, since it is a collective
+    pairs = zip(fzero.tree.tensors(full), fzero.tree.tensors(dense), strict=True)
     apart = max((x - y).abs().max().item() for x, y in pairs)
     held, all_ = step.state_bytes(params, opt_state), sum(x.nbytes for x in fzero.tree.tensors((dense, dense_state)))
     say(f"a rank holds {held:,} bytes of {all_:,}; largest difference of a parameter from dense training: {apart:.1e}")

@@ -3,7 +3,7 @@
     python examples/zero_by_hand.py
 
 Data-parallel training keeps the same parameters, gradients and optimizer state on every rank. ZeRO sees that a rank
-needs the whole parameters only for the forward and backward pass: for the update, 1/N of everything is enough.
+needs the full parameters only for the forward and backward pass: for the update, 1/N of everything is enough.
 
 Sent in a step: ordinary data parallelism sums the gradients by an all_reduce, which is a reduce_scatter and then an
 all_gather. ZeRO-2 puts the update between the two: the same traffic, with 1/N of the moments and of the work on them.
@@ -40,14 +40,14 @@ def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch
 
 
 def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tensor]:
-    # `params` is whole and the same on every rank. `batch` is this rank's part. `opt_state` is 1/N of Adam's moments.
+    # `params` is full and the same on every rank. `batch` is this rank's part. `opt_state` is 1/N of Adam's moments.
 
-    # 1. partition: cut the parameters in units (here each block, and the head), and each unit, padded to a multiple of
-    # N, in N equal shards; keep our own. Nothing is sent.
+    # 1. partition: divide the parameters into units (here each block, and the head), and each unit, padded to a
+    #    multiple of N, into N equal shards; keep our own. Nothing is sent.
     shards = fzero.partition(params)
 
-    # 2. Plain torch.func on whole parameters: each rank has another gradient, because it has another part of the batch.
-    #    This gather sends nothing: shards remember the whole they were just cut from, until something changes them.
+    # 2. Plain torch.func on full parameters: each rank has another gradient, because it has another part of the batch.
+    #    This gather sends nothing: shards keep the full leaves that they come from, until something changes them.
     grads, loss = torch.func.grad_and_value(loss_fn)(fzero.gather(shards), batch)
 
     # 3. reduce_scatter: add the gradients of all ranks, and keep our own shard of the sum. With / N it is the mean.
@@ -60,12 +60,12 @@ def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tens
     # 4. step: update our shard of the parameters with our shard of the gradients and of the moments.
     shards, opt_state = fzero.transforms.step(opt)(shards, grads, opt_state)
 
-    # 5. gather: put the new shards together, so that every rank has the whole parameters for the next step.
+    # 5. gather: put the new shards together, so that every rank has the full parameters for the next step.
     return fzero.gather(shards), opt_state, fzero.collectives.pmean(loss)
 
 
 def init(params: Any) -> Any:
-    # Moments of a shard: the optimizer never sees whole parameters.
+    # Moments of a shard: the optimizer never sees full parameters.
     return opt.init(fzero.partition(params))
 
 
@@ -98,8 +98,8 @@ def main() -> None:
     print("\nWhat a step sends, for each unit, padding included; the metric is the loss, an all_reduce counted twice:")
     print(log)
     print("\nA unit's moments on one rank:", by_hand_state.mu["blocks"][0]["w"])
-    whole = sum(x.numel() * x.element_size() for x in fzero.tree.tensors(unsharded_state))
-    print(f"Bytes of optimizer state on one rank: {whole:,} unsharded, {step.state_bytes(by_hand_state):,} by ZeRO-2")
+    full = sum(x.numel() * x.element_size() for x in fzero.tree.tensors(unsharded_state))
+    print(f"Bytes of optimizer state on one rank: {full:,} unsharded, {step.state_bytes(by_hand_state):,} by ZeRO-2")
 
 
 if __name__ == "__main__":

@@ -412,14 +412,14 @@ class Mesh:
 
         Args:
             program: the function that each rank runs. A `PerRank` argument arrives without its box, a `Shard` holds the
-                rank's own piece, and a plain tensor is the same on all ranks.
+                rank's own shard, and a plain tensor is the same on all ranks.
 
         Returns:
             A function of the same arguments. A result that differs by rank must be in a `PerRank` or a `Shard`. A plain
             result must be replicated; a simulation checks this.
 
         Raises:
-            ValueError: when called, if a plain result differs by rank (simulation), or a box does not have N pieces.
+            ValueError: when called, if a plain result differs by rank (simulation), or a box lacks a row for a rank.
 
         Example:
             >>> import fzero
