@@ -28,9 +28,9 @@ class Arena(TorchDispatchMode):
         self.space: dict[int, str] = {}
         self.peak = {"device": 0, "host": 0}
         for x in tree.flatten(given, is_box)[0]:
-            parts = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", x)]
-            for space, part in parts:
-                for t in tree.flatten(part)[0]:
+            pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", x)]
+            for space, piece in pieces:
+                for t in tree.flatten(piece)[0]:
                     if isinstance(t, torch.Tensor):
                         self._hold(t, space if t.dim() or space == "host" else None)
         self._count()

@@ -142,8 +142,8 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
         if isinstance(x, torch.Tensor):
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
-            parts = [next(boxed_tensors) for _ in x.parts]
-            entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.spec_id, parts)
+            pieces = [next(boxed_tensors) for _ in x.pieces]
+            entries[i] = x if all(a is b for a, b in zip(pieces, x.pieces, strict=True)) else box_of(x.spec_id, pieces)
         elif isinstance(x, PerRank):
             leaves, value_structure = tree.flatten(x.value)
             entries[i] = PerRank(
@@ -159,7 +159,7 @@ def _is_tensor(x: Any) -> bool:
 def _box_tensors(entry: Any) -> list[torch.Tensor]:
     """List the tensors in a box."""
     if isinstance(entry, Shard):
-        return list(entry.parts)
+        return list(entry.pieces)
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
 
 

@@ -183,21 +183,21 @@ class BoxMemory:
     """A value in a box: one rank's, or all ranks' in a simulation.
 
     Attributes:
-        parts: tensors `[rows, k]`, or `[rows, ...]` of a `PerRank` value. A shard in two pieces has two, in order.
+        pieces: tensors `[rows, k]`, or `[rows, ...]` of a `PerRank` value. A shard in two pieces has two, in order.
         axes: the axes along which the rows differ, in mesh order; empty if the rank is a process.
     """
 
-    parts: tuple[torch.Tensor, ...]
+    pieces: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
     def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
         """Yield where a rank's piece lies: in one tensor, or perhaps in both tensors of a shard in two pieces."""
         row = sharded_tree.index(self.axes, rank)
-        if len(self.parts) == 1:
-            yield LocalPiece(piece, self.parts[0][row], piece.offset)
+        if len(self.pieces) == 1:
+            yield LocalPiece(piece, self.pieces[0][row], piece.offset)
             return
         first, (block, start, _) = 0, piece.range
-        for x in self.parts:
+        for x in self.pieces:
             a, b = max(piece.offset, first), min(piece.offset + piece.numel, first + x.shape[-1])
             if a < b:
                 block_range = BlockRange(block, start + a - piece.offset, start + b - piece.offset)
@@ -206,7 +206,7 @@ class BoxMemory:
 
     def tensors(self) -> list[torch.Tensor]:
         """List the tensors of the box."""
-        return list(self.parts)
+        return list(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class _LocalTreeBuilder:
                 f"{self.label} has only part of unit {spec.unit!r}, without leaf {missing[0]!r}: give the whole unit"
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
-        memory = BoxMemory(tuple([x if axes else x[None] for x in shard.parts]), axes)
+        memory = BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
         parts = parts_of(self.label, spec, members)
         numbers = [self._add_members(part, shard.dtype) for part in parts]
         numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}

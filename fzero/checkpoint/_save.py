@@ -150,11 +150,11 @@ def start_save(
     channel = agree("save", prepare, nonce, mesh, timeout)
     local = results.pop()
     _check_equal(local, mesh)
-    pieces = {rank: _memory(local, rank) for rank in local.ranks}
+    ranges = {rank: _ranges_to_write(local, rank) for rank in local.ranks}
     if background:  # a rank without enough memory must not leave the others waiting
-        pieces = all_or_none("save", lambda: _stage(pieces, staging), mesh)
+        ranges = all_or_none("save", lambda: _stage(ranges, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
-    write_all = functools.partial(_write_all, files, local.tree, pieces, channel, on_commit)
+    write_all = functools.partial(_write_all, files, local.tree, ranges, channel, on_commit)
     return SaveHandle(files.path, write_all, background)
 
 
@@ -199,27 +199,27 @@ def _check_room(files: Files, local: LocalTree) -> None:
         raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
 
 
-_Part = tuple[torch.Tensor, int, int]  # a tensor, and the range of its elements
+_TensorRange = tuple[torch.Tensor, int, int]  # a tensor, and the range of its elements
 
 
-def _memory(local: LocalTree, rank: int) -> list[_Part]:
-    """List the parts that a rank writes, in file order."""
+def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
+    """List the ranges of tensors that a rank writes, in file order."""
     # `owned_pieces` gives where each piece begins in its tensor
     return [(x.detach(), at, at + piece.numel) for piece, x, at in local.owned_pieces(rank)]
 
 
-def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
-    """Copy the parts into the staging buffer."""
-    sizes = [(stop - start) * x.element_size() for parts in pieces.values() for x, start, stop in parts]
+def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
+    """Copy the ranges into the staging buffer."""
+    sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
     buffer, at = staging.room(sum(sizes)), 0
-    copies: dict[int, list[_Part]] = {}
-    for rank, parts in pieces.items():
+    copies: dict[int, list[_TensorRange]] = {}
+    for rank, rows in ranges.items():
         copies[rank] = []
-        for x, start, stop in parts:
+        for x, start, stop in rows:
             first = at
-            for part in view_or_chunks(x, start, stop):
-                buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
-                at += part.nbytes
+            for chunk in view_or_chunks(x, start, stop):
+                buffer[at : at + chunk.nbytes].copy_(chunk.view(torch.uint8), non_blocking=True)
+                at += chunk.nbytes
             copies[rank].append((buffer, first, at))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # waits for the copies from the GPU
@@ -229,15 +229,15 @@ def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_
 def _write_all(
     files: Files,
     tree: ShardedTree,
-    pieces: dict[int, list[_Part]],
+    ranges: dict[int, list[_TensorRange]],
     channel: StoreChannel,
     on_commit: Callable[[], None],
 ) -> None:
     """Write this process's files. Rank 0 then commits the files of all ranks."""
-    names = {rank: data_name(channel.nonce, rank, tree.ranks) for rank in pieces}
+    names = {rank: data_name(channel.nonce, rank, tree.ranks) for rank in ranges}
 
     def write() -> dict[int, File]:
-        return {rank: _write(files, names[rank], header(tree, rank), parts) for rank, parts in pieces.items()}
+        return {rank: _write(files, names[rank], header(tree, rank), rows) for rank, rows in ranges.items()}
 
     def commit(written: dict[int, File]) -> None:
         manifest = Manifest.of(channel.nonce, tree, [written[r] for r in range(tree.ranks)])
@@ -283,13 +283,13 @@ def _is_data_file(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
-def _write(files: Files, name: str, head: bytes, parts: Sequence[_Part]) -> File:
+def _write(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
     """Write a file, and compute the checksum of each block."""
     size, sums = 0, list[str]()
 
     def blocks() -> Iterator[list[memoryview]]:
         nonlocal size
-        for block in _in_blocks(head, parts):
+        for block in _in_blocks(head, ranges):
             sums.append(sum_of(block))
             size += sum(len(view) for view in block)
             yield block
@@ -298,13 +298,13 @@ def _write(files: Files, name: str, head: bytes, parts: Sequence[_Part]) -> File
     return File(size, "".join(sums))
 
 
-def _in_blocks(head: bytes, parts: Sequence[_Part]) -> Iterator[list[memoryview]]:
+def _in_blocks(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
     """Yield the bytes of a file in blocks of `BLOCK` bytes; the last one may be shorter."""
     block, space = list[memoryview](), BLOCK
 
     def views() -> Iterator[memoryview]:
         yield memoryview(head)
-        for x, start, stop in parts:
+        for x, start, stop in ranges:
             yield from chunks(x, start, stop)
 
     for view in views():

@@ -76,7 +76,7 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree
             spec_id = intern(_spec_on_mesh(x.spec, sizes))
             if isinstance(x, Slot):
                 return Slot(spec_id, x.index)
-            like = x.parts[0]
+            like = x.pieces[0]
             return box_of(spec_id, [like.new_empty(p.stop - p.start, device="meta") for p in spec_of(spec_id).pieces])
         return metas[id(x)] if isinstance(x, torch.Tensor) else x
 

@@ -182,7 +182,7 @@ def _dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; None if it is no tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
         return spec_info(x.spec_id).dtype
-    data = x.parts[0] if isinstance(x, Shard) else x
+    data = x.pieces[0] if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 
 

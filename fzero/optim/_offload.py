@@ -172,7 +172,7 @@ def _update_in_pieces(
     leaves_only = plan.has_host_params(params)
     if pair.precision is None or params is None:
         return plan.from_pieces(
-            updates, lambda i, u: [plan.piece_to_device(*x) for x in zip(spaces(u), u.parts, strict=True)], leaves_only
+            updates, lambda i, u: [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)], leaves_only
         ), state
     masters = plan.entries(find_state(state, MasterState).master)
     narrow = plan.entries(plan.to_pieces(params, lambda x: x))
@@ -180,10 +180,10 @@ def _update_in_pieces(
     def to_device_pieces(i: int, u: Shard) -> list[torch.Tensor]:
         """Move new parameters, which are rounded masters, instead of updates, which are wider."""
         if masters[i] is None:
-            return [plan.piece_to_device(*x) for x in zip(spaces(u), u.parts, strict=True)]
+            return [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)]
         return [
             difference(p, to_device(rounded(m, p.dtype), plan.device), m.dtype) if space == "host" else x
-            for space, x, p, m in zip(spaces(u), u.parts, narrow[i].parts, masters[i].parts, strict=True)
+            for space, x, p, m in zip(spaces(u), u.pieces, narrow[i].pieces, masters[i].pieces, strict=True)
         ]
 
     return plan.from_pieces(updates, to_device_pieces, leaves_only), state

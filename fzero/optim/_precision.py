@@ -89,7 +89,7 @@ class Precision:
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
                 empty = torch.empty(0, dtype=spec_info(x.spec_id).dtype, device="meta")
-                entries[i] = box_of(x.spec_id, [empty] * len(x.parts))
+                entries[i] = box_of(x.spec_id, [empty] * len(x.pieces))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in empty_leaves:
                     empty_leaves[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")

@@ -174,19 +174,19 @@ class Shard(_ShardedLeaf):
         return self._origin.leaves
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def pieces(self) -> tuple[Any, ...]:
         """The tensor of each of its spec's pieces: usually one, `data`."""
         return self.data if len(spec_info(self.spec_id).pieces) > 1 else (self.data,)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements. A moment's dtype may differ from its parameter's."""
-        return self.parts[0].dtype
+        return self.pieces[0].dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the elements; for a shard of two pieces, the device of the first piece."""
-        return self.parts[0].device
+        return self.pieces[0].device
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -293,16 +293,16 @@ def _restore_shard(data: Any, spec: Spec) -> Shard:
     return Shard(data, intern(spec))
 
 
-def box_of(spec_id: int, parts: Sequence[Any]) -> Shard:
+def box_of(spec_id: int, pieces: Sequence[Any]) -> Shard:
     """Return a unit's box, given the tensor of each of the spec's pieces."""
-    return Shard(parts[0] if len(parts) == 1 else tuple(parts), spec_id)
+    return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), spec_id)
 
 
 def _restore_slot(spec: Spec, index: int) -> Slot:
     return Slot(intern(spec), index)
 
 
-register_box(Shard, lambda box: (box.parts, box.spec_id), box_of)
+register_box(Shard, lambda box: (box.pieces, box.spec_id), box_of)
 register_box(Slot, lambda slot: ((), (slot.spec_id, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
 
@@ -345,21 +345,21 @@ def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.T
     """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
     if box.spec_id == spec_id:
         return box
-    x, parts = box.data, []
+    x, pieces = box.data, []
     for piece in spec_info(spec_id).pieces:
         is_all = piece.stop - piece.start == x.shape[-1]
-        part = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
+        data = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
         if piece.space == "host":
-            part = move(part)
+            data = move(data)
         elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
-            part = part.clone()
-        parts.append(part)
-    return box_of(spec_id, parts)
+            data = data.clone()
+        pieces.append(data)
+    return box_of(spec_id, pieces)
 
 
-def join_pieces(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_pieces(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the pieces of a shard. A single piece is returned as it is, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), -1)
 
 
 def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
@@ -372,18 +372,18 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     Raises:
         ValueError: if the box holds trees and no tensors, as in the state of `optim.leafwise`.
     """
-    if not all(isinstance(x, torch.Tensor) for x in box.parts):
+    if not all(isinstance(x, torch.Tensor) for x in box.pieces):
         raise ValueError(
-            f"unit {spec_info(box.spec_id).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
+            f"unit {spec_info(box.spec_id).unit!r} of a state holds {type(box.pieces[0]).__name__}s and no tensors, as "
             'optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
         )
     if "host" not in spaces(box):
         return box
-    pieces = list(zip(spaces(box), box.parts, strict=True))
+    pieces = list(zip(spaces(box), box.pieces, strict=True))
     devices = [x.device for space, x in pieces if space == "device"]
     target = device or (devices[0] if devices else current_device())
-    parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(join_pieces(parts), on_host(box.spec_id, 0))
+    moved = [to_device(x, target) if space == "host" else x for space, x in pieces]
+    return Shard(join_pieces(moved), on_host(box.spec_id, 0))
 
 
 def boxes_to_device(values: Tree) -> Tree:
@@ -405,8 +405,8 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
     out = tree.map(partial(f, "device"), *plain)  # in one call, so that tied leaves stay tied
     for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
         if isinstance(x, Shard):
-            parts = zip(spaces(x), x.parts, *[y.parts for y in ys], strict=True)
-            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in parts])
+            pieces = zip(spaces(x), x.pieces, *[y.pieces for y in ys], strict=True)
+            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in pieces])
         elif is_box(x):
             out[i] = x
     return tree.unflatten(structure, out)

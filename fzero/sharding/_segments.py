@@ -180,9 +180,9 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
                 raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
-        pieces = spec_info(spec_id).pieces
-        parts = [_spread_over_piece(row, spec_id, *x) for x in zip(pieces, box.parts, strict=True)]
-        out[members[0][0]] = box_of(spec_id, parts)
+        ranges = spec_info(spec_id).pieces
+        pieces = [_spread_over_piece(row, spec_id, *x) for x in zip(ranges, box.pieces, strict=True)]
+        out[members[0][0]] = box_of(spec_id, pieces)
     return tree.unflatten(structure, out)
 
 

@@ -152,7 +152,7 @@ def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
         return _TensorStandIn(distinct.number(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
-        return _ShardStandIn(x.spec_id, tuple([distinct.number(y) for y in x.parts]), origin)
+        return _ShardStandIn(x.spec_id, tuple([distinct.number(y) for y in x.pieces]), origin)
     if isinstance(x, CONSTANTS):
         return x
     name = type(x).__name__

@@ -58,13 +58,13 @@ class _Destination(NamedTuple):
     """The destination of a leaf: its unit's shard, or in a simulation all ranks' shards.
 
     Attributes:
-        parts: the shard's pieces, one or two: tensors `[k]`, in a simulation `[N, k]`.
+        pieces: the shard's pieces, one or two: tensors `[k]`, in a simulation `[N, k]`.
         spec: the unit's spec.
         index: the leaf's index in the unit.
         ranks: for each row of a piece, a rank that holds this row.
     """
 
-    parts: tuple[torch.Tensor, ...]
+    pieces: tuple[torch.Tensor, ...]
     spec: Spec
     index: int
     ranks: tuple[int, ...]
@@ -73,15 +73,15 @@ class _Destination(NamedTuple):
         """Copy the elements of a full leaf into each shard that holds some of them."""
         k, index = self.spec.shard_numel, self.index
         offset, size = self.spec.offsets[index], self.spec.sizes[index]
-        for x, piece in zip(self.parts, self.spec.pieces, strict=True):
+        for x, piece in zip(self.pieces, self.spec.pieces, strict=True):
             for row, rank in zip(x.view(-1, x.shape[-1]) if x.numel() else (), self.ranks, strict=False):
                 start = (mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0) + piece.start
                 first, last = max(start, offset), min(start + x.shape[-1], offset + size)
                 if first < last:
-                    part = self._part(leaf, mesh, rank)
+                    part = self._split_part(leaf, mesh, rank)
                     row[first - start : last - start] = elements(part, first - offset, last - offset)
 
-    def _part(self, leaf: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+    def _split_part(self, leaf: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
         """View a rank's part of a full leaf that is split along further axes."""
         for s in self.spec.split:
             size = leaf.shape[s.dims[self.index]] // s.size
@@ -109,13 +109,14 @@ class _Filler:
             positions = [position for position, _ in members]
             _check_one_device(label, [paths[i] for i in positions], [devices[i] for i in positions])
             targets = ["cpu" if space == "host" else devices[positions[0]] for space in spaces(box)]
-            parts = [
-                torch.zeros(x.shape, dtype=x.dtype, device=target) for x, target in zip(box.parts, targets, strict=True)
+            pieces = [
+                torch.zeros(x.shape, dtype=x.dtype, device=target)
+                for x, target in zip(box.pieces, targets, strict=True)
             ]
-            self.entries[positions[0]] = box_of(spec_id, parts)
+            self.entries[positions[0]] = box_of(spec_id, pieces)
             for position, index in members:
                 self.destinations[position] = _Destination(
-                    tuple(parts), spec_of(spec_id), index, _ranks_of_rows(spec_of(spec_id), mesh)
+                    tuple(pieces), spec_of(spec_id), index, _ranks_of_rows(spec_of(spec_id), mesh)
                 )
 
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:

@@ -43,9 +43,9 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     total, seen = 0, set()
     for x in tree.flatten(values, is_box)[0]:
         leaves = tree.flatten(x)[0]
-        parts = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", leaves)]
-        # a part may be a tree (optim.leafwise)
-        memories = [memory for memory, part in parts for _ in tree.flatten(part)[0]]
+        pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", leaves)]
+        # a piece may be a tree (optim.leafwise)
+        memories = [memory for memory, piece in pieces for _ in tree.flatten(piece)[0]]
         for axes, leaf, memory in zip(axes_of(x, mesh.axis_names), leaves, memories, strict=True):
             if space not in (None, memory):
                 continue

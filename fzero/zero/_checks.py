@@ -100,7 +100,7 @@ def _check_device(path: str, x: Any, mesh: Mesh) -> None:
         ValueError: if a tensor lies elsewhere. The message names the leaf, its device, and how to bring it.
     """
     if isinstance(x, Shard):
-        tensors = [(path, part) for space, part in zip(spaces(x), x.parts, strict=True) if space == "device"]
+        tensors = [(path, piece) for space, piece in zip(spaces(x), x.pieces, strict=True) if space == "device"]
         advice = "make it with step.init or step.partition"
     elif isinstance(x, PerRank):
         paths, values, _ = tree.flatten_with_paths(x.value)

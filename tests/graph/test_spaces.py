@@ -253,7 +253,7 @@ def addresses(values: Any) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {"device": set(), "host": set()}
     for box in tree.flatten(values, is_box)[0]:
         if isinstance(box, Shard):
-            for space, x in zip(spaces(box), box.parts, strict=True):
+            for space, x in zip(spaces(box), box.pieces, strict=True):
                 found[space] |= {x.data_ptr()} if x.numel() else set()
     return found
 

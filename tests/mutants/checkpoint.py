@@ -22,7 +22,7 @@ MUTANTS = [
         Fault(
             "rows of a simulation are ranks",
             "BoxMemory.locate",
-            becomes("A.index(self.B, C)", "C % len(self.parts[0])"),
+            becomes("A.index(self.B, C)", "C % len(self.pieces[0])"),
         ),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(

@@ -178,7 +178,7 @@ def test_a_vmap_over_learning_rates_maps_every_piece():
 
     (updates, state), expected = run(offloading(0.5)), run(plain)
     assert torch.equal(updates["w"], expected[0]["w"])
-    assert torch.equal(torch.cat(state.momentum["w"].parts, -1), expected[1].momentum["w"])
+    assert torch.equal(torch.cat(state.momentum["w"].pieces, -1), expected[1].momentum["w"])
 
 
 # ---------------------------------------------------------------- what lies where
@@ -186,7 +186,7 @@ def test_a_vmap_over_learning_rates_maps_every_piece():
 
 def pieces_of(values: Any) -> list[tuple[str, torch.Tensor]]:
     boxes = [x for x in tree.flatten(values, is_box)[0] if isinstance(x, Shard)]
-    return [pair for box in boxes for pair in zip(spaces(box), box.parts, strict=True)]
+    return [pair for box in boxes for pair in zip(spaces(box), box.pieces, strict=True)]
 
 
 @examples(15, 30)
@@ -608,7 +608,7 @@ def test_bytes_are_counted_by_memory(params, ratio, n, low):
     state = step.init(params, optim.offload(optim.adam(0.1), ratio, params=low))
     expected = {"device": 0, "host": 0}
     for x in tree.flatten(state, is_box)[0]:
-        pieces = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", x)]
+        pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", x)]
         for space, part in pieces:
             if isinstance(part, torch.Tensor):
                 expected[space] += part.nbytes // (n if part.dim() else 1)

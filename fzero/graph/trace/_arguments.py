@@ -184,8 +184,8 @@ def leaf_names_of(values: Any) -> list[LeafName]:
             paths = tree.flatten_with_paths(x.value)[0]
             names += [LeafName(f"{path}.{inner}".strip("."), "") for inner in paths]
         elif isinstance(x, Shard):
-            for space, part in zip(spaces(x), x.parts, strict=True):
-                names += [LeafName(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
+            for space, piece in zip(spaces(x), x.pieces, strict=True):
+                names += [LeafName(path, x.spec.unit, space)] * len(tree.flatten(piece)[0])
         elif not isinstance(x, Slot):
             names.append(LeafName(path, ""))
     return names
