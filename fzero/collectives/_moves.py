@@ -45,7 +45,7 @@ __all__ = [
 # ---------------------------------------------------------------- between ranks
 
 
-def _stacked_ppermute(n: int, options: PermutationOptions, xs: Tensors) -> Tensors:
+def _all_ranks_ppermute(n: int, options: PermutationOptions, xs: Tensors) -> Tensors:
     source = {to: sender for sender, to in options.pairs}
     return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
 
@@ -94,7 +94,7 @@ add_rows(
         "ppermute",
         RankOperation(
             "ppermute",
-            stacked=_stacked_ppermute,
+            all_ranks=_all_ranks_ppermute,
             local=_group_ppermute,
             detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
         ),
@@ -105,7 +105,7 @@ add_rows(
         "all_to_all",
         RankOperation(
             "all_to_all",
-            stacked=lambda n, options, xs: [
+            all_ranks=lambda n, options, xs: [
                 xs[0].transpose(0, options.dim)
             ],  # [from, .., to, ..] -> [to, .., from, ..]
             local=_group_all_to_all,
@@ -117,7 +117,7 @@ add_rows(
         "broadcast",
         RankOperation(
             "broadcast",
-            stacked=lambda n, options, xs: [xs[0][options.rank]],
+            all_ranks=lambda n, options, xs: [xs[0][options.rank]],
             local=_group_broadcast,
             detail=lambda options, xs: f"({options.rank})",
         ),
@@ -128,7 +128,7 @@ add_rows(
         "psum_to_one",
         RankOperation(
             "all_reduce",
-            stacked=lambda n, options, xs: [_only(xs[0], options.rank)],
+            all_ranks=lambda n, options, xs: [_only(xs[0], options.rank)],
             local=_group_psum_to_one,
             detail=lambda options, xs: f"({options.rank})",
         ),
@@ -293,7 +293,7 @@ def _per_tensor(move: Callable[[torch.Tensor, DeviceOptions], torch.Tensor]) -> 
     def move_all(_: Any, options: DeviceOptions, xs: Tensors) -> Tensors:
         return [move(x, options) for x in xs]
 
-    return RankOperation("", stacked=move_all, local=move_all)
+    return RankOperation("", all_ranks=move_all, local=move_all)
 
 
 add_rows(

@@ -81,12 +81,12 @@ def _dim_text(options: DimOptions, xs: Tensors) -> str:
     return f"({options.dim % max(xs[0].ndim, 1)})"
 
 
-def _stacked_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+def _all_ranks_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     dim = options.dim
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
-def _stacked_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+def _all_ranks_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     return [
         _parts(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)
     ]  # [n, .., n k, ..] -> [.., n k, ..] -> [n, .., k, ..]
@@ -116,7 +116,7 @@ def _pad(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     return [full]
 
 
-def _stacked_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+def _all_ranks_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     parts, dim = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1), options.dim  # [n ranks, n parts, .., k, ..]
     return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
 
@@ -127,46 +127,46 @@ def _same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
 
 ALL_REDUCE = RankOperation(
     "all_reduce",
-    stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+    all_ranks=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
     local=lambda binding, options, xs: [group_psum(xs[0], binding)],
 )
 ALL_GATHER = RankOperation(
     "all_gather",
-    stacked=_stacked_gather,
+    all_ranks=_all_ranks_gather,
     local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
     detail=_dim_text,
 )
 REDUCE_SCATTER = RankOperation(
     "reduce_scatter",
-    stacked=_stacked_scatter,
+    all_ranks=_all_ranks_scatter,
     local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
     detail=_dim_text,
 )
 _VARY = RankOperation(
     "",
-    stacked=lambda n, options, xs: [xs[0]],
+    all_ranks=lambda n, options, xs: [xs[0]],
     uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
     local=_same,
 )
 _JOIN_COPIES = RankOperation(
     "",
-    stacked=lambda n, options, xs: [xs[0][0]],
+    all_ranks=lambda n, options, xs: [xs[0][0]],
     uniform=lambda n, options, xs: [xs[0]],
     local=_same,
 )
 _DIVIDE = RankOperation(
     "",
-    stacked=lambda n, options, xs: [xs[0][0] / n],
+    all_ranks=lambda n, options, xs: [xs[0][0] / n],
     uniform=lambda n, options, xs: [xs[0] / n],
     local=lambda binding, options, xs: [xs[0] / binding.size],
 )
 _OWN_PART = RankOperation(
     "",
-    stacked=_diagonal,
+    all_ranks=_diagonal,
     uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
     local=_own,
 )
-_PAD = RankOperation("", stacked=_stacked_pad, local=_pad)
+_PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_pad)
 
 
 # ---------------------------------------------------------------- the table

@@ -1,7 +1,7 @@
 """Linear maps over ranks: a table with one row per map, and one autograd Function for all rows.
 
 A row has an operation, the kinds of its input and result, and the row of its transpose. The operation is the map on the
-stacked values of all ranks (simulation), and the code for one rank (a process group). So `psum` and `psum_invariant`
+values of all ranks at once (simulation), and the code for one rank (a process group). So `psum` and `psum_invariant`
 are two rows of one operation: they compute and send the same, and have different transposes. One autograd Function
 makes every row differentiable to any order in both directions, vmappable, and traceable by make_fx and torch.compile.
 
@@ -135,15 +135,15 @@ class RankOperation(NamedTuple):
 
     Attributes:
         kind: the operation on the wire, such as "all_gather" (see `fzero.collectives.record`), or "" for none.
-        stacked: `(n, options, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
+        all_ranks: `(n, options, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
             dimension when they are equal on all ranks.
         local: `(binding, options, xs) -> ys`, one rank of a process group.
-        uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
+        uniform: like `all_ranks`, for inputs that all ranks share and that have no `[n]` dimension; optional.
         detail: `(options, xs) -> text` that tells this use of the operation from other uses, for messages.
     """
 
     kind: str
-    stacked: Callable[[int, Any, Tensors], Tensors]
+    all_ranks: Callable[[int, Any, Tensors], Tensors]
     local: Callable[[Binding, Any, Tensors], Tensors]
     uniform: Callable[[int, Any, Tensors], Tensors] | None = None
     detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
@@ -213,7 +213,7 @@ class _LinearMap(torch.autograd.Function):
                 "the transforms that differentiate it, inside the function that mesh.spmd or fzero.shard runs"
             )
         if group == SINGLE_RANK:
-            ys = row.operation.stacked(1, options, [x.unsqueeze(0) for x in xs])
+            ys = row.operation.all_ranks(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.is_replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
             return _rendezvous(row, binding, options, xs)
@@ -253,8 +253,8 @@ class _LinearMap(torch.autograd.Function):
         if row.operation.uniform is not None and all(d is None for d in dims):
             sent, ys = _numel(xs), tuple(row.operation.uniform(n, options, xs))
         else:
-            stacked = _in_front(xs, dims, n)
-            sent, ys = _numel(stacked) // n, tuple(row.operation.stacked(n, options, stacked))
+            rows = _in_front(xs, dims, n)
+            sent, ys = _numel(rows) // n, tuple(row.operation.all_ranks(n, options, rows))
         received = _numel(ys) if row.is_replicated else _numel(ys) // n
         _record_call(row, binding, options, xs[0], sent, received)
         return ys, (None if row.is_replicated else 0,) * len(ys)
@@ -268,13 +268,13 @@ def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
 
 
 def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """Apply a row where all ranks are threads: one thread computes the stacked map for all."""
+    """Apply a row where all ranks are threads: one thread computes the map of all ranks."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
         pairs = ((x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True))
         if row.input is not VARYING and not all(are_equal(x, y) for x, y in pairs):
             raise ValueError(_differs_message(row.name, binding.axis))
-        ys = row.operation.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
+        ys = row.operation.all_ranks(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)
             _record_call(row, binding, options, xs[0], _numel(xs), received)

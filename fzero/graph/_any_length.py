@@ -392,7 +392,7 @@ def _metas(key: Key) -> list[torch.Tensor]:
 
 def _arguments_of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
     if mesh is not None:
-        call = one_rank_tree(call, dict(mesh.shape), stacked=mesh.simulated)
+        call = one_rank_tree(call, dict(mesh.shape), all_ranks=mesh.simulated)
     return arguments_of(*call)
 
 

@@ -48,7 +48,7 @@ class _PlannedDeviceMesh:
         return _PlannedDeviceMesh(f"{PLANNED}{name}")
 
 
-def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:
+def one_rank_tree(values: Tree, sizes: Mapping[str, int], all_ranks: bool) -> Tree:
     """Return a tree as one rank of another mesh would hold it, in meta tensors, however it is sharded now.
 
     Units are sharded anew over the other mesh. A `PerRank` value becomes one rank's part, of the same size as now.
@@ -56,7 +56,7 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree
     Args:
         values: a tree that may hold boxes.
         sizes: the sizes of the other mesh's axes.
-        stacked: whether boxes hold the values of all ranks, `[N, ...]`, as on a simulated mesh.
+        all_ranks: whether boxes hold the values of all ranks, `[N, ...]`, as on a simulated mesh.
 
     Raises:
         ValueError: if an axis that splits leaves does not divide a leaf on the other mesh. The message names the leaf.
@@ -70,7 +70,7 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree
 
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
-            part = tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value)
+            part = tree.map(lambda v: v.new_empty(v.shape[1:] if all_ranks else v.shape, device="meta"), x.value)
             return PerRank(part, x.axes)
         if isinstance(x, Shard | Slot):
             spec_id = intern(_spec_on_mesh(x.spec, sizes))
@@ -98,7 +98,7 @@ def _spec_on_mesh(spec: Spec, sizes: Mapping[str, int]) -> Spec:
             shape[dim] = size // n
     return replace(
         spec,
-        mesh=tuple((name, sizes[name]) for name in spec.axes),
+        sharded_over=tuple((name, sizes[name]) for name in spec.axes),
         split=tuple([s._replace(size=sizes[s.axis]) for s in spec.split]),
         shapes=tuple([tuple(shape) for shape in shapes]),
     )

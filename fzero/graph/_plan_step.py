@@ -76,7 +76,7 @@ def plan(
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
         jitted = jitted.with_options(device=jitted.device._replace(axes=shape))
-    args, kwargs = one_rank_tree((args, kwargs), dict(shape), stacked=mesh.simulated)
+    args, kwargs = one_rank_tree((args, kwargs), dict(shape), all_ranks=mesh.simulated)
     world = planned_mesh(shape, _coordinates_of(rank, shape))
     return jitted.with_options(step=train_step.on_mesh(world)).plan(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
-from fzero.ranks._spmd import Spmd, check_stacked
+from fzero.ranks._spmd import Spmd, check_rank_dimension
 from fzero.sharding import PerRank, is_box
 from fzero.tree import Tree
 
@@ -390,7 +390,7 @@ class Mesh:
         def check(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
             if self.simulated:
-                check_stacked(x, tree.leaf_name("batch", path), self, names)
+                check_rank_dimension(x, tree.leaf_name("batch", path), self, names)
             return device_put(x, self.device)
 
         return PerRank(tree.map_with_path(check, batch, is_box), varying)

@@ -28,7 +28,7 @@ from fzero.axes import (
 )
 from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
 
-__all__ = ["Spmd", "check_stacked"]
+__all__ = ["Spmd", "check_rank_dimension"]
 
 Names = tuple[str, ...]
 
@@ -253,11 +253,11 @@ def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
             label = tree.leaf_name("argument", path.split(".", 1)[1])
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{label} is {x!r}: a value that differs by rank must be a tensor")
-            check_stacked(x, label, mesh, a)
+            check_rank_dimension(x, label, mesh, a)
     return leaves, axes, structure
 
 
-def check_stacked(x: torch.Tensor, label: str, mesh: Any, axes: Names) -> None:
+def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) -> None:
     """Check that dimension 0 of a value that differs along `axes` is the rank."""
     size = math.prod([n for name, n in mesh.shape if name in axes])
     if x.ndim == 0 or x.shape[0] != size:

@@ -197,7 +197,7 @@ class Shard(_ShardedLeaf):
         spec = self.spec
         if hasattr(self, "donated"):
             return f"Shard({spec.unit!r}, donated)"
-        axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
+        axes = [",".join([f"{name}={size}" for name, size in spec.sharded_over])] if spec.sharded_over else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
         axes += [f"{p.stop - p.start} on the host" for p in spec.pieces if p.space == "host"]
         leaf = _shape_text(spec.full_shapes[0], self.dtype)

@@ -199,8 +199,8 @@ def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
 # | partition | replicated leaves to the rank's shard | pad: the rank's part, and zeros elsewhere |
 # | all_reduce | the ranks' leaves to their sum | itself |
 #
-# The stacked form of a row computes for all ranks of a simulation at once, the local form for one rank of a process
-# group. A unit may be sharded over several axes: the slowest axis divides the unit, the other axes its shards.
+# The form `all_ranks` of a row computes for all ranks of a simulation at once, the form `local` for one rank of a
+# process group. A unit may be sharded over several axes: the slowest axis divides the unit, the other axes its shards.
 
 
 def _spec(options: UnitOptions) -> Spec:
@@ -223,7 +223,7 @@ def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     return x.to(gathered_dtype(spec, x))
 
 
-def _stacked_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+def _all_ranks_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return unpack(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
 
@@ -233,7 +233,7 @@ def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensor
     return unpack(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
 
 
-def _stacked_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+def _all_ranks_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     summed = pack(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
     return [rearrange(to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
@@ -249,7 +249,7 @@ def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -
 # ---------------------------------------------------------------- partition and pad
 
 
-def _stacked_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+def _all_ranks_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
@@ -258,7 +258,7 @@ def _uniform_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     return [rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]
 
 
-def _stacked_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+def _all_ranks_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
     return unpack(_spec(options), parts.flatten(-2))
 
@@ -269,7 +269,7 @@ def _stacked_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
 # summed over ranks afterwards, and not in a Function's backward, where a gradient of a gradient would sum it twice.
 
 
-def _stacked_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return [to_gradient_dtype(spec, x.sum(0, dtype=wire_dtype(spec, x))) for x in xs]
 
@@ -287,18 +287,18 @@ def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Te
 
 _PARTITION = RankOperation(
     "",
-    stacked=_stacked_partition,
+    all_ranks=_all_ranks_partition,
     uniform=_uniform_partition,
     local=lambda binding, options, xs: [own_range(_spec(options), xs, binding.rank, binding.size)],
 )
 _PAD = RankOperation(
     "",
-    stacked=_stacked_pad,
+    all_ranks=_all_ranks_pad,
     local=lambda binding, options, xs: pad_own(_spec(options), xs[0], binding.rank),
 )
 _ALL_REDUCE_SHARD = RankOperation(
     "all_reduce",
-    stacked=_stacked_sum,
+    all_ranks=_all_ranks_sum,
     local=lambda binding, options, xs: [_local_sum(_spec(options), xs[0], binding)],
 )
 _SUMMED = {"unit": _unit, "wire_dtype": _summed_dtype}
@@ -306,7 +306,7 @@ _SUMMED = {"unit": _unit, "wire_dtype": _summed_dtype}
 add_rows(
     LinearMap(
         "gather",
-        RankOperation("all_gather", _stacked_gather, _local_gather),
+        RankOperation("all_gather", _all_ranks_gather, _local_gather),
         "reduce_scatter",
         output=COPIES,
         unit=_unit,
@@ -314,7 +314,7 @@ add_rows(
     ),
     LinearMap(
         "reduce_scatter",
-        RankOperation("reduce_scatter", _stacked_reduce_scatter, _local_reduce_scatter),
+        RankOperation("reduce_scatter", _all_ranks_reduce_scatter, _local_reduce_scatter),
         "gather",
         **_SUMMED,
     ),
@@ -325,7 +325,7 @@ add_rows(
     LinearMap("pad", _PAD, "partition"),
     LinearMap(
         "all_reduce",
-        RankOperation("all_reduce", _stacked_sum, _local_all_reduce),
+        RankOperation("all_reduce", _all_ranks_sum, _local_all_reduce),
         "all_reduce",
         output=COPIES,
         **_SUMMED,

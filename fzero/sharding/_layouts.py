@@ -63,7 +63,7 @@ def layouts(values: Any) -> Layouts:
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             spec = x.spec
-            axes = ", ".join([f"{name}={size}" for name, size in spec.mesh]) or "no axis"
+            axes = ", ".join([f"{name}={size}" for name, size in spec.sharded_over]) or "no axis"
             parts = "".join([f", {_split(s, spec.paths[0])}" for s in spec.split])
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             layout = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"

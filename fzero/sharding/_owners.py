@@ -239,14 +239,14 @@ def _matrices_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
 def _add_row(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors], list[torch.Tensor]]) -> None:
     """Add a row to the table of collectives: a linear map that each rank computes by itself."""
 
-    def stacked(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
+    def all_ranks(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
         ranks = [f(assignment_of(options.number), r, [x[r] for x in xs]) for r in range(n)]
         return [torch.stack(list(ys)) for ys in zip(*ranks, strict=True)]
 
     def local(binding: Binding, options: AssignmentOptions, xs: Tensors) -> Tensors:
         return f(assignment_of(options.number), binding.rank, xs)
 
-    add_rows(LinearMap(name, RankOperation("", stacked, local), transpose))
+    add_rows(LinearMap(name, RankOperation("", all_ranks, local), transpose))
 
 
 _add_row("shards_to_parts", "parts_to_shards", _shards_to_parts)

@@ -26,9 +26,9 @@ __all__ = [
     "intern_parts",
     "item_of",
     "on_host",
-    "on_mesh",
     "path_on_rank",
     "prefix_of",
+    "sharded_over",
     "spec_info",
     "spec_of",
     "stacked_of",
@@ -78,7 +78,7 @@ class SpecInfo(NamedTuple):
     """The attributes and derived properties of a spec that traced code may read, as plain Python values."""
 
     unit: str
-    mesh: tuple[tuple[str, int], ...]
+    sharded_over: tuple[tuple[str, int], ...]
     axes: tuple[str, ...]
     varies: tuple[str, ...]
     order: tuple[str, ...]
@@ -102,13 +102,14 @@ class Spec:
 
     Attributes:
         unit: the unit's name.
-        mesh: the name and size of each axis over which the unit is sharded; empty if it is not sharded.
+        sharded_over: the name and size of each axis over which the unit is sharded; empty if it is not sharded.
         paths: the path of each leaf, for messages.
         shapes: the shape of each leaf on a rank that has gathered the unit.
         dtype: the dtype of the parameters. Other trees of their layout, such as moments, may have another dtype.
         reduce_grads: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves: tensor or expert parallelism.
-        order: all axes of `mesh` and `split`, in the order of the rank program's mesh: it fixes the rank of each shard.
+        order: all axes of `sharded_over` and `split`, in the order of the rank program's mesh: it fixes the rank of each
+            shard.
         cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
             shard has the dtype of the result, and is gathered in `dtype`. A box between operations has None.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
@@ -116,7 +117,7 @@ class Spec:
     """
 
     unit: str
-    mesh: tuple[tuple[str, int], ...]
+    sharded_over: tuple[tuple[str, int], ...]
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -129,7 +130,7 @@ class Spec:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes over which the unit is sharded."""
-        return tuple(name for name, _ in self.mesh)
+        return tuple(name for name, _ in self.sharded_over)
 
     @cached_property
     def varies(self) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ class Spec:
         """The spec's properties as plain values, for traced code."""
         return SpecInfo(
             unit=self.unit,
-            mesh=self.mesh,
+            sharded_over=self.sharded_over,
             axes=self.axes,
             varies=self.varies,
             order=self.order,
@@ -183,7 +184,7 @@ class Spec:
     @cached_property
     def ranks(self) -> int:
         """The number of ranks over which the unit is sharded, N."""
-        return math.prod(size for _, size in self.mesh)
+        return math.prod(size for _, size in self.sharded_over)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -231,7 +232,7 @@ def spec_of(spec_id: int) -> Spec:
 @assume_constant_result
 def intern_parts(
     unit: str,
-    mesh: tuple[tuple[str, int], ...],
+    sharded_over: tuple[tuple[str, int], ...],
     paths: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
@@ -240,7 +241,7 @@ def intern_parts(
     bound: tuple[str, ...],
 ) -> int:
     """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduce_grads, split), bound))
+    return intern(_ordered(Spec(unit, sharded_over, paths, shapes, dtype, reduce_grads, split), bound))
 
 
 def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
@@ -248,9 +249,9 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 
 @assume_constant_result
-def on_mesh(spec_id: int, mesh: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]) -> int:
+def sharded_over(spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(replace(spec_of(spec_id), mesh=mesh, reduce_grads=reduce_grads), bound))
+    return intern(_ordered(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
 
 
 @assume_constant_result
@@ -299,7 +300,7 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
         ValueError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
     """
     spec = spec_info(spec_id)
-    for pair in (*spec.mesh, *[(s.axis, s.size) for s in spec.split]):
+    for pair in (*spec.sharded_over, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise ValueError(

@@ -41,9 +41,9 @@ from fzero.sharding import (
     gather_unit,
     is_box,
     map_units,
-    on_mesh,
     shard_axes,
     shard_to_device,
+    sharded_over,
     spec_info,
     spec_of,
     unit_axes,
@@ -124,8 +124,8 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
         over = shard_axes(spec.paths[0], full, axes, rules, spec.varies)
         if not over:
             return unit.shard
-        mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
-        return _own_shard(on_mesh(unit.spec_id, mesh, reduce_grads, axis_names()), unpack(spec, unit.shard.data))
+        sizes = tuple([(a.name, a.size) for a in axes if a.name in over])
+        return _own_shard(sharded_over(unit.spec_id, sizes, reduce_grads, axis_names()), unpack(spec, unit.shard.data))
 
     return map_units(shard_unit, params)
 
@@ -187,7 +187,7 @@ def replicate(params: Any) -> Any:
         unit_facts = spec_info(unit.spec_id)
         if not unit_facts.split:
             return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
-        spec_id = on_mesh(unit.spec_id, (), "each", axis_names())
+        spec_id = sharded_over(unit.spec_id, (), "each", axis_names())
         return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
 
     return map_units(replicate_unit, params)

@@ -30,7 +30,7 @@ def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over:
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**small), over=over, check=False)
     tokens = torch.randint(37, (4 * step.mesh.size, 9))
     args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
-    args = _one_rank.one_rank_tree(args, sizes, stacked=True)
+    args = _one_rank.one_rank_tree(args, sizes, all_ranks=True)
     jitted = fzero.jit(step.on_mesh(_one_rank.planned_mesh(tuple(sizes.items()))), **knobs)
     jitted.plan(*args)
     (found,) = jitted._entries.values()

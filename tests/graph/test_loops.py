@@ -644,7 +644,7 @@ def rank_of(factor: float, **knobs: Any) -> Any:
     jitted = fzero.jit(
         step.on_mesh(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
     )
-    jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, stacked=True))
+    jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, all_ranks=True))
     (entry,) = jitted._entries.values()
     return entry.traced.graph, entry.best.graph
 

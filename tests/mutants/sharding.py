@@ -82,9 +82,9 @@ MUTANTS = [
             becomes("A(B(C), D, E.F, E.size)", "A(B(C), D, (E.F + 1) % E.size, E.size)"),
             ("tests/distributed",),
         ),
-        Fault("swap the gather order", "_stacked_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")),
+        Fault("swap the gather order", "_all_ranks_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")),
         Fault("gather is no transpose", "", constant("reduce_scatter", "partition", at="1 of 5")),
-        Fault("skip the all_reduce of stage 0", "_stacked_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
+        Fault("skip the all_reduce of stage 0", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
         Fault("whole weights on the wire", "_narrow", becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"), HALF),
     ),
 ]
