@@ -108,8 +108,8 @@ class Spec:
         dtype: the dtype of the parameters. Other trees of their layout, such as moments, may have another dtype.
         reduce_grads: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves: tensor or expert parallelism.
-        order: all axes of `sharded_over` and `split`, in the order of the rank program's mesh: it fixes the rank of each
-            shard.
+        order: all axes of `sharded_over` and `split`, in the order of the rank program's mesh: it fixes the rank of
+            each shard.
         cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
             shard has the dtype of the result, and is gathered in `dtype`. A box between operations has None.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
