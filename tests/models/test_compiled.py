@@ -1,4 +1,4 @@
-"""Six kinds of models in the default backend, each with one block, one of them in `make test`.
+"""Six kinds of models in the default backend, each with one block.
 
 `make sweep` has all others, and more ways.
 """
@@ -10,7 +10,6 @@ import pytest
 
 import fzero
 from tests.graph.test_compile import needs_compiler
-from tests.helpers import cases
 from tests.sweep.cases import Case
 from tests.sweep.families import MODELS, of_transformers
 from tests.sweep.run import ERRORS, Task, difference
@@ -27,7 +26,7 @@ CASES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", cases(("mixtral",), CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_trains_compiled(name, monkeypatch):
     model = MODELS[name]
     build = of_transformers(name, model.kind, **ONE.get(name, {"num_hidden_layers": 1}))
