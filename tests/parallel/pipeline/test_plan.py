@@ -96,7 +96,7 @@ def test_a_plan_is_of_the_rank_that_is_asked_for():
     step = fzero.shard(lambda p, s, b: (p, s), 1, mesh)
     params, state = step.init({"w": torch.ones(4)}, OPT)
     for rank in (4, -1, {"pp": 2}, {"tp": 0}):
-        with pytest.raises(ValueError, match="expected a rank of dp=2, pp=2, or places along these axes"):
+        with pytest.raises(ValueError, match="expected a rank of dp=2, pp=2, or coordinates along these axes"):
             fzero.plan(step, params, state, None, rank=rank)
     with pytest.raises(ValueError, match=r"rank=1: .*has no mesh"):
         fzero.plan(lambda x: x, torch.ones(2), rank=1)
