@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "donate_memory"]
+__all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "donate_memory", "donated_message"]
 
 
 class DonatedError(RuntimeError):

@@ -144,6 +144,23 @@ def test_a_room_has_a_face(path):
         assert module.__all__ and sorted(module.__all__) == sorted({*module.__all__})
 
 
+def exported(path: pathlib.Path) -> list[str]:
+    """Return the `__all__` of a file."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def test_a_private_file_lists_what_other_files_import():
+    faces = {f"fzero.{module_of(p)}": exported(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in faces:
+                left_out = {alias.name for alias in node.names} - {*faces[node.module]}
+                assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
+
+
 def test_the_top_level_has_few_names_and_the_rooms():
     assert sorted(fzero.__all__) == sorted(TOP + ROOMS)
 

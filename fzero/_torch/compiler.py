@@ -32,6 +32,7 @@ __all__ = [
     "inductor",
     "inductor_folder",
     "inductor_for_lengths",
+    "padded",
     "pickle_graphs",
     "start_cpu_probe",
     "start_import",

@@ -23,6 +23,7 @@ __all__ = [
     "RankCancelled",
     "RankGroup",
     "RankStatus",
+    "Tensors",
     "Threads",
     "describe",
     "group_of",

@@ -36,6 +36,7 @@ __all__ = [
     "call_in_micro_batch",
     "call_in_scope",
     "call_with_loss_scale",
+    "current_device",
     "current_invariant_loss",
     "current_loss_scale",
     "current_rules",

@@ -22,7 +22,7 @@ from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import ShardedTree
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 
-__all__ = ["SaveHandle", "Staging", "save", "start_save"]
+__all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]
 
 TIMEOUT = 300.0
 MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters

@@ -37,8 +37,14 @@ from fzero.collectives._table import (
 from fzero.tree import Tree
 
 __all__ = [
+    "ALL_GATHER",
+    "REDUCE_SCATTER",
     "all_gather",
     "all_gather_invariant",
+    "dimension",
+    "group_all_gather",
+    "group_psum",
+    "group_psum_scatter",
     "mark_invariant",
     "own_part",
     "pmean",
@@ -46,6 +52,7 @@ __all__ = [
     "psum_invariant",
     "psum_scatter",
     "pvary",
+    "tensor",
 ]
 
 # ---------------------------------------------------------------- one rank of a process group

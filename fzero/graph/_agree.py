@@ -113,13 +113,13 @@ class _Shown(str):
 
 
 def common_schedules(
-    graph: Graph, request: str, schedules: list[Candidate], mesh: Mesh | None, name: str
+    graph: Graph, settings_text: str, schedules: list[Candidate], mesh: Mesh | None, name: str
 ) -> list[Candidate]:
     """Compare a trace with those of the other ranks, and rate each schedule by its worst rank.
 
     Args:
         graph: the traced graph.
-        request: the settings of `fzero.jit`, as text.
+        settings_text: the settings of `fzero.jit`, as text.
         schedules: this rank's candidates.
         mesh: the step's mesh; only the ranks of a distributed mesh need to agree.
         name: the step's name.
@@ -133,13 +133,13 @@ def common_schedules(
     if mesh is None or not mesh.distributed:
         return schedules
     schedule_of = {f"{c.settings} {digest_of_order(c.graph)}": c for c in schedules}
-    offers = {key: (c.peak_bytes, c.seconds, digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
-    largest = agree(graph, request, offers, mesh, name)
+    ratings = {key: (c.peak_bytes, c.seconds, digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
+    largest = agree(graph, settings_text, ratings, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
 
 def agree(
-    graph: Graph, request: str, offers: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
+    graph: Graph, settings_text: str, ratings: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
     """Compare a traced graph and its schedules with those of the other ranks.
 
@@ -147,14 +147,14 @@ def agree(
 
     Args:
         graph: the traced graph.
-        request: the settings of `fzero.jit`, as text.
-        offers: each candidate's peak, seconds and order of its own stages' collectives, by its settings and order.
-            Ranks may offer different candidates, since peaks differ by rank.
+        settings_text: the settings of `fzero.jit`, as text.
+        ratings: each candidate's peak, seconds and order of its own stages' collectives, by its settings and order.
+            Ranks may have different candidates, since peaks differ by rank.
         mesh: a distributed mesh.
         name: the step's name.
 
     Returns:
-        For each candidate that all ranks offer, the largest peak and the most seconds of any rank.
+        For each candidate that all ranks have, the largest peak and the most seconds of any rank.
 
     Raises:
         RuntimeError: on all ranks, if the graphs differ, if a rank does not trace, or if the ranks have no candidate
@@ -162,26 +162,26 @@ def agree(
     """
     groups = mesh.groups()
     stages = pipeline_coordinates(graph) or "no pipeline"
-    descriptions = {"": [request, *signatures(graph, groups)], stages: stage_signatures(graph, groups)}
+    descriptions = {"": [settings_text, *signatures(graph, groups)], stages: stage_signatures(graph, groups)}
     digests = {part: _digest(lines) for part, lines in descriptions.items()}
-    replies = gather_values([digests, offers], mesh, name)
+    replies = gather_values([digests, ratings], mesh, name)
     first: dict[str, str] = {}
     if any(first.setdefault(part, digest) != digest for digests, _ in replies for part, digest in digests.items()):
         _raise_first_difference(gather_values(descriptions, mesh, name), name)
-    offers_by_rank = [rank_offers for _, rank_offers in replies]
-    common = [key for key in offers if all(key in x for x in offers_by_rank) and _is_agreed(key, replies)]
+    ratings_by_rank = [rank_ratings for _, rank_ratings in replies]
+    common = [key for key in ratings if all(key in x for x in ratings_by_rank) and _is_agreed(key, replies)]
     if not common:
         raise RuntimeError(
             f"fzero.jit: {name}: no schedule starts its collectives in the same order on all ranks. Please report "
             "this; prefetch=0 and in_flight=0 may help"
         )
-    return {key: [max([x[key][i] for x in offers_by_rank]) for i in (0, 1)] for key in common}
+    return {key: [max([x[key][i] for x in ratings_by_rank]) for i in (0, 1)] for key in common}
 
 
 def _is_agreed(key: str, replies: Sequence[Any]) -> bool:
     """Return whether ranks with the same stages start the collectives of these stages in the same order."""
     orders: dict[str, str] = {}
-    return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in replies)
+    return all(orders.setdefault(max(parts), ratings[key][2]) == ratings[key][2] for parts, ratings in replies)
 
 
 def gather_values(value: Any, mesh: Mesh, name: str) -> list[Any]:

@@ -202,8 +202,8 @@ class _TracedCall:
     def structure(self) -> Hashable:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
-        into = tuple(e.into.items()), tuple(e.passthrough), tuple(e.donated.items()), tuple(e.written)
-        return structure_of(e.best.graph), into, e.structure
+        donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.overwritten)
+        return structure_of(e.best.graph), donation, tuple(e.passthrough), e.structure
 
 
 @dataclass

@@ -52,11 +52,13 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     """
     passes, ratings = PassManager(graph, context), dict[Graph, tuple[int, float]]()
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
-    (prefetch, in_flight), *more = _overlaps(
+    (prefetch, in_flight), *other_overlaps = _overlaps(
         knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
     )
-    leanest = [c._replace(prefetch=prefetch, in_flight=in_flight) for c in _settings_to_try(passes, knobs)]
-    first = _with_recast(passes, knobs, [_candidate(passes, c, ratings) for c in leanest], ratings)
+    leanest = [
+        settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, knobs)
+    ]
+    first = _with_recast(passes, knobs, [_candidate(passes, settings, ratings) for settings in leanest], ratings)
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
     prefetch_budget = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(prefetch_budget, _limit(first, knobs.memory_budget))
@@ -68,7 +70,7 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
         )
         for c in first
         if c.peak_bytes <= limit
-        for prefetch, in_flight in more
+        for prefetch, in_flight in other_overlaps
     ]
     carried = [
         _candidate(passes, c.pass_settings._replace(across_iterations=True), ratings)
@@ -87,7 +89,9 @@ def _with_recast(
     if knobs.recast is False:
         return schedules
     tries = [c.pass_settings._replace(recast=True) for c in schedules]
-    recasts = [_candidate(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in tries]
+    recasts = [
+        _candidate(passes, settings, ratings) if passes.changed_by(settings, "recast") else None for settings in tries
+    ]
     if knobs.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
     return schedules + [
@@ -110,12 +114,12 @@ def _settings_to_try(passes: PassManager, knobs: Knobs) -> list[PassSettings]:
     graph = passes.traced
     gathers = _gathers(graph)
     shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
-    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
+    reuse_bytes = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
     recomputes = _options(knobs.recompute, [False, True])
     (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
-    tries = [PassSettings(again, reuse, size) for again, reuse in itertools.product(recomputes, reuses)]
+    tries = [PassSettings(recompute, reuse, size) for recompute, reuse in itertools.product(recomputes, reuse_bytes)]
     if len(recomputes) > 1 and not passes.changed_by(tries[-1], "recompute"):
-        return [c for c in tries if not c.recompute]  # there is nothing to recompute
+        return [settings for settings in tries if not settings.recompute]  # there is nothing to recompute
     return tries
 
 
@@ -131,7 +135,7 @@ def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
 
 def _candidate(passes: PassManager, settings: PassSettings, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
     """Schedule a graph with some settings, and rate the result; equal results share one rating."""
-    scheduled = passes.scheduled(settings)
+    scheduled = passes.schedule_with(settings)
     if scheduled not in ratings:
         ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.context.device)
     return Candidate(settings, scheduled, *ratings[scheduled])

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Graph
 
 from fzero import _torch, tree
 from fzero._donated import check_not_donated, donate_memory
@@ -75,12 +76,12 @@ class Entry:
         best: the best schedule.
         rejected: the other schedules.
         structure: the tree structure of the results.
-        into: for each result that is written into a donated tensor, the tensor's number.
+        overwrites: for each result that is written into a donated tensor, the tensor's number.
         passthrough: the numbers of the results that are arguments and are not written into donated tensors.
         positions: the positions of the donated arguments.
-        donated: for each donated tensor's number, the message for a later read of the tensor.
-        boxed: the positions of donated arguments that hold boxes.
-        written: the numbers of the donated tensors whose memory may receive other values.
+        donation_notes: for each donated tensor's number, the message for a later read of the tensor.
+        boxed_argnums: the positions of donated arguments that hold boxes.
+        overwritten: the numbers of the donated tensors whose memory may receive other values.
         executable: the runnable schedule, from the first call on.
         is_traced: whether the step was traced for this entry; if not, its graph follows from other lengths.
     """
@@ -90,12 +91,12 @@ class Entry:
     best: Candidate
     rejected: list[Rejected]
     structure: Any
-    into: dict[int, int]
+    overwrites: dict[int, int]
     passthrough: list[int]
     positions: tuple[int, ...]
-    donated: dict[int, str]
-    boxed: list[int]
-    written: list[int]
+    donation_notes: dict[int, str]
+    boxed_argnums: list[int]
+    overwritten: list[int]
     executable: Executable | RecordedStep | None = None
     is_traced: bool = True
 
@@ -116,27 +117,27 @@ class Entry:
         """
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
-        if self.written:
-            check_separate(arguments, self.written, captured)
+        if self.overwritten:
+            check_separate(arguments, self.overwritten, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of an entry's key
-            demand = LoweringOptions(
+            options = LoweringOptions(
                 self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
             )
-            self.executable = self._recorded(lower(self.best.graph, self.options.backend, demand), arguments)
+            self.executable = self._recorded(lower(self.best.graph, self.options.backend, options), arguments)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         try:
             with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
                 out = list(self.executable([*inputs, *captured]))
         except BaseException:
-            for i, note in self.donated.items():
+            for i, note in self.donation_notes.items():
                 donate_memory(tensors[i], f"{note}, which failed midway")
             raise
         aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
         for i in self.passthrough:
             out[i] = aliases[id(out[i])]
-        buffers = {i: donate_memory(tensors[i], note) for i, note in self.donated.items()}
-        for i, j in self.into.items():
+        buffers = {i: donate_memory(tensors[i], note) for i, note in self.donation_notes.items()}
+        for i, j in self.overwrites.items():
             out[i] = buffers[j]
         self._mark_boxes_donated(args)
         return tree.unflatten(self.structure, out)
@@ -156,11 +157,11 @@ class Entry:
         check_recordable(self.best.graph, arguments, step.mesh, step.name)
         params = {i for i, name in enumerate(names) if name.arg_index in step.param_argnums}
         constants = range(len(names), len(names) + len(self.traced.constants))
-        fixed = {*self.into.values(), *params, *constants}
-        return RecordedStep(executable, fixed, {*self.into}, self.options.recordings)
+        fixed = {*self.overwrites.values(), *params, *constants}
+        return RecordedStep(executable, fixed, {*self.overwrites}, self.options.recordings)
 
     def _mark_boxes_donated(self, args: tuple[Any, ...]) -> None:
-        for i in self.boxed:
+        for i in self.boxed_argnums:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
                 if isinstance(x, Shard | Slot | PerRank):
                     mark_donated(x, f"argument {i} was donated to {self.options}")
@@ -183,6 +184,46 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         ValueError: if an argument or a captured tensor requires grad.
     """
     arguments.check_traceable()
+    traced, out, leaves, structure, positions = _trace_call(options, arguments, args)
+    overwrites = match_results(arguments, positions, out, leaves)
+    donation_notes = {
+        i: f"{name} was donated to {options}"
+        for i, name in enumerate(arguments.tensor_names)
+        if name.arg_index in positions
+    }
+    context = _pass_context(options, traced, overwrites, donation_notes)
+    schedules = candidates(traced.graph, context, options.knobs)
+    best, rejected = _choose_schedule(options, traced.graph, schedules, positions)
+    if options.dump is not None:
+        folder = _dump.folder_of(options.dump, options.step.mesh, traces)
+        _dump.dump(folder, PassManager(traced.graph, context), best.pass_settings, options.step.name)
+    return Entry(
+        options=options,
+        traced=traced,
+        best=best,
+        rejected=rejected,
+        structure=structure,
+        overwrites=overwrites,
+        passthrough=_unchanged(traced, overwrites),
+        positions=tuple(positions),
+        donation_notes=donation_notes,
+        boxed_argnums=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
+        overwritten=_overwritten(traced, overwrites, donation_notes),
+    )
+
+
+class _TracedCall(NamedTuple):
+    """A traced call: its graph, its results, their leaves and structure, and the positions of the donated arguments."""
+
+    traced: TracedGraph
+    results: Any
+    leaves: list[Any]
+    structure: Any
+    positions: tuple[int, ...]
+
+
+def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> _TracedCall:
+    """Trace a call of the step, and check that a graph can hold it."""
     returned: list[Any] = []
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
@@ -190,7 +231,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         out = options.step(*inputs, **kwargs)
         paths, leaves, structure = tree.flatten_with_paths(out)
         _check_results(paths, leaves)
-        donate = options.step._state_positions(inputs, out) if options.donate is None else options.donate
+        donate = options.step.state_positions(inputs, out) if options.donate is None else options.donate
         returned.append((out, leaves, structure, donate))
         return leaves
 
@@ -201,17 +242,17 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         _torch.fakes_on(
             [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.device.kind
         )
-    out, leaves, structure, positions = returned.pop()
-    donated = {
-        i: f"{name} was donated to {options}"
-        for i, name in enumerate(arguments.tensor_names)
-        if name.arg_index in positions
-    }
-    into = match_results(arguments, positions, out, leaves)
+    return _TracedCall(traced, *returned.pop())
+
+
+def _pass_context(
+    options: JitOptions, traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]
+) -> PassContext:
+    """Return what the passes need to know of a call."""
+    mesh = options.step.mesh
     functional = options.backend == "inductor-whole"  # Inductor itself decides which values are overwritten
-    mesh, name = options.step.mesh, options.step.name
-    context = PassContext(
-        tuple(sorted(into.items())),
+    return PassContext(
+        tuple(sorted(overwrites.items())),
         tuple(donated),
         functional,
         () if mesh is None else mesh.group_ranks(),
@@ -220,29 +261,21 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         _groups_of_one(mesh),
         options.backend == "inductor",
     )
-    request = f"jit with backend {options.backend}, donate={positions}, {options.knobs}"
-    offers = common_schedules(traced.graph, request, candidates(traced.graph, context, options.knobs), mesh, name)
-    index = choose(offers, options.knobs.memory_budget, name)
-    best = offers[index]
-    for graph in graphs_in(best.graph):
-        graph.lint()
-    if options.dump is not None:
-        folder = _dump.folder_of(options.dump, mesh, traces)
-        _dump.dump(folder, PassManager(traced.graph, context), best.pass_settings, name)
-    rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
-    return Entry(
-        options=options,
-        traced=traced,
-        best=best,
-        rejected=rejected,
-        structure=structure,
-        into=into,
-        passthrough=_unchanged(traced, into),
-        positions=tuple(positions),
-        donated=donated,
-        boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
-        written=_written(traced, into, donated),
-    )
+
+
+def _choose_schedule(
+    options: JitOptions, graph: Graph, schedules: list[Candidate], positions: tuple[int, ...]
+) -> tuple[Candidate, list[Rejected]]:
+    """Return the best of the schedules that all ranks have, and the others."""
+    name, knobs = options.step.name, options.knobs
+    settings_text = f"jit with backend {options.backend}, donate={positions}, {knobs}"
+    schedules = common_schedules(graph, settings_text, schedules, options.step.mesh, name)
+    index = choose(schedules, knobs.memory_budget, name)
+    for part in graphs_in(schedules[index].graph):
+        part.lint()
+    return schedules[index], [
+        Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(schedules) if i != index
+    ]
 
 
 def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
@@ -285,15 +318,15 @@ def _space(name: LeafName, x: torch.Tensor) -> dict[str, str]:
     return {"space": name.space} if x.dim() or name.space == "host" else {}
 
 
-def _unchanged(traced: TracedGraph, into: dict[int, int]) -> list[int]:
+def _unchanged(traced: TracedGraph, overwrites: dict[int, int]) -> list[int]:
     """List the results that are arguments and are not written into a donated tensor."""
-    return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
+    return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in overwrites]
 
 
-def _written(traced: TracedGraph, into: dict[int, int], donated: Iterable[int]) -> list[int]:
+def _overwritten(traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
-    same = {i for k, i in into.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
+    same = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
     return [i for i in donated if i not in same]
 
 

@@ -259,7 +259,7 @@ class Jitted:
             if self.backend in ("inductor", "inductor-whole"):
                 _torch.start_cpu_probe()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
-            return step._checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
+            return step.checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

@@ -108,15 +108,15 @@ class Pass(NamedTuple):
         name: the pass's name.
         apply: the pass: a pure function from a graph and `arguments` to a graph with the same results.
         arguments: returns all inputs of the pass besides the graph; None skips the pass.
-        reads: analyses the graph. Its result is the pass's last argument, which all schedules share.
-        loops: whether the pass runs once on loops whose bodies are scheduled, and not on each graph.
+        analyze: analyses the graph. Its result is the pass's last argument, which all schedules share.
+        runs_on_loops: whether the pass runs once on loops whose bodies are scheduled, and not on each graph.
     """
 
     name: str
     apply: Callable[..., Graph]
     arguments: Callable[[PassSettings, PassContext], tuple[Any, ...] | None]
-    reads: Callable[[Graph], Any] | None = None
-    loops: bool = False
+    analyze: Callable[[Graph], Any] | None = None
+    runs_on_loops: bool = False
 
 
 def _schedule_arguments(settings: PassSettings, context: PassContext) -> tuple[int | str, int, float]:
@@ -153,7 +153,7 @@ PASSES = (
         "carry",
         carry,
         lambda settings, context: (settings.in_flight,) if settings.across_iterations else None,
-        loops=True,
+        runs_on_loops=True,
     ),
 )
 
@@ -198,12 +198,12 @@ class PassManager:
         graph, states = self.traced, []
         for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
             arguments = row.arguments(settings, self.context)
-            if row.loops:
+            if row.runs_on_loops:
                 arguments = arguments if _has_loops(graph) else None
                 graph = graph if arguments is None else row.apply(graph, *arguments)
             elif arguments is not None:
                 graph = self._after(row, graph, arguments)
-            if following is not None and following.loops and not row.loops:
+            if following is not None and following.runs_on_loops and not row.runs_on_loops:
                 graph = self._with_bodies(graph, settings)
             states.append(PassResult(row, arguments, graph))
             if row.name == last:
@@ -215,15 +215,15 @@ class PassManager:
         key = (graph, row.name, arguments)
         if key not in self._graphs:
             shared = []
-            if row.reads is not None:
+            if row.analyze is not None:
                 if (row.name, graph) not in self._shared:
-                    self._shared[row.name, graph] = row.reads(graph)
+                    self._shared[row.name, graph] = row.analyze(graph)
                 shared = [self._shared[row.name, graph]]
             result = row.apply(graph, *arguments, *shared)
             self._graphs[key] = graph if result is graph or _same(graph, result) else result
         return self._graphs[key]
 
-    def scheduled(self, settings: PassSettings) -> Graph:
+    def schedule_with(self, settings: PassSettings) -> Graph:
         """Return the graph after all passes."""
         return self.run(settings)[-1].graph
 
@@ -238,7 +238,7 @@ class PassManager:
                 if settings.prefetch_budget == math.inf
                 else settings._replace(prefetch_budget=_budget_in_body(graph, node, settings.prefetch_budget))
             )
-            set_body(node, self.body(node).scheduled(inside))
+            set_body(node, self.body(node).schedule_with(inside))
             for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
                 node.append(item)
         return graph

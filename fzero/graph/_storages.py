@@ -12,7 +12,18 @@ from fzero.collectives import start_to_host, to_host
 from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, stand_ins_of
 from fzero.graph._ops import display_name, reads_sizes_on_host
 
-__all__ = ["SpaceError", "Storages", "check_spaces", "has_moves", "is_move", "on_host", "storages", "storages_in"]
+__all__ = [
+    "TO_DEVICE",
+    "TO_HOST",
+    "SpaceError",
+    "Storages",
+    "check_spaces",
+    "has_moves",
+    "is_move",
+    "on_host",
+    "storages",
+    "storages_in",
+]
 
 # Spaces: which values of a graph lie in host memory. No operation may mix host and device values.
 #

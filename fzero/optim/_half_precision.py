@@ -28,10 +28,12 @@ __all__ = [
     "LossScaleState",
     "MasterState",
     "all_finite",
+    "difference",
     "dynamic_loss_scale",
     "loss_scale",
     "master_params",
     "master_weights",
+    "rounded",
     "static_loss_scale",
 ]
 

@@ -38,6 +38,8 @@ __all__ = [
     "gathered_dtype",
     "own_range",
     "pack",
+    "packed",
+    "packed_by_copies",
     "pad_own",
     "put_elements",
     "to_gradient_dtype",

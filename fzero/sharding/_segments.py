@@ -17,7 +17,7 @@ from fzero.sharding._spec import Piece, item_of, spec_info, spec_of, stacked_of,
 from fzero.sharding._units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
-__all__ = ["abstract", "global_norm", "per_leaf"]
+__all__ = ["abstract", "check_on_device", "global_norm", "per_leaf", "segment_ids", "zero_padding"]
 
 
 def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["Configuration", "Space", "TuneOptions", "space_of"]
+__all__ = ["REMATS", "Configuration", "Space", "TuneOptions", "space_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most residuals to the fewest

@@ -21,6 +21,7 @@ from fzero.tree import Tree
 __all__ = [
     "as_value",
     "check_arguments",
+    "check_memory",
     "check_no_torch_optimizer",
     "check_optimizer",
     "check_params",

@@ -112,7 +112,7 @@ class ShardedStep:
                 )
             for i, x in enumerate(args):
                 check_memory(f"argument {i}", x)
-            return self._checked(self._run, *args, **kwargs)
+            return self.checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
@@ -120,7 +120,7 @@ class ShardedStep:
         args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
-    def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
         check = self._should_check()
         if check:
@@ -130,7 +130,7 @@ class ShardedStep:
             check_equal("result", out, self.mesh)
         return out
 
-    def _state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the arguments that the step updates: parameters, and each tree with a result like it at its position.
 
         A lone tensor does not count as state: a step's loss may look like one of its arguments.

@@ -47,7 +47,7 @@ def loops(graph: Any) -> list[Loop]:
 
 def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
     settings = PassSettings(False, 0, bucket_bytes, 0, in_flight, across_iterations)
-    return PassManager(traced, PassContext()).scheduled(settings)
+    return PassManager(traced, PassContext()).schedule_with(settings)
 
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (3, 2), (2, 9)], itertools.product((2, 3), (1, 2, 9))))

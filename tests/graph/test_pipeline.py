@@ -32,7 +32,8 @@ from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_
 def test_the_list_has_every_pass_once():
     assert [row.apply for row in PASSES].count(schedule) == 1
     assert Counter([row.name for row in PASSES]) == Counter(passes.__all__)
-    assert [row.loops for row in PASSES] == sorted([row.loops for row in PASSES])  # bodies are scheduled before
+    on_loops = [row.runs_on_loops for row in PASSES]
+    assert on_loops == sorted(on_loops)  # bodies are scheduled before
     assert all(row.apply is getattr(passes, row.name) for row in PASSES)
 
 
@@ -138,7 +139,7 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
 def test_where_a_pass_changes_nothing_what_follows_runs_once():
     sample = build_chain(SHARDED._replace(stage=1))
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
-    one, other = (passes.scheduled(PassSettings(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
+    one, other = (passes.schedule_with(PassSettings(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
     assert not passes.changed_by(PassSettings(True, math.inf, 0), "recompute") and one is other
 
 

@@ -283,14 +283,6 @@ def test_a_plan_shows_itself_in_a_notebook(monkeypatch):
     assert "img" not in plan._repr_html_()
 
 
-def test_old_names_warn():
-    plan = planned("A", 3)
-    with pytest.warns(DeprecationWarning, match="Plan.steps is deprecated: use Plan.operations"):
-        assert plan.steps is plan.operations
-    with pytest.warns(DeprecationWarning, match="Operation.operation is deprecated: use Operation.target"):
-        assert plan.operations[-1].operation == plan.operations[-1].target
-
-
 def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
     """Counted in operations; benchmarks/jit_compile.py has the seconds."""
 

@@ -47,13 +47,13 @@ MUTANTS = [
     ),
     *File("graph/_entry.py", DONATION).faults(
         Fault("no group has one rank", "_groups_of_one", constant(1, 0), ALONE),
-        Fault("operations are fused on fx", "entry_of", always("A.backend == 'inductor'"), FUSED),
-        Fault("what is handed on may not be shared", "_written", returns("list(donated)")),
-        Fault("leaves that change places may be shared", "_written", (swapped("is", "in"), bare("A[i]"))),
+        Fault("operations are fused on fx", "_pass_context", always("A.backend == 'inductor'"), FUSED),
+        Fault("what is handed on may not be shared", "_overwritten", returns("list(donated)")),
+        Fault("leaves that change places may be shared", "_overwritten", (swapped("is", "in"), bare("A[i]"))),
         Fault("the captured are read when gone", "Entry.run", skipped("A(captured)")),
         Fault(
             "Inductor is given what overwrites",
-            "entry_of",
+            "_pass_context",
             (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
             ON_GLOO,
         ),

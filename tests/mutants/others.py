@@ -38,7 +38,7 @@ MUTANTS = [
             becomes("A.B('params', C, D)", "A.B('params', optimizer.precision.cast(C() if callable(C) else C), D)"),
         ),
         Fault(
-            "donate the batch", "ShardedStep._state_positions", always("A in self.B or A < len(C) and D(E, C[A])"), JIT
+            "donate the batch", "ShardedStep.state_positions", always("A in self.B or A < len(C) and D(E, C[A])"), JIT
         ),
     ),
     *File("optim/_precision.py", HALF).faults(

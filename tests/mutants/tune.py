@@ -116,7 +116,7 @@ MUTANTS = [
         Fault("the margin is forgotten", "budget_of", becomes("A if B is None else B", "0")),
     ),
     *File("graph/_entry.py", TUNE).faults(
-        Fault("a GPU receives as gloo does", "entry_of", never("A.device is not None")),
+        Fault("a GPU receives as gloo does", "_trace_call", never("A.device is not None")),
         Fault("a GPU's plan has a CPU's seconds", "Entry.plan", becomes("self.options.device", "None")),
     ),
     *File("graph/_ir.py", TUNE).faults(

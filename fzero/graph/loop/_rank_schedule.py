@@ -22,7 +22,13 @@ from fzero.axes import Binding
 from fzero.parallel.schedules import Action, Schedule
 
 __all__ = [
+    "BEGIN_PHASE",
+    "BEGIN_SHAPES_ONLY",
+    "END_SHAPES_ONLY",
     "MARKERS",
+    "MARK_PIPELINE",
+    "RECEIVE",
+    "SEND",
     "Phase",
     "RankSchedule",
     "begin_phase",

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +43,7 @@ __all__ = [
     "Transfer",
     "layers",
     "operations_of",
+    "plan_of",
     "plan_ranges",
 ]
 
@@ -205,12 +205,6 @@ class Operation(NamedTuple):
     times: int = 1
     phase: str = "forward"
 
-    @property
-    def operation(self) -> str:
-        """The old name of `target`, until version 0.3."""
-        warnings.warn("Operation.operation is deprecated: use Operation.target", DeprecationWarning, stacklevel=2)
-        return self.target
-
 
 Settings = Mapping[str, bool | int | float | str]  # the arguments of the passes, by name
 
@@ -295,12 +289,6 @@ class Plan(FigureReport):
     transfers: tuple[Transfer, ...] = ()
     messages: tuple[SentMessage, ...] = ()
     workspace_bytes: int = 0
-
-    @property
-    def steps(self) -> tuple[Operation, ...]:
-        """The old name of `operations`, until version 0.3."""
-        warnings.warn("Plan.steps is deprecated: use Plan.operations", DeprecationWarning, stacklevel=2)
-        return self.operations
 
     @cached_property
     def live(self) -> list[int]:

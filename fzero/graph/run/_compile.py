@@ -34,6 +34,7 @@ __all__ = [
     "first_line",
     "is_compiled",
     "name_of_code",
+    "note_compiled",
     "progress",
 ]
 

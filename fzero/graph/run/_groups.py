@@ -34,6 +34,7 @@ __all__ = [
     "read_by_loops",
     "runs_alone",
     "scalars",
+    "source_of",
     "sources",
     "split_into_groups",
     "views_to",

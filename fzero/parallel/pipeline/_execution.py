@@ -74,10 +74,12 @@ class RowRecorder:
         loop.begin_shapes_only()
         spec = self.stages.call_of(0).run(probe, self.stages, self.params, tensors)
         loop.end_shapes_only()
-        track = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
+        rank_schedule = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
         iteration = loop.iteration(self.stages.schedule.micro_batches)
         loop.mark_pipeline(
-            iteration, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
+            iteration,
+            loop.rank_schedule_number(rank_schedule),
+            tensors if self.scale is None else [*tensors, self.scale],
         )
         shares: dict[int, list[_Sum]] = {index: [] for index in range(len(tensors))}
         totals: list[_Sum] = []
