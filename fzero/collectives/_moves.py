@@ -14,7 +14,7 @@ from fzero import tree
 from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives._copies import note_call
-from fzero.collectives._sums import dimension, group_psum, tensor
+from fzero.collectives._sums import check_dim, check_tensor, group_psum
 from fzero.collectives._table import (
     COPIES,
     NO_AXIS,
@@ -164,7 +164,7 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
                 [2, 4]])
     """
     axes = join_axes(resolve_axes(axis))
-    split, concat = dimension("all_to_all", x, split_dim), dimension("all_to_all", x, concat_dim)
+    split, concat = check_dim("all_to_all", x, split_dim), check_dim("all_to_all", x, concat_dim)
     sizes = [a.size for a in axes]
     n = math.prod(sizes)
     if x.shape[split] % n:
@@ -207,7 +207,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
         >>> fzero.mesh(dp=3).spmd(f)(fzero.PerRank(torch.tensor([10, 11, 12]))).value
         tensor([12, 10, 11])
     """
-    dimension("ppermute", x, 0, least=0)
+    check_dim("ppermute", x, 0, least=0)
     axes = resolve_axes(axis)
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
@@ -248,7 +248,7 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         raise ValueError(f"source={source}: expected a rank, 0 to {n - 1}")
 
     def one(path: str, x: Any) -> torch.Tensor:
-        x, rank = tensor(path, x), source
+        x, rank = check_tensor(path, x), source
         for a in reversed(axes):
             rank, i = divmod(rank, a.size)
             (x,) = apply(a.token, "broadcast", a.binding, SourceOptions(i), x)

@@ -41,7 +41,8 @@ __all__ = [
     "REDUCE_SCATTER",
     "all_gather",
     "all_gather_invariant",
-    "dimension",
+    "check_dim",
+    "check_tensor",
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
@@ -52,7 +53,6 @@ __all__ = [
     "psum_invariant",
     "psum_scatter",
     "pvary",
-    "tensor",
 ]
 
 # ---------------------------------------------------------------- one rank of a process group
@@ -220,7 +220,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
     axes = join_axes(resolve_axes(axis))
 
     def total(path: str, leaf: Any) -> torch.Tensor:
-        return note_call("psum", axes, apply_along("psum", number(path, leaf), axes, NoOptions()))
+        return note_call("psum", axes, apply_along("psum", as_number(path, leaf), axes, NoOptions()))
 
     return tree.map_with_path(total, x, tree.is_box)
 
@@ -241,7 +241,7 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     axes, n = join_axes(resolve_axes(axis)), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
-        x = number(path, leaf)
+        x = as_number(path, leaf)
         if x.is_floating_point() or x.is_complex():
             # divide first, since a sum could overflow in half precision
             return note_call("pmean", axes, apply_along("psum", x / n, axes, NoOptions()))
@@ -250,13 +250,13 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     return tree.map_with_path(mean, x, tree.is_box)
 
 
-def number(path: str, leaf: Any) -> torch.Tensor:
+def as_number(path: str, leaf: Any) -> torch.Tensor:
     """Return a leaf as a tensor that can be summed: bool becomes int64."""
-    x = tensor(path, leaf)
+    x = check_tensor(path, leaf)
     return x.long() if x.dtype == torch.bool else x
 
 
-def tensor(path: str, leaf: Any) -> torch.Tensor:
+def check_tensor(path: str, leaf: Any) -> torch.Tensor:
     """Check that a leaf is a tensor, not a box, and return it."""
     label = f"leaf {path!r}" if path else "its argument"
     if tree.is_box(leaf):
@@ -292,7 +292,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         tensor([1, 2, 3, 4])
     """
     axes = join_axes(resolve_axes(axis))
-    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
+    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], dim_options("all_gather", x, dim)))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -320,8 +320,8 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    options, axes = along("psum_scatter", x, dim), join_axes(resolve_axes(axis))
-    dim = dimension("psum_scatter", x, dim)
+    options, axes = dim_options("psum_scatter", x, dim), join_axes(resolve_axes(axis))
+    dim = check_dim("psum_scatter", x, dim)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
         raise ValueError(
@@ -331,7 +331,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
     return apply_along("psum_scatter", x, axes, options)
 
 
-def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
+def check_dim(name: str, x: Any, dim: int, least: int = 1) -> int:
     """Check a dimension of a tensor, and count it from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes one tensor, but was given {x!r}; for a tree use tree.map")
@@ -341,9 +341,9 @@ def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
     return dim % max(x.ndim, 1)
 
 
-def along(name: str, x: Any, dim: int) -> DimOptions:
+def dim_options(name: str, x: Any, dim: int) -> DimOptions:
     """Check a dimension of a tensor, and return it as a row's options."""
-    return DimOptions(dimension(name, x, dim) - x.ndim)
+    return DimOptions(check_dim(name, x, dim) - x.ndim)
 
 
 def pvary(x: Tree, axis: AxisName = None) -> Tree:
@@ -371,7 +371,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
     """
     axes = join_axes(resolve_axes(axis))
     return tree.map_with_path(
-        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, NoOptions()), x, tree.is_box
+        lambda path, leaf: apply_along("pvary", check_tensor(path, leaf), axes, NoOptions()), x, tree.is_box
     )
 
 
@@ -400,7 +400,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     """
     axes = join_axes(resolve_axes(axis))
     return tree.map_with_path(
-        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, NoOptions()), x, tree.is_box
+        lambda path, leaf: apply_along("psum_invariant", as_number(path, leaf), axes, NoOptions()), x, tree.is_box
     )
 
 
@@ -419,13 +419,13 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
                 [4.]])
     """
     return apply_along(
-        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], along("all_gather_invariant", x, dim)
+        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], dim_options("all_gather_invariant", x, dim)
     )
 
 
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
-    return apply_along("own_part", x, join_axes(resolve_axes(axis)), along("own_part", x, dim))
+    return apply_along("own_part", x, join_axes(resolve_axes(axis)), dim_options("own_part", x, dim))
 
 
 def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:

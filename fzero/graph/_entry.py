@@ -212,7 +212,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
     )
 
 
-class _TracedCall(NamedTuple):
+class _CallTrace(NamedTuple):
     """A traced call: its graph, its results, their leaves and structure, and the positions of the donated arguments."""
 
     traced: TracedGraph
@@ -222,7 +222,7 @@ class _TracedCall(NamedTuple):
     positions: tuple[int, ...]
 
 
-def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> _TracedCall:
+def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> _CallTrace:
     """Trace a call of the step, and check that a graph can hold it."""
     returned: list[Any] = []
 
@@ -242,7 +242,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         _torch.fakes_on(
             [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.device.kind
         )
-    return _TracedCall(traced, *returned.pop())
+    return _CallTrace(traced, *returned.pop())
 
 
 def _pass_context(

@@ -15,10 +15,10 @@ from fzero.optim._base import (
     Params,
     Updates,
     at_least_float32,
+    check_nonnegative,
+    check_positive,
     check_rate,
     is_zero,
-    nonnegative,
-    positive,
     rate_at,
     torch_hints,
 )
@@ -252,10 +252,10 @@ def adafactor(
         tensor([-0.1000, -0.1000, -0.1000])
     """
     check_rate(learning_rate)
-    nonnegative(decay_rate=decay_rate, eps_scale=eps_scale, weight_decay=weight_decay)
-    positive(clipping_threshold=clipping_threshold)
+    check_nonnegative(decay_rate=decay_rate, eps_scale=eps_scale, weight_decay=weight_decay)
+    check_positive(clipping_threshold=clipping_threshold)
     if eps is not None:
-        nonnegative(eps=eps)
+        check_nonnegative(eps=eps)
 
     def init(params: Params) -> AdafactorState:
         rows, columns = _zeros(params)

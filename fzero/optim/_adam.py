@@ -14,10 +14,10 @@ from fzero.optim._base import (
     Updates,
     at_least_float32,
     chain,
+    check_fraction,
+    check_nonnegative,
     check_rate,
-    fraction,
     is_zero,
-    nonnegative,
     rate_at,
     torch_hints,
 )
@@ -85,8 +85,8 @@ def adamw(
         >>> opt = adamw(3e-4, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params))
     """
     check_rate(learning_rate)
-    fraction(b1=b1, b2=b2)
-    nonnegative(eps=eps, weight_decay=weight_decay)
+    check_fraction(b1=b1, b2=b2)
+    check_nonnegative(eps=eps, weight_decay=weight_decay)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         rate = rate_at(learning_rate, state.count)
@@ -129,8 +129,8 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
         >>> pair.update({"w": torch.tensor(2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
         {'w': tensor(1.0000)}
     """
-    fraction(b1=b1, b2=b2)
-    nonnegative(eps=eps)
+    check_fraction(b1=b1, b2=b2)
+    check_nonnegative(eps=eps)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         state, r1, r2 = _moments(grads, state, b1, b2)

@@ -29,13 +29,13 @@ __all__ = [
     "as_optimizer",
     "at_least_float32",
     "chain",
+    "check_fraction",
+    "check_nonnegative",
     "check_pair",
+    "check_positive",
     "check_rate",
     "find_state",
-    "fraction",
     "is_zero",
-    "nonnegative",
-    "positive",
     "rate_at",
     "torch_hints",
     "torch_optimizer_message",
@@ -370,17 +370,17 @@ def _are_parameters(x: Any) -> bool:
 Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
 
 
-def nonnegative(**values: object) -> None:
+def check_nonnegative(**values: object) -> None:
     """Check that hyperparameters, given by name, are finite numbers >= 0. The values of tensors are not checked."""
     _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
 
 
-def positive(**values: object) -> None:
+def check_positive(**values: object) -> None:
     """Check that hyperparameters are positive numbers; infinity is allowed."""
     _check(values, "a positive number", lambda v: v > 0)
 
 
-def fraction(**values: object) -> None:
+def check_fraction(**values: object) -> None:
     """Check that hyperparameters are numbers in [0, 1)."""
     _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
 
@@ -419,4 +419,4 @@ def check_rate(learning_rate: Number | Schedule) -> None:
         ValueError: if it is neither.
     """
     if not callable(learning_rate):
-        nonnegative(learning_rate=learning_rate)
+        check_nonnegative(learning_rate=learning_rate)

@@ -17,8 +17,8 @@ from fzero.optim._base import (
     Params,
     Updates,
     apply_updates,
+    check_positive,
     find_state,
-    positive,
     wrap_pairs,
 )
 from fzero.optim._precision import Precision
@@ -266,8 +266,8 @@ def dynamic_loss_scale(
         >>> optim.apply_updates(params, updates), state.scale, state.skipped
         ({'w': tensor(1.)}, tensor(4.), tensor(1))
     """
-    positive(initial=initial, growth_factor=growth_factor, growth_interval=growth_interval)
-    positive(backoff_factor=backoff_factor, minimum=minimum, maximum=maximum)
+    check_positive(initial=initial, growth_factor=growth_factor, growth_interval=growth_interval)
+    check_positive(backoff_factor=backoff_factor, minimum=minimum, maximum=maximum)
     if growth_interval != int(growth_interval):
         raise ValueError(f"growth_interval={growth_interval}: expected an int")
     if growth_factor < 1 or backoff_factor > 1 or not minimum <= initial <= maximum < math.inf:

@@ -13,9 +13,9 @@ from fzero.optim._base import (
     Params,
     Updates,
     apply_updates,
-    fraction,
+    check_fraction,
+    check_nonnegative,
     is_zero,
-    nonnegative,
 )
 from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
@@ -107,7 +107,7 @@ def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
     """
     if callable(learning_rate):
         return scale_by_schedule(lambda count: -learning_rate(count))
-    nonnegative(learning_rate=learning_rate)
+    check_nonnegative(learning_rate=learning_rate)
     return scale(-learning_rate)
 
 
@@ -162,7 +162,7 @@ def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optim
         >>> add_decayed_weights(0.1).update({"w": torch.tensor(1.0)}, (), params)[0]
         {'w': tensor(1.2000)}
     """
-    nonnegative(weight_decay=weight_decay)
+    check_nonnegative(weight_decay=weight_decay)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if is_zero(weight_decay):
@@ -212,7 +212,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
         >>> optim.apply_updates(params, updates), state[-1].ema
         ({'w': tensor(-1.)}, {'w': tensor(0.)})
     """
-    fraction(decay=decay)
+    check_fraction(decay=decay)
 
     def init(params: Params) -> EmaState:
         # copies: a jitted step overwrites parameters and state, each in its own memory
@@ -256,7 +256,7 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
         >>> average, state.ema
         ({'w': tensor(2.)}, {'w': tensor(0.2000)})
     """
-    fraction(decay=decay)
+    check_fraction(decay=decay)
 
     def init(params: Params) -> EmaState:
         zeros = tree.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params)

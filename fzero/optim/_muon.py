@@ -17,10 +17,10 @@ from fzero.optim._base import (
     Params,
     Updates,
     chain,
+    check_fraction,
+    check_nonnegative,
     check_rate,
-    fraction,
     is_zero,
-    nonnegative,
     rate_at,
     torch_hints,
 )
@@ -240,8 +240,8 @@ def muon(
         https://kellerjordan.github.io/posts/muon, arXiv:2502.16982
     """
     check_rate(learning_rate)
-    fraction(momentum=momentum)
-    nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
+    check_fraction(momentum=momentum)
+    check_nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
     if adjust_lr_fn not in _SCALES:
         raise ValueError(f'adjust_lr_fn={adjust_lr_fn!r}: expected None, "original" or "match_rms_adamw"')
     if mask is not None and fallback is None:

@@ -8,7 +8,16 @@ import torch
 
 from fzero import tree
 from fzero.collectives import psum
-from fzero.optim._base import Number, Optimizer, OptState, Params, Updates, at_least_float32, positive, torch_hints
+from fzero.optim._base import (
+    Number,
+    Optimizer,
+    OptState,
+    Params,
+    Updates,
+    at_least_float32,
+    check_positive,
+    torch_hints,
+)
 from fzero.sharding import (
     Shard,
     ShardedUnit,
@@ -121,7 +130,7 @@ def clip(max_delta: Number) -> Optimizer:
         >>> clip(1.0).update({"w": torch.tensor([3.0, -0.5])}, ())[0]
         {'w': tensor([ 1.0000, -0.5000])}
     """
-    positive(max_delta=max_delta)
+    check_positive(max_delta=max_delta)
     limit: Any = max_delta  # torch annotates clamp's limits as two numbers or two tensors
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
@@ -151,7 +160,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
         >>> updates
         {'w': tensor([0.6000, 0.8000])}
     """
-    positive(max_norm=max_norm)
+    check_positive(max_norm=max_norm)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         norm = global_norm(grads)
@@ -179,7 +188,7 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
         >>> clip_by_block_rms(1.0).update({"w": torch.tensor([3.0, 3.0]), "b": torch.tensor([0.5])}, ())[0]
         {'w': tensor([1., 1.]), 'b': tensor([0.5000])}
     """
-    positive(threshold=threshold)
+    check_positive(threshold=threshold)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         def clip_leaf(g: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
@@ -224,7 +233,7 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         tensor([[0.6000],
                 [0.5000]])
     """
-    positive(max_norm=max_norm)
+    check_positive(max_norm=max_norm)
     if isinstance(names, str):
         names = (names,)
     if not names or not all(isinstance(name, str) and "." not in name for name in names):

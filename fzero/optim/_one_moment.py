@@ -13,10 +13,10 @@ from fzero.optim._base import (
     Updates,
     at_least_float32,
     chain,
+    check_fraction,
+    check_nonnegative,
     check_rate,
-    fraction,
     is_zero,
-    nonnegative,
     rate_at,
     torch_hints,
 )
@@ -56,7 +56,7 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
         {'w': tensor(-0.2000)}
     """
     check_rate(learning_rate)
-    nonnegative(momentum=momentum)
+    check_nonnegative(momentum=momentum)
     has_momentum = not is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"nesterov=True needs momentum > 0, given momentum={momentum!r}")
@@ -115,7 +115,7 @@ def adagrad(
         {'w': tensor(-0.1000)}
     """
     check_rate(learning_rate)
-    nonnegative(initial_accumulator_value=initial_accumulator_value, eps=eps)
+    check_nonnegative(initial_accumulator_value=initial_accumulator_value, eps=eps)
 
     def init(params: Params) -> AdagradState:
         sums = tree.map(lambda p: torch.zeros_like(p) + initial_accumulator_value, params)
@@ -193,7 +193,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
         >>> pair.update({"w": torch.tensor(-2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
         {'w': tensor(-1.)}
     """
-    fraction(b1=b1, b2=b2)
+    check_fraction(b1=b1, b2=b2)
 
     def init(params: Params) -> LionState:
         return LionState(tree.map(torch.zeros_like, params))

@@ -8,7 +8,7 @@ MUTANTS = [
         Fault("f adds nothing up", "", constant("psum_invariant", "pvary", at="3 of 4"), AXES),
         Fault("g adds up twice", "", constant("pvary", "psum_invariant", at="2 of 4"), AXES),
         Fault("half-precision sums", "pmean.mean", becomes("A('psum', B / C, D, E())", "A('psum', B, D, E()) / C")),
-        Fault("a user's vmap shifts a dimension", "along", bare("A - B.ndim")),
+        Fault("a user's vmap shifts a dimension", "dim_options", bare("A - B.ndim")),
         Fault("integer means become floats", "pmean.mean", becomes("(A // B).to(C.dtype)", "A / B")),
     ),
     *File("collectives/_table.py").faults(

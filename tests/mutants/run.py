@@ -26,7 +26,7 @@ MUTANTS = [
         Fault(
             "scalars in the loops that read them",
             "read_by_loops",
-            (never("A in B"), elsewhere("split_into_groups", never("A in small"))),
+            (never("A in B"), elsewhere("split_into_groups", never("A in scalars"))),
         ),
         Fault("a unit's scalars by themselves", "_scalar_group_of", becomes("bisect_left(A, B)", "-1")),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),

@@ -33,7 +33,7 @@ __all__ = [
     "parts_of_arguments",
     "read_by_loops",
     "runs_alone",
-    "scalars",
+    "scalars_of",
     "source_of",
     "sources",
     "split_into_groups",
@@ -48,30 +48,30 @@ __all__ = [
 # only once.
 
 
-def scalars(nodes: Iterable[Node]) -> set[Node]:
+def scalars_of(nodes: Iterable[Node]) -> set[Node]:
     """Return a graph's scalars. A constant counts only if scalars alone use it: the compiler folds constants."""
-    small = [n for n in nodes if n.op == "call_function" and _is_small(n) and not is_random(n)]
+    zero_dim = [n for n in nodes if n.op == "call_function" and _is_zero_dim(n) and not is_random(n)]
     constants: set[Node] = set()
-    for n in small:
+    for n in zero_dim:
         if all(a in constants for a in n.all_input_nodes):
             constants.add(n)
     found: set[Node] = set()
-    for n in reversed(small):
+    for n in reversed(zero_dim):
         if n not in constants or all(u in found for u in n.users):
             found.add(n)
     return found
 
 
-def read_by_loops(group: Sequence[Node], small: AbstractSet[Node]) -> list[Node]:
+def read_by_loops(group: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
     """List the scalars of a group that its other nodes read, maybe as views."""
-    return [n for n in group if n in small and n.target is not COPY and any(u not in small for u in n.users)]
+    return [n for n in group if n in scalars and n.target is not COPY and any(u not in scalars for u in n.users)]
 
 
-def _is_small(node: Node) -> bool:
+def _is_zero_dim(node: Node) -> bool:
     return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
 
 
-# Cut: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
+# Groups: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
 
 
 def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
@@ -89,7 +89,7 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
     scalar_groups: list[int] = []  # the indices of the groups of scalars; there is one before each compiled group
     group_of: dict[Node, int] = {}
     nodes = list(nodes)
-    small, host = scalars(nodes), on_host(nodes)
+    scalars, host = scalars_of(nodes), on_host(nodes)
     block, begins_group, space = "", True, False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
@@ -103,7 +103,7 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
             groups.append([n])
             begins_group = True
             continue
-        if n in small and (index := _scalar_group_of(n, groups, scalar_groups, group_of, begins_group)) is not None:
+        if n in scalars and (index := _scalar_group_of(n, groups, scalar_groups, group_of, begins_group)) is not None:
             group_of[n] = index
             groups[index].append(n)
             continue
@@ -120,17 +120,17 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
         group_of[n] = len(groups) - 1
         groups[-1].append(n)
         begins_group = False
-    _move_to_readers(groups, group_of, small)
+    _move_to_readers(groups, group_of, scalars)
     return [group for group in groups if group]
 
 
-def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], small: AbstractSet[Node]) -> None:
+def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], scalars: AbstractSet[Node]) -> None:
     """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
 
     So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
     arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
     """
-    for i, j in _neighbours(groups, small):
+    for i, j in _neighbours(groups, scalars):
         written = {storage_id(x) for n in groups[i] if n.target is COPY for x in stand_ins_of(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
@@ -141,11 +141,11 @@ def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], small:
             group_of[node] = j
 
 
-def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> list[tuple[int, int]]:
+def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
     """List the pairs of compiled groups with nothing but scalars between them, the last pair first."""
     found, before = [], None
     for i, group in enumerate(groups):
-        if not group or small >= {*group}:
+        if not group or scalars >= {*group}:
             continue
         if runs_alone(group[0]):
             before = None

@@ -19,7 +19,7 @@ from fzero.graph.run._groups import (
     operands,
     parts_of_arguments,
     runs_alone,
-    scalars,
+    scalars_of,
     sources,
     split_into_groups,
     views_to,
@@ -136,7 +136,7 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
-    groups, parts, small = split_into_groups(graph.nodes), parts_of_arguments(graph) | items, scalars(graph.nodes)
+    groups, parts, scalars = split_into_groups(graph.nodes), parts_of_arguments(graph) | items, scalars_of(graph.nodes)
     result_values = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(groups, values) | parts
@@ -149,7 +149,7 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
         loop_items = list(group[0].users) if loop_of(group[0]) else []
         singles = [*views_to(used, slot, view_values), *([group[0], *loop_items] if single else [])]
         instructions += [_single(node, slot) for node in singles]
-        compiled = None if single else segment(group, exported, slot, parts, small)
+        compiled = None if single else segment(group, exported, slot, parts, scalars)
         instructions += [] if compiled is None else [compiled]
     instructions += [_single(node, slot) for node in views_to(values, slot, view_values)]
     inputs = {slot[n] for n in graph.nodes if is_input(n)} - {*owned}

@@ -85,7 +85,7 @@ def segment(
     exports: Sequence[Node],
     slot: dict[Node, int],
     parts: AbstractSet[Node],
-    small: AbstractSet[Node],
+    scalars: AbstractSet[Node],
 ) -> Segment | None:
     """Make a segment of a group; None if nothing needs the group's results.
 
@@ -94,11 +94,11 @@ def segment(
         exports: the nodes of the group whose values later groups or the caller need. They get new slots.
         slot: the slots of all values computed so far.
         parts: the views that count as values.
-        small: the scalars of the graph.
+        scalars: the scalars of the graph.
     """
     if not exports and not any(n.target is COPY for n in group):
         return None
-    exports = list(dict.fromkeys([*exports, *read_by_loops(group, small)]))
+    exports = list(dict.fromkeys([*exports, *read_by_loops(group, scalars)]))
     graph = Graph()
     ins = [x for x in sources(operands(group), parts) if x in slot]
     copies: dict[Node, Node] = {}
@@ -115,8 +115,8 @@ def segment(
     for x in exports:
         slot[x] = len(slot)
     fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
-    key, scalars = (_key(graph), tuple([signature(x) for x in outputs])), small >= {*group}
-    return Segment(key, graph, fakes, outputs, [slot[x] for x in ins], [slot[x] for x in exports], [], scalars)
+    key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*group}
+    return Segment(key, graph, fakes, outputs, [slot[x] for x in ins], [slot[x] for x in exports], [], is_scalar)
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:

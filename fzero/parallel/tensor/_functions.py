@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fzero._torch.levels import may_differ
 from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, bound_axis
-from fzero.collectives import DimOptions, NoOptions, apply_along, dimension
+from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 
 __all__ = [
     "SEQUENCE",
@@ -34,7 +34,7 @@ SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Apply a collective that splits or joins a tensor along a dimension, over the axis if it is bound."""
-    return apply_along(name, x, _bound(axis), DimOptions(dimension(name, x, dim) - x.ndim))
+    return apply_along(name, x, _bound(axis), DimOptions(check_dim(name, x, dim) - x.ndim))
 
 
 def _bound(axis: str) -> list[Axis]:
@@ -166,7 +166,7 @@ def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.T
 
 
 def _check_length(x: torch.Tensor, axis: str, dim: int) -> None:
-    dim, n = dimension("tp.scatter", x, dim), axis_size(axis_if_bound(axis))
+    dim, n = check_dim("tp.scatter", x, dim), axis_size(axis_if_bound(axis))
     if x.shape[dim] % n:
         raise ValueError(
             f"dimension {dim} of a tensor {list(x.shape)} is split into {n} equal parts along {axis!r}, but "
