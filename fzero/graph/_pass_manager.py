@@ -81,7 +81,7 @@ class PassContext(NamedTuple):
     """The inputs of passes that all schedules of a step share.
 
     Attributes:
-        pairs: the positions `(result, argument)` of results that are written into donated arguments.
+        overwrites: the positions `(result, argument)` of results that are written into donated arguments.
         donated: the positions of all donated arguments.
         functional: whether no collective may overwrite its operand, as Inductor requires of a full graph.
         group_ranks: this rank's index in each process group, by the group's name.
@@ -91,7 +91,7 @@ class PassContext(NamedTuple):
         fuses: whether Inductor compiles segments: it does not store values that it computes within a loop.
     """
 
-    pairs: tuple[tuple[int, int], ...] = ()
+    overwrites: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     functional: bool = False
     group_ranks: tuple[tuple[str, int], ...] = ()
@@ -139,7 +139,7 @@ PASSES = (
     Pass("bucket", bucket, lambda settings, context: (settings.bucket_bytes,)),
     Pass("recast", recast, lambda settings, context: () if settings.recast else None),
     Pass("early_move", early_move, lambda settings, context: () if context.has_moves else None),
-    Pass("donate", donate, lambda settings, context: (context.pairs, context.donated)),
+    Pass("donate", donate, lambda settings, context: (context.overwrites, context.donated)),
     Pass("in_place", in_place, lambda settings, context: None if context.functional else ()),
     Pass("gather_into", gather_into, lambda settings, context: None if context.functional else ()),
     Pass(
@@ -256,7 +256,7 @@ class PassManager:
             loop = loop_of(node)
             assert loop is not None
             inside = self.context._replace(group_ranks=(), device=None, has_moves=has_moves(loop.body))
-            context = inside._replace(pairs=loop.pairs, donated=tuple(loop.sum_indices))
+            context = inside._replace(overwrites=loop.overwrites, donated=tuple(loop.sum_indices))
             self._bodies[node.target] = PassManager(loop.body, context)
         return self._bodies[node.target]
 

@@ -108,7 +108,7 @@ MUTANTS = [
         Fault(
             "a loop's sums are not written",
             "PassManager.body",
-            becomes("A.B(pairs=C.D, donated=tuple(C.E))", "A.B(pairs=(), donated=())"),
+            becomes("A.B(overwrites=C.D, donated=tuple(C.E))", "A.B(overwrites=(), donated=())"),
             LOOPS,
         ),
         Fault("a body has all the room", "_budget_in_body", bare("A - around"), LOOPS),

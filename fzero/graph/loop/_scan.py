@@ -78,7 +78,7 @@ class Loop:
         return range(first, first + self.sums)
 
     @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
+    def overwrites(self) -> tuple[tuple[int, int], ...]:
         """The positions `(result, argument)` of the body's sums, which are updated in place."""
         return tuple(enumerate(self.sum_indices))
 

@@ -19,24 +19,24 @@ __all__ = ["IN_PLACE", "donate", "gather_into", "in_place", "slice_of_gather"]
 # donate: results are written into the buffers of the arguments that they replace.
 
 
-def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int] = ()) -> Graph:
+def donate(graph: Graph, overwrites: Sequence[tuple[int, int]], donated: Sequence[int] = ()) -> Graph:
     """Write results into donated arguments, so that no second copy of them exists when the graph ends.
 
     Args:
         graph: a flat graph.
-        pairs: positions `(result, argument)`: the result is copied into the argument, of equal shape and dtype.
+        overwrites: positions `(result, argument)`: the result is copied into the argument, of equal shape and dtype.
         donated: the positions of all donated arguments. A result that is a view of a donated argument becomes a copy,
             since the argument's buffer is overwritten.
 
     Returns:
-        A graph in which each result of `pairs` is its argument, overwritten.
+        A graph in which each result of `overwrites` is its argument, overwritten.
     """
     graph = copy_graph(graph)
     inputs = [n for n in graph.nodes if is_input(n)]
     outputs = results(graph)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     memory = storages(graph)
-    into = dict(pairs)
+    into = dict(overwrites)
     donated_storages = {s for i in {*donated, *into.values()} for s in memory.indices[inputs[i]]}
 
     def copy_if_donated(value: Node) -> Node:
@@ -53,7 +53,7 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
                 continue
             target = inputs[into[i]] if i in into else None
             outputs[i] = value if value is target else copy_if_donated(value)
-        for i, j in pairs:
+        for i, j in overwrites:
             if outputs[i] is not inputs[j]:
                 write = graph.call_function(COPY, (inputs[j], outputs[i]))
                 write.meta = dict(inputs[j].meta)

@@ -41,13 +41,13 @@ __all__ = ["Pipeline", "pipeline"]
 # The full model, on a mesh without the pipeline's axis.
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+LossSum = tuple[torch.Tensor, torch.Tensor]  # the sum of losses, and the sum of their weights
 
 
-def run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Pair:
+def run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> LossSum:
     """Run the full model on each micro-batch in order, on a mesh without the pipeline's axis."""
 
-    def run(call: MicroBatchCall) -> Pair:
+    def run(call: MicroBatchCall) -> LossSum:
         return model.run_last(rest, _run_blocks(model, blocks, rest, call), call, len(blocks))
 
     totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
