@@ -134,7 +134,7 @@ def fzero_loss(config: PipelineConfig, schedule: str, **options: Any) -> fzero.p
         last=last,
         micro_batches=config.micro_batches,
         schedule=schedule,
-        stages=FZERO_STAGES[schedule],
+        stages_per_rank=FZERO_STAGES[schedule],
         **options,
     )
 

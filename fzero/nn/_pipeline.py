@@ -54,7 +54,7 @@ def pipeline(
     micro_batches: int,
     axis: str = "pp",
     schedule: str | Schedule = "1f1b",
-    stages: int = 1,
+    stages_per_rank: int = 1,
     depth: int | Sequence[int] | None = None,
     remat: Any = False,
     blocks: str | None = None,
@@ -80,7 +80,7 @@ def pipeline(
         micro_batches: the number of equal parts into which a rank's batch is split.
         axis: the axis of the mesh along which the stages lie.
         schedule: the name of a schedule, or a table; see `fzero.parallel.schedules.schedule`.
-        stages: the number of stages per rank, for a schedule given by name.
+        stages_per_rank: the number of stages per rank, for a schedule given by name.
         depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
         remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
             block saves.
@@ -142,7 +142,7 @@ def pipeline(
         micro_batches=micro_batches,
         axis=axis,
         schedule=schedule,
-        stages=stages,
+        stages_per_rank=stages_per_rank,
         depth=depth,
         remat=remat,
         split=split if tp is None else (TensorSplit(tp, split_model.names[0]), *_as_tuple(split)),

@@ -80,7 +80,7 @@ class Configuration:
 
     @property
     def pipeline_stages(self) -> int:
-        """How many pipeline stages a rank holds: `stages=` of `fzero.pipeline`."""
+        """How many pipeline stages a rank holds: `stages_per_rank=` of `fzero.pipeline`."""
         return max(NAMES[self.schedule].least, 1)
 
     @property

@@ -285,7 +285,7 @@ class ModelStep:
             last=partial(head_loss, shape),
             micro_batches=config.accumulation,
             schedule=config.schedule,
-            stages=config.pipeline_stages,
+            stages_per_rank=config.pipeline_stages,
             depth=depth,
             remat=config.remat,
             split=_rules(config),

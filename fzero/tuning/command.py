@@ -392,7 +392,7 @@ def _model_lines(c: Configuration) -> list[str]:
         ]
     if c.pp == 1:
         return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
-    more = f", stages={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
+    more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
     more += f", remat={_quote(c.remat)}" if c.remat else ""
     more += f", split={_join(rules)}" if rules else ""

@@ -38,7 +38,7 @@ class Placed(NamedTuple):
     def loss(self, depth: int, **options: Any) -> fzero.parallel.pipeline.Pipeline:
         ranks, stages = self.axes.get("pp", 1), NAMED[self.schedule]
         counts = [0] * (ranks * stages - 1) + [depth] if depth < ranks * stages else None
-        return loss_of(4, schedule=self.schedule, stages=stages, depth=counts or depth, **options)
+        return loss_of(4, schedule=self.schedule, stages_per_rank=stages, depth=counts or depth, **options)
 
     def sharded(self, loss: fzero.parallel.pipeline.Pipeline, opt: Any = OPT) -> Any:
         axes = tuple([name for name in self.axes if name != "tp"])

@@ -55,7 +55,7 @@ def check(
 def tables_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
     """At each stage of ZeRO some schedule; eagerly, and as one graph a rank, whose stages differ."""
     for stage, name in enumerate(("1f1b", "zbv", "interleaved", "gpipe")):
-        loss = loss_of(4, schedule=name, stages=NAMED[name], depth=5)
+        loss = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
         for jit in either((None,) if stage in (1, 2) else ({"backend": "fx"},), (None, {"backend": "fx"})):
             check(mesh_of(world), stage, loss, 5, jit=jit)
 
@@ -79,7 +79,7 @@ def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.ranks.Mesh)
 def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.ranks.Mesh) -> None:
     """Its messages are permutations, of which each rank's graph has its own part."""
     mesh, params = mesh_of(world), params_of(5)
-    loss = loss_of(2, schedule="interleaved", stages=2, depth=5)
+    loss = loss_of(2, schedule="interleaved", stages_per_rank=2, depth=5)
     step: Any = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
     cut, _ = step.init(loss.stack(params, mesh), OPT)
     predict = fzero.jit(fzero.predict(step, loss.outputs(lambda rest, x, batch: x @ rest["table"].T)), backend="fx")
@@ -103,7 +103,7 @@ def schedules_that_differ_by_rank_are_refused(world: fzero.ranks.Mesh) -> None:
 def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
     for name, stages in NAMED.items():
         for stage in range(4):
-            loss = loss_of(4, schedule=name, stages=stages, depth=6)
+            loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=6)
             check(mesh_of(world), stage, loss, 6)
             for gather in (True, False):
                 check(mesh_of(world), stage, loss, 6, gather=gather, jit={"backend": "fx"})
@@ -150,7 +150,7 @@ def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.parallel.pipeline.Pi
 
     stages = NAMED[schedule]
     return fzero.pipeline(
-        block=gpt_block, first=first, last=last, micro_batches=micro_batches, schedule=schedule, stages=stages
+        block=gpt_block, first=first, last=last, micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages
     )
 
 
@@ -187,7 +187,7 @@ def what_one_pipeline_saves_another_loads(world: fzero.ranks.Mesh) -> None:
         torch.distributed.barrier()
         before = "dense"
         for i, (pp, name, stage) in enumerate(((2, "1f1b", 3), (2, "interleaved", 1), (1, "zb", 0))):
-            loss = loss_of(4, schedule=name, stages=NAMED[name], depth=5)
+            loss = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
             mesh = fzero.mesh(dp=-1, pp=pp)
             step = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
             like = dict(zip(("params", "opt_state"), step.init(loss.stack(params_of(5), mesh), OPT), strict=True))
@@ -264,7 +264,7 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
                 runs.remember(i, tuple(state))
             runs.wait()
             torch.distributed.barrier()
-            other = loss_of(4, schedule="interleaved", stages=2, depth=5)
+            other = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
             to = fzero.shard(step_of(other), 1, mesh, split=other.split)
             like = tuple(to.init(other.stack(params, mesh), OPT))
             restored = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)

@@ -28,7 +28,7 @@ def main(folder: str, steps: int, pp: int, schedule: str, stage: int, killed: in
         return block(p, x)
 
     stages = 2 if schedule == "interleaved" else 1
-    loss = loss_of(4, schedule=schedule, stages=stages, depth=DEPTH, block=dying if killed >= 0 else block)
+    loss = loss_of(4, schedule=schedule, stages_per_rank=stages, depth=DEPTH, block=dying if killed >= 0 else block)
     sharded = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
     step: Any = sharded if killed >= 0 else fzero.jit(sharded, backend="fx")
     with fzero.checkpoint.checkpoints(folder, mesh, keep=9) as runs:

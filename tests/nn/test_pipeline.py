@@ -71,7 +71,14 @@ def test_training_is_that_of_the_whole_model(name, schedule, stages, depth, zero
     if "attention_mask" in batch:
         batch["attention_mask"] = batch["attention_mask"].sort(-1, descending=True).values  # short sequences end early
     loss, params, join = pipeline(
-        model, losses, inputs=inputs, micro_batches=2, schedule=schedule, stages=stages, depth=depth, remat=remat
+        model,
+        losses,
+        inputs=inputs,
+        micro_batches=2,
+        schedule=schedule,
+        stages_per_rank=stages,
+        depth=depth,
+        remat=remat,
     )
     mesh = fzero.mesh(dp=2, pp=ranks, simulate=simulate)
     stacked = loss.stack(params, mesh)
@@ -103,7 +110,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
     for p in other.parameters():
         torch.nn.init.normal_(p)
     other.save_pretrained(tmp_path / "start")
-    piped = pipeline(model, losses, inputs=inputs, micro_batches=2, schedule="interleaved", stages=2)
+    piped = pipeline(model, losses, inputs=inputs, micro_batches=2, schedule="interleaved", stages_per_rank=2)
     loss, params, join = piped
     mesh = fzero.mesh(dp=2, pp=2)
     step = fzero.shard(lambda p, s, b: (p, s), 3, mesh, split=loss.split)

@@ -27,7 +27,7 @@ def loss_fn(config: Configuration) -> Any:
             last=lambda rest, x, batch: x.float().square().mean(),
             micro_batches=config.accumulation,
             schedule=config.schedule,
-            stages=config.pipeline_stages,
+            stages_per_rank=config.pipeline_stages,
             blocks="h",
             depth=config.depth or 3,
             remat=config.remat,

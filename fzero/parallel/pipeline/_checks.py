@@ -42,7 +42,7 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
             raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
 
 
-def check_schedule(schedule: Any, micro_batches: int, stages: int) -> None:
+def check_schedule(schedule: Any, micro_batches: int, stages_per_rank: int) -> None:
     """Check a schedule: a name that supports this number of stages per rank, or a table for these micro-batches.
 
     Raises:
@@ -57,7 +57,7 @@ def check_schedule(schedule: Any, micro_batches: int, stages: int) -> None:
                 f"{schedule.micro_batches}: use the same number"
             )
     else:
-        check_name(schedule, stages)
+        check_name(schedule, stages_per_rank)
 
 
 def check_depth(depth: Any) -> int | tuple[int, ...]:

@@ -80,7 +80,7 @@ class Pipeline:
         axis: the axis of the mesh along which stages lie.
         micro_batches: the number of micro-batches into which a rank's batch is split.
         schedule_or_name: the schedule, or the name of one.
-        stages: the number of stages per rank, for a schedule by name.
+        stages_per_rank: the number of stages per rank, for a schedule by name.
         depth: the number of blocks, or each stage's number of blocks; None if all stages have the same number.
         blocks: the key of the blocks among the parameters.
         rule: the rule for leaves that are split along other axes, such as "tp", by their paths without a mesh.
@@ -90,7 +90,7 @@ class Pipeline:
     axis: str
     micro_batches: int
     schedule_or_name: str | Schedule
-    stages: int = 1
+    stages_per_rank: int = 1
     depth: int | tuple[int, ...] | None = None
     blocks: str = "blocks"
     rule: SplitRule | None = None
@@ -115,7 +115,7 @@ class Pipeline:
     def _build_schedule(self, ranks: int) -> Schedule:
         schedule = self.schedule_or_name
         if isinstance(schedule, str):
-            return schedule_by_name(schedule, ranks, self.micro_batches, self.stages)
+            return schedule_by_name(schedule, ranks, self.micro_batches, self.stages_per_rank)
         if schedule.ranks != ranks:
             raise ValueError(
                 f"fzero.pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks, but the axis "
@@ -305,7 +305,7 @@ def pipeline(
     micro_batches: int,
     axis: str = "pp",
     schedule: str | Schedule = "1f1b",
-    stages: int = 1,
+    stages_per_rank: int = 1,
     depth: int | Sequence[int] | None = None,
     remat: Any = False,
     blocks: str = "blocks",
@@ -327,7 +327,7 @@ def pipeline(
         micro_batches: M. A rank's batch is split into M equal parts along dimension 0.
         axis: the axis of the mesh along which stages lie; the step must also average over it.
         schedule: "gpipe", "1f1b", "interleaved", "zb", "zbv", or a table (`fzero.parallel.schedules.schedule`).
-        stages: the number of stages per rank, for a schedule by name: at least 2 for "interleaved".
+        stages_per_rank: the number of stages per rank, for a schedule by name: at least 2 for "interleaved".
         depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
         remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
             block saves.
@@ -362,8 +362,11 @@ def pipeline(
     References:
         Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473).
     """
-    check_arguments({"block": block, "first": first, "last": last}, {"micro_batches": micro_batches, "stages": stages})
-    check_schedule(schedule, micro_batches, stages)
+    check_arguments(
+        {"block": block, "first": first, "last": last},
+        {"micro_batches": micro_batches, "stages_per_rank": stages_per_rank},
+    )
+    check_schedule(schedule, micro_batches, stages_per_rank)
     counts = None if depth is None else check_depth(depth)
     model = Model(block, first, last, remat)
-    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, join_rules(split))
+    return Pipeline(model, axis, micro_batches, schedule, stages_per_rank, counts, blocks, join_rules(split))

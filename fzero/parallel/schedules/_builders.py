@@ -15,18 +15,18 @@ Cap = int | Callable[[int], int] | None
 StagePlacement = Literal["loop", "v"]
 
 
-def check_counts(ranks: int, micro_batches: int, stages: int) -> None:
+def check_counts(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
     """Check a user's counts.
 
     Raises:
         ValueError: if one is not an int, or is less than 1.
     """
-    for word, value in (("ranks", ranks), ("micro_batches", micro_batches), ("stages", stages)):
+    for word, value in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{word}={value!r}: expected an int, at least 1")
 
 
-def caps_of(cap: Cap, ranks: int, stages: int) -> list[int | None]:
+def caps_of(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]:
     """Return the cap of each rank; None for no cap.
 
     Raises:
@@ -36,10 +36,10 @@ def caps_of(cap: Cap, ranks: int, stages: int) -> list[int | None]:
         return [None] * ranks
     caps: list[int | None] = [cap(rank) if callable(cap) else cap for rank in range(ranks)]
     for rank, most in enumerate(caps):
-        if type(most) is not int or most < stages:
+        if type(most) is not int or most < stages_per_rank:
             raise ValueError(
-                f"cap={most!r} on rank {rank}: expected an int, at least {stages}, since one micro-batch has {stages} "
-                "forward passes there, one for each stage"
+                f"cap={most!r} on rank {rank}: expected an int, at least {stages_per_rank}, since one micro-batch has "
+                f"{stages_per_rank} forward passes there, one for each stage"
             )
     return caps
 
@@ -58,7 +58,7 @@ def place_stages(ranks: int, stages: int, placement: StagePlacement = "loop") ->
 def greedy(
     ranks: int,
     micro_batches: int,
-    stages: int = 1,
+    stages_per_rank: int = 1,
     *,
     placement: StagePlacement = "loop",
     cap: Cap = None,
@@ -78,10 +78,10 @@ def greedy(
     Args:
         ranks: the number of ranks in the pipeline.
         micro_batches: the number of micro-batches.
-        stages: the number of pipeline stages per rank.
+        stages_per_rank: the number of pipeline stages per rank.
         placement: "loop", stages start again at rank 0, or "v", they turn back at the last rank.
         cap: the most forward passes whose residuals are alive at once on a rank (`Schedule.in_flight`), at least
-            `stages`; or a function of the rank. With None there is no cap, and all forward passes come first.
+            `stages_per_rank`; or a function of the rank. With None there is no cap, and all forward passes come first.
         split: whether backward passes are split into two halves.
         forward: the duration of a forward pass.
         backward: the duration of a full backward pass.
@@ -102,9 +102,9 @@ def greedy(
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 3 (which searches for the order in the same way).
     """
-    check_counts(ranks, micro_batches, stages)
-    rank_of_stage, caps = place_stages(ranks, ranks * stages, placement), caps_of(cap, ranks, stages)
-    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, latency, cost)
+    check_counts(ranks, micro_batches, stages_per_rank)
+    rank_of_stage, caps = place_stages(ranks, ranks * stages_per_rank, placement), caps_of(cap, ranks, stages_per_rank)
+    durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
     return list_schedule(rank_of_stage, micro_batches, caps, split, durations, name)
 
 
@@ -249,7 +249,13 @@ def group_sizes(ranks: int, micro_batches: int) -> list[int]:
 
 
 def one_f_one_b(
-    ranks: int, micro_batches: int, stages: int, name: str, hops: int = 1, split: bool = False, wait: bool = False
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: int,
+    name: str,
+    hops: int = 1,
+    split: bool = False,
+    wait: bool = False,
 ) -> Schedule:
     """Make 1F1B for one or more stages per rank: warm-up forward passes, then one forward and one backward in turn.
 
@@ -267,11 +273,11 @@ def one_f_one_b(
     """
     sizes = group_sizes(ranks, micro_batches)
     members = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    pairs = [(chunk, m) for group in members for chunk in range(stages) for m in group]
-    back = [(stages - 1 - chunk, m) for chunk, m in pairs]
+    pairs = [(chunk, m) for group in members for chunk in range(stages_per_rank) for m in group]
+    back = [(stages_per_rank - 1 - chunk, m) for chunk, m in pairs]
     rows = []
     for rank in range(ranks):
-        warmup = (stages - 1) * sizes[0] + hops * (ranks - 1 - rank)
+        warmup = (stages_per_rank - 1) * sizes[0] + hops * (ranks - 1 - rank)
         warmup = len(pairs) if wait else min(len(pairs), warmup)
 
         def action(kind: Kind, pair: tuple[int, int], rank: int = rank) -> Action:
@@ -284,7 +290,7 @@ def one_f_one_b(
             row += [action("W", back[i - rank])] if split and i >= rank else []
         row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if split else []
         rows.append(tuple(row))
-    return Schedule(tuple(rows), place_stages(ranks, ranks * stages), name)
+    return Schedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
 
 
 def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
@@ -305,14 +311,14 @@ def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool
     return max(bounds)
 
 
-def zb_v(ranks: int, micro_batches: int, stages: int, name: str) -> Schedule:
+def zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> Schedule:
     """Make ZB-V: two stages per rank, placed as a V, so that rank 0 computes the loss and the first gradient.
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 6, in the order of torch's ScheduleZBVZeroBubble.
     """
     rows = [tuple(_v_row(ranks, micro_batches, rank)) for rank in range(ranks)]
-    return Schedule(tuple(rows), place_stages(ranks, stages * ranks, "v"), name)
+    return Schedule(tuple(rows), place_stages(ranks, stages_per_rank * ranks, "v"), name)
 
 
 def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
@@ -353,7 +359,7 @@ class _NamedSchedule(NamedTuple):
     """A named schedule.
 
     Attributes:
-        orders: functions of (ranks, micro_batches, stages, name) that make its orders. The first one sets the memory.
+        orders: functions of (ranks, micro_batches, stages_per_rank, name) that make its orders. The first one sets the memory.
         split: whether its backward passes are split into halves.
         least: the smallest number of stages per rank.
         most: the largest number of stages per rank; None for no limit.
@@ -381,7 +387,7 @@ def schedule(
     name: str,
     ranks: int,
     micro_batches: int,
-    stages: int = 1,
+    stages_per_rank: int = 1,
     *,
     cap: Cap = None,
     forward: float = 1.0,
@@ -392,23 +398,23 @@ def schedule(
 ) -> Schedule:
     """Make a named schedule, for any number of micro-batches.
 
-    | name | order | stages per rank | in flight on rank r, of one stage each |
+    | name | order | stages per rank, v | in flight on rank r, of one stage each |
     | --- | --- | --- | --- |
     | "gpipe" | all forward passes, then all backward passes | 1 or more | all |
     | "1f1b" | a forward and a backward pass in turn | 1 | ranks - r |
-    | "interleaved" | the same, in groups that go round the ranks | 2 or more | (stages + 1) ranks - 2 r - 1 |
-    | "zb" | halved backward passes: ZB-H1 | 1 or more | stages * ranks |
+    | "interleaved" | the same, in groups that go round the ranks | 2 or more | (v + 1) ranks - 2 r - 1 |
+    | "zb" | halved backward passes: ZB-H1 | 1 or more | v * ranks |
     | "zbv" | the same; stages are placed there and back: ZB-V | 2 | 2 * ranks |
 
     The result has the named order. If `greedy` finds an order within the same memory that ends sooner by these
     durations, the result has that order: for example with uneven stages or slow links. `cap` sets another memory.
-    More memory hides slow links, and "interleaved" needs only `stages * ranks - r` if messages take no time.
+    More memory hides slow links, and "interleaved" needs only `v * ranks - r` if messages take no time.
 
     Args:
         name: a name in the table.
         ranks: the number of ranks in the pipeline.
         micro_batches: the number of micro-batches.
-        stages: the number of pipeline stages per rank.
+        stages_per_rank: the number of pipeline stages per rank.
         cap: the most in flight on a rank, or a function of the rank, as in `greedy`.
         forward: the duration of a forward pass of all of a rank's stages together.
         backward: the duration of a full backward pass.
@@ -434,15 +440,15 @@ def schedule(
         al., Zero Bubble Pipeline Parallelism, 2024.
     """
     entry = _lookup(name)
-    check_counts(ranks, micro_batches, stages)
-    _check_stages(name, entry, stages)
+    check_counts(ranks, micro_batches, stages_per_rank)
+    _check_stages(name, entry, stages_per_rank)
     if name == "gpipe" and cap is not None:
         raise ValueError(f"schedule 'gpipe' takes no cap, but got cap={cap!r}: '1f1b' takes one")
-    orders = [order(ranks, micro_batches, stages, name) for order in entry.orders]
+    orders = [order(ranks, micro_batches, stages_per_rank, name) for order in entry.orders]
     peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
-    memory = [max(peak, entry.split * stages * ranks) for peak in peaks]
-    caps = [memory[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages))]
-    durations = Durations.of(ranks, ranks * stages, forward, backward, weight, latency, cost)
+    memory = [max(peak, entry.split * stages_per_rank * ranks) for peak in peaks]
+    caps = [memory[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages_per_rank))]
+    durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
     least = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
@@ -453,7 +459,7 @@ def schedule(
     return min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
 
 
-def check_name(name: str, stages: int) -> None:
+def check_name(name: str, stages_per_rank: int) -> None:
     """Check that a schedule of this name exists, and supports this number of stages per rank.
 
     Raises:
@@ -462,7 +468,7 @@ def check_name(name: str, stages: int) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"schedule={name!r}: expected the name of a schedule, or a table: Schedule.parse reads torch's")
-    _check_stages(name, _lookup(name), stages)
+    _check_stages(name, _lookup(name), stages_per_rank)
 
 
 def _lookup(name: str) -> _NamedSchedule:
@@ -473,7 +479,9 @@ def _lookup(name: str) -> _NamedSchedule:
     return NAMES[name]
 
 
-def _check_stages(name: str, entry: _NamedSchedule, stages: int) -> None:
-    if stages < entry.least or stages > (entry.most or stages):
+def _check_stages(name: str, entry: _NamedSchedule, stages_per_rank: int) -> None:
+    if stages_per_rank < entry.least or stages_per_rank > (entry.most or stages_per_rank):
         expected = f"{entry.least}" if entry.least == entry.most else f"{entry.least} or more"
-        raise ValueError(f"schedule {name!r} needs stages={expected} on each rank, but got {stages}: {entry.advice}")
+        raise ValueError(
+            f"schedule {name!r} needs stages_per_rank={expected}, but got {stages_per_rank}: {entry.advice}"
+        )

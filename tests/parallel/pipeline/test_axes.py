@@ -100,7 +100,7 @@ def test_with_tensor_parallelism(sizes, stage, simulate, schedule):
     dp, pp, n = sizes
     stages = 2 if schedule == "zbv" else 1
     loss = fzero.pipeline(
-        block=block, first=first, last=last, micro_batches=4, schedule=schedule, stages=stages, split=TENSOR
+        block=block, first=first, last=last, micro_batches=4, schedule=schedule, stages_per_rank=stages, split=TENSOR
     )
     check(fzero.mesh(dp=dp, pp=pp, tp=n, simulate=simulate), stage, loss, params_of(pp * stages))
 

@@ -48,7 +48,7 @@ def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, 
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
     stages, uneven = NAMED[name], data.draw(st.integers(0, 2))
     depth = pp * stages + uneven
-    options = {"schedule": name, "stages": stages, "depth": depth, "remat": data.draw(st.booleans())}
+    options = {"schedule": name, "stages_per_rank": stages, "depth": depth, "remat": data.draw(st.booleans())}
     loss, size = loss_of(micro_batches, **options), 2 * dp * micro_batches
     params = params_of(depth, tied=data.draw(st.booleans()))
     mesh = fzero.mesh(dp=dp, pp=pp, simulate=simulate)
@@ -68,7 +68,7 @@ def test_any_table_trains_the_same(schedule, extra, stage):
 
 def test_ticks_place_stages_as_the_table_does():
     for name, stages in NAMED.items():
-        loss = loss_of(4, schedule=name, stages=stages, depth=9)
+        loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=9)
         params = params_of(9)
         close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), trained(loss, params, 8))
 
@@ -379,7 +379,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
     from fzero.parallel.pipeline import _execution
 
     for name, stages in NAMED.items():
-        loss, most = loss_of(8, schedule=name, stages=stages), {}
+        loss, most = loss_of(8, schedule=name, stages_per_rank=stages), {}
         forward = _execution._RowExecutor._forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:

@@ -20,7 +20,7 @@ def test_arguments_of_pipeline():
     for options, kind, said in (
         ({"micro_batches": 0}, ValueError, "micro_batches=0: expected an int, at least 1"),
         ({"micro_batches": True}, ValueError, "micro_batches=True"),
-        ({"stages": 0}, ValueError, "stages=0"),
+        ({"stages_per_rank": 0}, ValueError, "stages_per_rank=0"),
         ({"block": None}, TypeError, "block=None: expected a function"),
         ({"schedule": 3}, TypeError, "schedule=3: expected the name of a schedule, or a table"),
         (
@@ -140,7 +140,7 @@ def test_parameters_that_were_stacked_for_another_schedule(stage):
     mesh = fzero.mesh(dp=2, pp=2)
     steps = [
         fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, split=loss.split)
-        for loss in (loss_of(2), loss_of(2, schedule="interleaved", stages=2))
+        for loss in (loss_of(2), loss_of(2, schedule="interleaved", stages_per_rank=2))
     ]
     params, state = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.sgd(0.1))
     said = (
@@ -149,7 +149,9 @@ def test_parameters_that_were_stacked_for_another_schedule(stage):
     with raises(ValueError, said + "expects the items [[0, 2], [1, 3]] there: unstack it with the loss"):
         steps[1](params, mesh.split(batch_of(8), "dp"))
     with raises(ValueError, "argument 1, leaf 'mu.blocks.0.w' is of the list 'blocks'"):
-        mine, _ = steps[1].init(loss_of(2, schedule="interleaved", stages=2).stack(params_of(4), mesh), optim.sgd(0.1))
+        mine, _ = steps[1].init(
+            loss_of(2, schedule="interleaved", stages_per_rank=2).stack(params_of(4), mesh), optim.sgd(0.1)
+        )
         _, moments = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.adam(0.1))
         steps[1](mine, moments)
     assert state is not None

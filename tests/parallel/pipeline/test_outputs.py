@@ -34,7 +34,7 @@ def made(mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipel
 
 def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> None:
     """Evaluate and predict 19 examples, 8 at once, and compare with the model without a pipeline."""
-    loss, params = loss_of(4, schedule=name, stages=NAMED[name], depth=5), params_of(5)
+    loss, params = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5), params_of(5)
     step, cut = made(mesh, stage, loss, params)
     programs = [
         fzero.evaluate(step, loss.outputs(weighted), weighted=True),

@@ -26,7 +26,7 @@ def planned(
     depth = 2 * ranks
     own = {key: options.pop(key) for key in ("block", "remat") if key in options}
     jit = {"backend": "fx", **options.pop("jit", {})}
-    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name], **own)
+    loss = loss_of(micro_batches, schedule=name, stages_per_rank=NAMED[name], **own)
     mesh = fzero.mesh(dp=dp, pp=ranks)
     step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(params_of(depth), mesh), OPT)

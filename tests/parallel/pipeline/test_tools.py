@@ -41,7 +41,7 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_what_is_not_finite_is_named_by_the_blocks_number(simulate):
     mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
-    loss = loss_of(4, schedule="interleaved", stages=2, depth=5)
+    loss = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     params["blocks"][4]["w"][1, 1] = float("nan")  # of the last rank
     step, state, batch = made(mesh, loss, params, 3)
     found = fzero.observe.nonfinite(fzero.jit(step) if simulate == "vmap" else step)(*state, batch)
@@ -84,7 +84,7 @@ def test_a_pipeline_trains_on_numbered_batches():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_what_is_remembered_is_read_by_another_pipeline(simulate, tmp_path):
     params, memory = params_of(5), str(tmp_path / "memory")
-    loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages=2, depth=5)
+    loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     step, state, _ = made(fzero.mesh(dp=2, pp=2, simulate=simulate), loss, params, 3)
     runs = fzero.checkpoint.checkpoints(tmp_path, step.mesh, memory=memory)
     runs.remember(7, {"state": state, "step": 7}).wait()
@@ -97,7 +97,7 @@ def test_what_is_remembered_is_read_by_another_pipeline(simulate, tmp_path):
 
 def test_trees_are_stacked_and_unstacked_in_a_state():
     """A state of training without a pipeline goes into one by hand, too, and comes back."""
-    loss, params = loss_of(4, schedule="zbv", stages=2, depth=5), params_of(5)
+    loss, params = loss_of(4, schedule="zbv", stages_per_rank=2, depth=5), params_of(5)
     dense, _ = trained(loss, params, 8)
     opt = optim.adam(0.1)
     state = opt.init(dense)._replace(mu=dense)
