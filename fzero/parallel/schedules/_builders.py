@@ -359,7 +359,8 @@ class _NamedSchedule(NamedTuple):
     """A named schedule.
 
     Attributes:
-        orders: functions of (ranks, micro_batches, stages_per_rank, name) that make its orders. The first one sets the memory.
+        orders: functions of (ranks, micro_batches, stages_per_rank, name) that make its orders. The first one sets the
+            memory.
         split: whether its backward passes are split into halves.
         least: the smallest number of stages per rank.
         most: the largest number of stages per rank; None for no limit.
