@@ -15,7 +15,7 @@ from tests.mutants.changes import (
     skipped,
     swapped,
 )
-from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Fault, File
+from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PASS_MANAGER, Fault, File
 
 RECORDER = ("tests/_torch/test_recorder.py",)
 GRAPHS = ("tests/_torch/test_graphs.py",)
@@ -30,7 +30,7 @@ COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
-CUT = ("tests/graph/run/test_cut.py",)
+GROUPS = ("tests/graph/run/test_groups.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
 DECISIONS = ("tests/_torch/test_decisions.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
@@ -89,7 +89,7 @@ MUTANTS = [
         Fault("the peak forgets what kernels hold", "_unlabeled_ranges", returns("ranges"), GRAPH),
         Fault("a turn holds nothing", "_extra_ranges", becomes("A(loop)", "0"), LOOPS),
     ),
-    *File("graph/_pass_manager.py", PIPELINE).faults(
+    *File("graph/_pass_manager.py", PASS_MANAGER).faults(
         Fault("marks are lost", "_description", dropped("A in B.meta"), FUSED),
         Fault("a loop takes its room twice", "_budget_in_body", bare("A - B(C)"), LOOPS),
         Fault("a knob takes what is no number", "_Domain.checked", always("float(A) >= 0"), JIT),
@@ -190,7 +190,7 @@ MUTANTS = [
             "what is in flight changes no order",
             "Orders.lean",
             becomes("self._lean[in_flight] = A", "self._lean[0] = self._lean[1] = A"),
-            PIPELINE,
+            PASS_MANAGER,
         ),
     ),
     *File("graph/trace/_writes.py", IN_PLACE).faults(
@@ -339,7 +339,7 @@ MUTANTS = [
             "a place in a chain is a repeated block",
             "blocks_of",
             becomes("range(len(A), -1, -1)", "range(len(A) + 1)"),
-            CUT,
+            GROUPS,
         ),
     ),
     *File("graph/passes/_rematerialize.py", GRAPH).faults(
@@ -389,7 +389,7 @@ MUTANTS = [
         Fault("constants are made early", "OPERATIONS", becomes("'full': A | B | C | D", "'full': A | C | D")),
         Fault("a row is no operation", "OPERATIONS", constant("bucketize", "bucketise")),
     ),
-    *File("graph/_dump.py", PIPELINE).faults(
+    *File("graph/_dump.py", PASS_MANAGER).faults(
         Fault("a dump of another schedule", "dump", becomes("A.B(settings)", "A.B(PassSettings(True, 0, 0))")),
         Fault("a second trace is dumped over the first", "folder_of", never("traces")),
     ),

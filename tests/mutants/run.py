@@ -8,13 +8,13 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
-CUT = ("tests/graph/run/test_cut.py",)
+GROUPS = ("tests/graph/run/test_groups.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 MUTANTS = [
-    *File("graph/run/_groups.py", CUT).faults(
+    *File("graph/run/_groups.py", GROUPS).faults(
         Fault("gradients are scaled with the block before", "split_into_groups", skipped("A(B, C, D)")),
         Fault("what was overwritten is read", "_may_run_later", never("A(B) in C")),
         Fault("what is larger is kept", "_may_run_later", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
@@ -58,7 +58,7 @@ MUTANTS = [
     *File("graph/run/_program.py", GRAPH).faults(
         Fault("free before use", "_slots_of", bare("[*B.ins, *A]")),
     ),
-    *File("graph/run/_segment.py", CUT).faults(
+    *File("graph/run/_segment.py", GROUPS).faults(
         Fault("a clip's factor anew in each loop", "segment", dropped("*A(B, C)")),
         Fault("a narrow parameter is read", "segment", skipped("A(B)")),
         Fault("another parameter's step is left out", "_rounded", dropped("A[1] is not B[0]")),

@@ -9,7 +9,7 @@ LAYERS = ("tests/parallel/tensor/test_layers.py",)
 TRANSFORMERS = ("tests/parallel/tensor/test_transformers.py",)
 AXES = ("tests/zero/test_axes.py",)
 MOE = ("tests/parallel/experts/test_axes.py",)
-COPIES = ("tests/transforms/test_copies.py",)
+COPIES = ("tests/collectives/test_copies.py",)
 
 MUTANTS = [
     *File("graph/planning/_plan.py", TRAINING).faults(

@@ -15,12 +15,12 @@ from tests.mutants.changes import (
 )
 from tests.mutants.mutant import Fault, File
 
-GIVEN = ("tests/zero/test_given.py",)
+BUILD = ("tests/zero/test_build.py",)
 AGREEMENT = ("tests/ranks/test_agreement.py",)
 PARTITION = ("tests/zero/test_partition.py",)
 ERRORS = ("tests/test_errors.py",)
 SIDE_BY_SIDE = ("tests/zero/test_side_by_side.py",)
-ATTACKED = ("tests/zero/test_attacked.py",)
+SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 
 MUTANTS = [
     *File("zero/_checks.py", ERRORS).faults(
@@ -30,7 +30,7 @@ MUTANTS = [
             returns("False", at="1 of 2"),
             ("tests/test_errors.py", "-k", "swapped"),
         ),
-        Fault("a state without memory", "make_state", never("not any(A.is_meta for A in B.C(D))"), GIVEN),
+        Fault("a state without memory", "make_state", never("not any(A.is_meta for A in B.C(D))"), BUILD),
         Fault("torch.optim runs", "check_no_torch_optimizer", never("isinstance(A, torch.optim.B)")),
         Fault("a module for parameters", "check_params", never("isinstance(A[B], torch.nn.Module)")),
     ),
@@ -41,14 +41,14 @@ MUTANTS = [
         Fault("every leaf lies where the unit begins", "_fill", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")),
         Fault("tied leaves come apart", "_fill", always("A not in B")),
         Fault("all old leaves live on", "lay_side_by_side", becomes("A.clear()", "leaves.append([*A.values()])")),
-        Fault("replicated leaves are the caller's", "_Filler.take", always("A and B == C[0]"), GIVEN),
-        Fault("donated leaves are copied", "_Filler.take", never("may_keep"), GIVEN),
-        Fault("a unit on two devices", "_check_one_device", never("A != B[0]"), GIVEN),
+        Fault("replicated leaves are the caller's", "_Filler.take", always("A and B == C[0]"), BUILD),
+        Fault("donated leaves are copied", "_Filler.take", never("may_keep"), BUILD),
+        Fault("a unit on two devices", "_check_one_device", never("A != B[0]"), BUILD),
         Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B"), PARTITION),
         Fault("tied leaves may differ", "_check_tied", never("A is not B"), PARTITION),
         Fault("ties are lost", "_Filler.take", always("A not in self.B"), PARTITION),
     ),
-    *File("zero/_sharded_step.py", GIVEN).faults(
+    *File("zero/_sharded_step.py", BUILD).faults(
         Fault(
             "stage 0 lays leaves side by side",
             "ShardedStep._partition_within",
@@ -74,7 +74,7 @@ MUTANTS = [
             ),
         ),
         Fault("like= of another mesh", "ShardedStep.partition", skipped("A(B, self.C)"), PARTITION),
-        Fault("a state shares the parameters' memory", "ShardedStep.init", bare("B.C(D(E), A)"), ATTACKED),
+        Fault("a state shares the parameters' memory", "ShardedStep.init", bare("B.C(D(E), A)"), SHARDED_STEP),
     ),
     *File("ranks/_agreement.py", AGREEMENT).faults(
         Fault("order is not in the checksum", "checksum", constant(2, 0)),
@@ -90,14 +90,14 @@ MUTANTS = [
         ),
         Fault("the last row is left out", "_slices", never("A * B < C")),
     ),
-    *File("zero/_source.py", GIVEN).faults(
+    *File("zero/_source.py", BUILD).faults(
         Fault("a module's weights are drawn anew", "source_of", always("A(B)", at="1 of 2")),
         Fault("donated views are kept", "LeafSupply.run", dropped("owns_storage")),
         Fault("donated inference tensors are kept", "LeafSupply.run", dropped("not A.is_inference()")),
         Fault("leaves are held to the end", "LeafSupply.run", skipped("self.A[B] = None")),
         Fault("what differs by rank is shared", "supply_of", becomes("torch.clone", "lambda v: v"), PARTITION),
     ),
-    *File("zero/_source.py", GIVEN).faults(
+    *File("zero/_source.py", BUILD).faults(
         Fault("half a module is drawn", "is_on_meta", never("A and B")),
     ),
     *File("zero/_bytes.py", PARTITION).faults(
@@ -109,7 +109,7 @@ MUTANTS = [
     *File("optim/_base.py", ERRORS).faults(
         Fault("torch.optim in init", "as_optimizer", skipped("A(B, C)")),
     ),
-    *File("sharding/_units.py", ATTACKED).faults(
+    *File("sharding/_units.py", SHARDED_STEP).faults(
         Fault("units are sharded over no axis", "shard_axes", never("axes")),
     ),
 ]

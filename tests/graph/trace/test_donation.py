@@ -13,6 +13,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero._donated import donated_message
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -313,3 +314,8 @@ def test_numpy_arrays_are_data_to_the_end():
     with pytest.raises(ValueError, match="shares its memory"):
         f(x)
     assert np.array_equal(array, [1, 1, 1])
+
+
+def test_what_failed_midway_has_no_results_to_go_on_with():
+    message = donated_message("argument 0 was donated to jit(f), which failed midway")
+    assert "no results" in message and "Continue with the results" not in message

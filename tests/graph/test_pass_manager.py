@@ -15,8 +15,7 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim
-from fzero.graph import _pass_manager as _pipeline
-from fzero.graph import passes
+from fzero.graph import _pass_manager, passes
 from fzero.graph._candidates import Knobs, candidates
 from fzero.graph._ir import GATHER_INTO
 from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
@@ -117,14 +116,14 @@ def test_new_parameters_arrive_in_the_leaves_that_were_donated():
 def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
     ran: Counter[str] = Counter()
 
-    def counted(row: _pipeline.Pass) -> _pipeline.Pass:
+    def counted(row: _pass_manager.Pass) -> _pass_manager.Pass:
         def apply(graph: Graph, *arguments: Any) -> Graph:
             ran[row.name] += 1
             return row.apply(graph, *arguments)
 
         return row._replace(apply=apply)
 
-    monkeypatch.setattr(_pipeline, "PASSES", tuple(counted(row) for row in PASSES))
+    monkeypatch.setattr(_pass_manager, "PASSES", tuple(counted(row) for row in PASSES))
     sample = build_chain(chain)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
     found = candidates(sample.graph, context, Knobs(recompute=False, memory_budget=10**9))
@@ -146,8 +145,8 @@ def test_where_a_pass_changes_nothing_what_follows_runs_once():
 def test_schedules_of_one_graph_read_it_once(monkeypatch):
     read: list[Graph] = []
     rows = {row.name: row for row in PASSES}
-    shared = rows["schedule"]._replace(reads=lambda graph: (read.append(graph), Orders(graph))[1])
-    monkeypatch.setattr(_pipeline, "PASSES", tuple([shared if row.name == "schedule" else row for row in PASSES]))
+    shared = rows["schedule"]._replace(analyze=lambda graph: (read.append(graph), Orders(graph))[1])
+    monkeypatch.setattr(_pass_manager, "PASSES", tuple([shared if row.name == "schedule" else row for row in PASSES]))
     sample = build_chain(SHARDED)
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
@@ -255,6 +254,15 @@ def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match=rf"dump='{tmp_path}': no permission to write into the folder"):
         fzero.jit(step, dump=tmp_path)
+
+
+def test_a_dump_stays_where_the_step_was_jitted(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    jitted = fzero.jit(lambda x: x + 1, backend="fx", dump="graphs")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    jitted(torch.ones(2))
+    assert (tmp_path / "graphs" / "peaks.txt").exists()
 
 
 def test_a_dump_of_a_graph_without_operations(tmp_path):

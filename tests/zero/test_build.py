@@ -1,4 +1,4 @@
-"""What init may be given: a tree, a module, weights that require grad, views; what it keeps, copies and refuses."""
+"""The leaves that init takes: a tree, a module, weights that require grad, views. It keeps, copies or refuses them."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a graph is cut into segments: scalars run before the loops that read them, and a unit's update is one."""
+"""The groups of nodes that become segments: scalars run before the loops that read them, and a unit's update is one."""
 
 import shutil
 from typing import Any
