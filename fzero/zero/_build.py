@@ -1,4 +1,4 @@
-"""Fill a layout with full leaves, one after the other, so that no rank needs all of them at once."""
+"""Fill the boxes of a template with full leaves, one after the other, so that no rank needs all of them at once."""
 
 from typing import Any, NamedTuple
 
@@ -12,23 +12,23 @@ from fzero.zero._source import LeafSupply, TracedInit, supply_of
 
 __all__ = ["build", "lay_side_by_side", "supply_like"]
 
-# Filling a layout with full leaves: each leaf is copied into its unit's shard and dropped.
+# Filling a template with full leaves: each leaf is copied into its unit's shard and dropped.
 
 
-def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh, like: Any = None) -> Any:
-    """Put the leaves of a tree into a layout, on the mesh's device. Leaves on the meta device stay there.
+def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh, like: Any = None) -> Any:
+    """Put the leaves of a tree into the boxes of a template, on the mesh's device. Leaves on the meta device stay there.
 
     At any time memory holds the boxes, one leaf, the inputs of this leaf, and leaves that the caller still references.
 
     Args:
         label: the tree's name in messages.
         source: the leaves. Values that are no tensors are copied into the result as they are.
-        layout: the tree with boxes in place of its sharded leaves. The contents of the boxes are not read.
+        template: the tree with boxes in place of its sharded leaves. The contents of the boxes are not read.
         mesh: the ranks; in a simulation the boxes hold all ranks' shards.
         like: a tree of the same structure, of whose leaves without a box each device is kept; None for the mesh's.
 
     Returns:
-        The tree in the layout, in memory of its own.
+        The tree with the boxes of the template, in memory of its own.
 
     Raises:
         ValueError: if a leaf differs between ranks (raised on all ranks), or if only some leaves of a unit have values.
@@ -38,7 +38,7 @@ def build(label: str, source: LeafSupply | TracedInit, layout: Any, mesh: Mesh, 
         check_equal(label, tree.unflatten(source.structure, source.tensors), mesh)
     else:
         check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
-    filler = _Filler(label, layout, source, mesh, like)
+    filler = _Filler(label, template, source, mesh, like)
     sums: list[Any] = [None] * len(source.leaves)
 
     def take(positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
@@ -90,20 +90,20 @@ class _Destination(NamedTuple):
 
 
 class _Filler:
-    """Fills the boxes of a layout, and collects the leaves that are not sharded."""
+    """Fills the boxes of a template, and collects the leaves that are not sharded."""
 
-    def __init__(self, label: str, layout: Any, source: LeafSupply | TracedInit, mesh: Mesh, like: Any) -> None:
+    def __init__(self, label: str, template: Any, source: LeafSupply | TracedInit, mesh: Mesh, like: Any) -> None:
         self.mesh = mesh
         devices = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
-        paths, self.layout, self.structure = tree.flatten_with_paths(layout, is_box)
-        pairs = zip(self.layout, source.leaves, strict=True)
+        paths, self.template, self.structure = tree.flatten_with_paths(template, is_box)
+        pairs = zip(self.template, source.leaves, strict=True)
         self.entries = [x if isinstance(leaf, torch.Tensor) else mesh.device_put(leaf) for x, leaf in pairs]
         # the devices of the leaves without boxes
         self.devices: list[Any] = (
-            devices if like is None else list(map(_device_like, self.layout, source.devices, devices))
+            devices if like is None else list(map(_device_like, self.template, source.devices, devices))
         )
         self.destinations: dict[int, _Destination] = {}  # position -> destination of its leaf
-        # id of a leaf of the layout -> its replacement: tied leaves stay tied
+        # id of a leaf of the template -> its replacement: tied leaves stay tied
         self.copies: dict[int, torch.Tensor] = {}
         for spec_id, box, members in sharded_units(paths, self.entries):
             positions = [position for position, _ in members]
@@ -125,7 +125,7 @@ class _Filler:
             if i in self.destinations:
                 self.destinations[i].store(leaf, self.mesh)
                 continue
-            key = id(self.layout[i])
+            key = id(self.template[i])
             if key not in self.copies:
                 moved = device_put(leaf, self.devices[i])
                 self.copies[key] = moved if moved is not leaf or (may_keep and i == positions[0]) else leaf.clone()

@@ -244,7 +244,7 @@ class ShardedStep:
         """Put a tree into the layout that parameters have between steps, leaf by leaf.
 
         Returns:
-            The tree, and its layout within a step, on the meta device.
+            The tree, and a tree of its boxes within a step, on the meta device.
         """
         lazy = self.layout.shards_params or self.mesh.device.type != "cpu"  # so the host never holds the whole tree
         source = source_of(label, values, lazy=lazy, call=call)
