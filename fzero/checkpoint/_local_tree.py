@@ -138,12 +138,12 @@ class LocalPiece(NamedTuple):
 
     Attributes:
         piece: the piece.
-        memory: the tensor that holds it.
-        offset: where it begins in `memory`, in elements.
+        tensor: the tensor that holds it.
+        offset: where it begins in `tensor`, in elements.
     """
 
     piece: LeafPiece
-    memory: torch.Tensor
+    tensor: torch.Tensor
     offset: int
 
 

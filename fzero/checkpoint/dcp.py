@@ -148,11 +148,11 @@ def keys_at(path: str, name: str, keys: dict[str, Keys]) -> Keys:
 
 
 class _Chunk(NamedTuple):
-    """A rectangle of elements of a leaf, and the tensor that holds them from `at` on."""
+    """A rectangle of elements of a leaf, and the tensor that holds them from `offset` on."""
 
     offsets: torch.Size
     sizes: torch.Size
-    memory: torch.Tensor
+    tensor: torch.Tensor
     offset: int
 
     @property
@@ -213,7 +213,7 @@ class SavePlanner(DefaultSavePlanner):
         data = self._data[index]
         if not isinstance(data, _Chunk):
             return data
-        part = elements(data.memory, data.offset, data.offset + data.sizes.numel())
+        part = elements(data.tensor, data.offset, data.offset + data.sizes.numel())
         return part.resolve_conj().resolve_neg().view(data.sizes)
 
 
@@ -272,7 +272,7 @@ class LoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(f"value {name!r} is not plain data: {str(error)[:200]}") from None
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).memory, chunk.sizes.numel()
+        x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).tensor, chunk.sizes.numel()
         if x.ndim != 1 and x.numel() != numel:  # the chunk is part of x; a tensor that is not contiguous is one chunk
             x = x.view(-1)
         return (x[chunk.offset : chunk.offset + numel] if x.ndim == 1 else x).view(chunk.sizes)

@@ -144,13 +144,13 @@ def check_unsharded(params: Any) -> None:
 
 
 def gather(params: Any) -> Any:
-    """Gather every shard of a tree into plain leaves, equal on all ranks that the tree was sharded over.
+    """Gather every shard of a tree into plain leaves, in a rank program; split leaves stay split.
 
-    The gather runs one all_gather per unit, over the axes that the unit is sharded over, and none
-    for boxes that `partition` has just made. The leaves of a unit are views into one buffer. The gather is
-    differentiable: one reduce_scatter per unit returns the gradient as shards, as soon as the backward pass has the
-    unit's last gradient. For a leaf that is split along another axis (tensor or expert parallelism) the gather returns
-    this rank's part.
+    The leaves are equal on all ranks that the tree was sharded over. The gather runs one all_gather per unit, over the
+    axes that the unit is sharded over, and none for boxes that `partition` has just made. The leaves of a unit are
+    views into one buffer. The gather is differentiable: one reduce_scatter per unit returns the gradient as shards, as
+    soon as the backward pass has the unit's last gradient. For a leaf that is split along another axis (tensor or
+    expert parallelism) the gather returns this rank's part; `step.gather` joins the parts.
 
     Args:
         params: a tree whose leaves may be boxes; other leaves are passed through.

@@ -16,9 +16,10 @@ __all__ = ["build", "lay_side_by_side", "supply_like"]
 
 
 def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh, like: Any = None) -> Any:
-    """Put the leaves of a tree into the boxes of a template, on the mesh's device. Leaves on the meta device stay there.
+    """Put the leaves of a tree into the boxes of a template, on the mesh's device.
 
-    At any time memory holds the boxes, one leaf, the inputs of this leaf, and leaves that the caller still references.
+    Leaves on the meta device stay there. At any time memory holds the boxes, one leaf, the inputs of this leaf, and
+    leaves that the caller still references.
 
     Args:
         label: the tree's name in messages.

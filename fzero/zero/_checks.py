@@ -21,8 +21,8 @@ from fzero.tree import Tree
 __all__ = [
     "as_value",
     "check_arguments",
-    "check_memory",
     "check_no_torch_optimizer",
+    "check_not_meta",
     "check_optimizer",
     "check_params",
     "check_results",
@@ -281,11 +281,11 @@ def make_state(make: Callable[[Any], Any], params: Any) -> Any:
             )
         raise
     if not any(x.is_meta for x in tree.tensors(params)):
-        check_memory("opt_state", state)
+        check_not_meta("opt_state", state)
     return state
 
 
-def check_memory(name: str, values: Any) -> None:
+def check_not_meta(name: str, values: Any) -> None:
     """Check that no leaf of a tree is on the meta device, given that the parameters have values.
 
     Raises:

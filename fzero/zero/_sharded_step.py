@@ -22,8 +22,8 @@ from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
     check_arguments,
-    check_memory,
     check_no_torch_optimizer,
+    check_not_meta,
     check_optimizer,
     check_params,
     check_results,
@@ -111,7 +111,7 @@ class ShardedStep:
                     "itself, or a function that makes the parameters"
                 )
             for i, x in enumerate(args):
-                check_memory(f"argument {i}", x)
+                check_not_meta(f"argument {i}", x)
             return self.checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,9 +334,10 @@ class ShardedStep:
 
     @api_boundary
     def gather(self, params: Any) -> Any:
-        """Gather every box of a tree into plain tensors, outside the step, for evaluation or export.
+        """Gather every box of a tree into full tensors, with split leaves joined, outside the step.
 
-        All ranks must call it: under `if mesh.rank == 0:`, rank 0 would wait for the other ranks forever.
+        The result is for evaluation or export. All ranks must call `gather`: under `if mesh.rank == 0:`, rank 0 would
+        wait for the other ranks forever.
 
         Args:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
