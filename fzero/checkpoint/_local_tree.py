@@ -50,13 +50,13 @@ class Member(NamedTuple):
     Attributes:
         index: the index of the leaf in the unit.
         path: its path in the checkpoint.
-        origin: its source in the tree.
+        source: the part of the tree that it comes from.
         is_copy: whether the occurrence is an unused copy. `path` is then the path of a leaf of the same shape.
     """
 
     index: int
     path: str
-    origin: LeafSource
+    source: LeafSource
     is_copy: bool = False
 
 
@@ -108,29 +108,33 @@ def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list
         for part, number in zip(parts, item.numbers, strict=True):
             item_number, is_copy = (any_number, True) if number is None else (number, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
-                origin = LeafSource(path, item.list, item_number)
-                part.members.append(Member(index, item.path(item_number), origin, is_copy))
+                source = LeafSource(path, item.list, item_number)
+                part.members.append(Member(index, item.path(item_number), source, is_copy))
     return parts
 
 
-def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
+def in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
     """Sort leaves by their order in the tree, and leaves of a stacked list by their order in the full list.
 
     Args:
-        origins: the source of each leaf, by the leaf's path.
+        sources: the source of each leaf, by the leaf's path.
         paths: the paths of the tree, in order.
     """
     position = {path: i for i, path in enumerate(paths)}
     first: dict[str, int] = {}
-    for o in origins.values():
-        if o.list is not None:
-            first[o.list] = min(first.get(o.list, len(paths)), position[o.path])
+    for source in sources.values():
+        if source.list is not None:
+            first[source.list] = min(first.get(source.list, len(paths)), position[source.path])
 
     def sort_key(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
-        o = item[1]
-        return (position[o.path], 0, 0) if o.list is None else (first[o.list], o.number, position[o.path])
+        source = item[1]
+        return (
+            (position[source.path], 0, 0)
+            if source.list is None
+            else (first[source.list], source.number, position[source.path])
+        )
 
-    return dict(sorted(origins.items(), key=sort_key))
+    return dict(sorted(sources.items(), key=sort_key))
 
 
 class LocalPiece(NamedTuple):
@@ -156,14 +160,14 @@ class LocalTree:
         ranks: the ranks that run in this process: one, or all ranks of a simulation.
         memory: the memory of each group. A box has `[rows, k]`, with one row per rank along its axes; plain leaves are
             their own memory.
-        origins: the source in the tree of each leaf and value, by path. The order is that of the full tree, which does
+        sources: the source in the tree of each leaf and value, by path. The order is that of the full tree, which does
             not depend on the layout.
     """
 
     tree: ShardedTree
     ranks: range
     memory: tuple["BoxMemory | PlainMemory", ...]
-    origins: dict[str, LeafSource]
+    sources: dict[str, LeafSource]
 
     def local_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank holds, each with its memory."""
@@ -279,7 +283,7 @@ class _LocalTreeBuilder:
         self.memory: list[BoxMemory | PlainMemory] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
-        self.origins: dict[str, LeafSource] = {}
+        self.sources: dict[str, LeafSource] = {}
         self.first_paths: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         self.size = ShardedTree(mesh, (), (), {}, {}).ranks
@@ -290,24 +294,24 @@ class _LocalTreeBuilder:
         shape: Sequence[int],
         dtype: torch.dtype,
         per_rank: bool = False,
-        origin: LeafSource | None = None,
+        source: LeafSource | None = None,
     ) -> int:
         if dtype not in NAMES:
             raise TypeError(f"{self.label} leaf {path!r} has dtype {dtype}, which a checkpoint cannot hold")
-        self._add_path(path, origin)
+        self._add_path(path, source)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
 
-    def _add_path(self, path: str, origin: LeafSource | None = None) -> None:
-        if path in self.origins:
+    def _add_path(self, path: str, source: LeafSource | None = None) -> None:
+        if path in self.sources:
             raise ValueError(
                 f"{self.label} has two leaves of the path {path!r}: a dot in a key separates parts of a path; rename "
                 "the key"
             )
-        self.origins[path] = origin or LeafSource(path)
+        self.sources[path] = source or LeafSource(path)
 
-    def _tie(self, path: str, first: str, origin: LeafSource | None = None) -> None:
-        self._add_path(path, origin)
+    def _tie(self, path: str, first: str, source: LeafSource | None = None) -> None:
+        self._add_path(path, source)
         self.ties[path] = first
 
     def add_value(self, path: str, value: Any) -> None:
@@ -341,9 +345,9 @@ class _LocalTreeBuilder:
             if m.is_copy:
                 continue
             if m.index in numbers:
-                self._tie(m.path, self.leaves[numbers[m.index]].path, m.origin)
+                self._tie(m.path, self.leaves[numbers[m.index]].path, m.source)
             else:
-                numbers[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
+                numbers[m.index] = self._add(m.path, part.shapes[m.index], dtype, source=m.source)
         return numbers
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
@@ -357,7 +361,7 @@ class _LocalTreeBuilder:
                 raise TypeError(f"{self.label} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
             shape = x.shape if self.is_simulated else (n, *x.shape)
             numel = x.numel() // n if self.is_simulated else x.numel()
-            i = self._add(name, shape, x.dtype, per_rank=True, origin=LeafSource(path))
+            i = self._add(name, shape, x.dtype, per_rank=True, source=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
             self.memory.append(BoxMemory((x,), axes) if self.is_simulated else BoxMemory((x[None],), ()))
 
@@ -377,4 +381,4 @@ class _LocalTreeBuilder:
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(PlainMemory(leaves))
         sharded_tree = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return LocalTree(sharded_tree, ranks, tuple(self.memory), in_order(self.origins, paths))
+        return LocalTree(sharded_tree, ranks, tuple(self.memory), in_order(self.sources, paths))

@@ -53,7 +53,7 @@ Name = Callable[[str], str]
 Keys = tuple[str | int, ...]
 
 
-def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
+def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, Keys]:
     """Return the keys that lead to each leaf of a tree, by its path. DCP rebuilds the tree from them."""
     try:
         pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
@@ -61,13 +61,13 @@ def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
         return {}
     paths, _, _ = tree.flatten_with_paths(values, is_entry)
     keys_by_path = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
-    return {path: _of_item(keys_by_path[origin.path], origin) for path, origin in origins.items()}
+    return {path: _of_item(keys_by_path[source.path], source) for path, source in sources.items()}
 
 
-def _of_item(keys: Keys, origin: LeafSource) -> Keys:
+def _of_item(keys: Keys, source: LeafSource) -> Keys:
     """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
-    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == origin.list), None)
-    return keys if at is None else (*keys[:at], origin.number, *keys[at + 1 :])
+    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
+    return keys if at is None else (*keys[:at], source.number, *keys[at + 1 :])
 
 
 def _key(key: Any) -> str | int:
@@ -338,7 +338,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
     def prepare() -> bytes:
         local = local_tree("the tree", values, mesh)
-        planners.append(SavePlanner(local, names_of(local.tree, name), keys_of(values, local.origins)))
+        planners.append(SavePlanner(local, names_of(local.tree, name), keys_of(values, local.sources)))
         existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(

@@ -61,7 +61,7 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
                 "make it replicated, such as by fzero.collectives.pmean in a step"
             )
     paths_of_leaf: dict[int, list[str]] = {}
-    for path in local.origins:
+    for path in local.sources:
         if path in tree.number:
             paths_of_leaf.setdefault(tree.number[path], []).append(path)
     return [
