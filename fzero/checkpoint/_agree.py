@@ -109,15 +109,15 @@ def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | Non
 
 
 def _named_difference(one: str, other: str, rank: int) -> str:
-    """Name the folder, leaf or value that differs, if each text is a folder and a manifest; else return ""."""
+    """Name the folder, leaf or value that differs, if each text is a folder and a layout; else return ""."""
     if not all("\n{" in x for x in (one, other)):
         return ""
     (folder, one), (folder_of_other, other) = [x.split("\n", 1) for x in (one, other)]
     if folder != folder_of_other:
         return f"{folder!r} on rank 0 and {folder_of_other!r} on rank {rank}"
-    manifests = [json.loads(x) for x in (one, other)]
+    layouts = [json.loads(x) for x in (one, other)]
     for kind, word in (("leaves", "leaf"), ("values", "value")):
-        a, b = [_by_path(manifest, kind) for manifest in manifests]
+        a, b = [_by_path(layout, kind) for layout in layouts]
         path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
         if path is not None:
             texts = [str(x[path]) if path in x else "missing" for x in (a, b)]
@@ -125,11 +125,11 @@ def _named_difference(one: str, other: str, rank: int) -> str:
     return ""
 
 
-def _by_path(manifest: Any, kind: str) -> dict[str, str]:
-    """Return a manifest's leaves or values as text, by path."""
+def _by_path(layout: Any, kind: str) -> dict[str, str]:
+    """Return a layout's leaves or values as text, by path."""
     if kind == "values":
-        return {path: repr(x) for path, x in manifest["values"].items()}
-    return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in manifest["leaves"]}
+        return {path: repr(x) for path, x in layout["values"].items()}
+    return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in layout["leaves"]}
 
 
 def _difference(one: str, other: str) -> str:

@@ -13,7 +13,16 @@ from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, materializ
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import BLOCK, Manifest, is_none, paths_of, read_manifest, sum_of, values_like
+from fzero.checkpoint._manifest import (
+    BLOCK,
+    Manifest,
+    is_none,
+    layout_text,
+    paths_of,
+    read_manifest,
+    sum_of,
+    values_like,
+)
 from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import ShardedTree
 from fzero.ranks import Mesh, all_gather_numbers
@@ -99,7 +108,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     manifest, result, local = results[0]
-    check_same_on_ranks(f"loading {files.path!r}", Manifest("", local.tree, (), 0.0).text(), mesh)
+    check_same_on_ranks(f"loading {files.path!r}", layout_text(local.tree), mesh)
     by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)

@@ -33,6 +33,7 @@ __all__ = [
     "is_empty",
     "is_json",
     "is_none",
+    "layout_text",
     "parse",
     "paths_of",
     "read_manifest",
@@ -187,26 +188,37 @@ class Manifest:
 
     def text(self) -> bytes:
         """Return the manifest as JSON."""
-        tree = self.tree
-        groups = []
-        for g in tree.groups:
-            split = [[s.axis, s.size, list(s.dims)] for s in g.split]
-            rest = [split, [list(x) for x in g.coordinates], list(g.copies)]
-            groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.coordinates else rest[: bool(split)])])
         body = {
             "format": FORMAT,
-            "version": VERSION if any(g.coordinates for g in tree.groups) else 1,
+            "version": VERSION if any(g.coordinates for g in self.tree.groups) else 1,
             "written": self.timestamp,
             "nonce": self.nonce,
-            "mesh": [list(axis) for axis in tree.mesh],
-            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in tree.leaves],
-            "groups": groups,
-            "ties": tree.ties,
-            "values": tree.values,
+            **_layout(self.tree),
             "block": BLOCK,
             "files": [list(f) for f in self.files],
         }
         return json.dumps(body, separators=(",", ":")).encode()
+
+
+def layout_text(tree: ShardedTree) -> bytes:
+    """Return the layout of a tree as JSON, which ranks compare."""
+    return json.dumps(_layout(tree), separators=(",", ":")).encode()
+
+
+def _layout(tree: ShardedTree) -> dict[str, Any]:
+    """Return the part of a manifest that describes a tree."""
+    groups = []
+    for g in tree.groups:
+        split = [[s.axis, s.size, list(s.dims)] for s in g.split]
+        rest = [split, [list(x) for x in g.coordinates], list(g.copies)]
+        groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.coordinates else rest[: bool(split)])])
+    return {
+        "mesh": [list(axis) for axis in tree.mesh],
+        "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in tree.leaves],
+        "groups": groups,
+        "ties": tree.ties,
+        "values": tree.values,
+    }
 
 
 _FRAME = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":(.*)\}\n', re.DOTALL)

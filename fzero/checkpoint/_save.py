@@ -17,7 +17,7 @@ from fzero.checkpoint._blocks import chunks, view_or_chunks
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parse, sum_of
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, layout_text, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import ShardedTree
 from fzero.ranks import Mesh, all_gather_numbers, checksum
@@ -145,7 +145,7 @@ def start_save(
         _check_values(results[0])
         if mesh is None or mesh.rank == 0:
             _check_room(files, results[0])
-        return f"{files.common_name}\n".encode() + Manifest("", results[0].tree, (), 0.0).text()
+        return f"{files.common_name}\n".encode() + layout_text(results[0].tree)
 
     channel = agree("save", prepare, nonce, mesh, timeout)
     local = results.pop()

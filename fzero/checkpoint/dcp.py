@@ -38,7 +38,7 @@ from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import materialize, rectangles
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import MANIFEST, Manifest
+from fzero.checkpoint._manifest import MANIFEST, layout_text
 from fzero.checkpoint._ranges import Leaf, ShardedTree
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
@@ -344,7 +344,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
             raise CheckpointError(
                 f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + Manifest("", local.tree, (), 0.0).text()
+        return f"{folder}\n".encode() + layout_text(local.tree)
 
     agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)

@@ -66,7 +66,7 @@ MUTANTS = [
         Fault(
             "ranks may read different things",
             "_load_files",
-            becomes("A(f'loading {B.C!r}', D.E(), F)", "print(f'loading {B.C!r}', D.E(), F)"),
+            becomes("A(f'loading {B.C!r}', D(E.F), G)", "print(f'loading {B.C!r}', D(E.F), G)"),
             ON_GLOO,
         ),
     ),
