@@ -128,11 +128,9 @@ def in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[st
 
     def sort_key(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
         source = item[1]
-        return (
-            (position[source.path], 0, 0)
-            if source.list is None
-            else (first[source.list], source.number, position[source.path])
-        )
+        if source.list is None:
+            return position[source.path], 0, 0
+        return first[source.list], source.number, position[source.path]
 
     return dict(sorted(sources.items(), key=sort_key))
 

@@ -16,7 +16,7 @@ SHARING = ("tests/checkpoint/test_sharing.py",)
 MUTANTS = [
     *File("checkpoint/_local_tree.py", LAWS).faults(
         Fault("values change after a save", "_LocalTreeBuilder.add_value", bare("copy.deepcopy(A)"), FOLDER),
-        Fault("paths in boxes need no check", "_LocalTreeBuilder._add_path", never("A in self.origins"), INPUT),
+        Fault("paths in boxes need no check", "_LocalTreeBuilder._add_path", never("A in self.sources"), INPUT),
         Fault("a tied leaf is stored twice", "_LocalTreeBuilder.add_plain", never("id(A) in self.B")),
         Fault("a tied leaf of a unit is stored twice", "_LocalTreeBuilder._add_members", never("A.index in B")),
         Fault(
