@@ -30,7 +30,7 @@ import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
 from fzero.checkpoint._manifest import BLOCK, File, Manifest, header, parse
-from fzero.checkpoint._ranges import Leaf, LeafGroup, ShardedTree
+from fzero.checkpoint._ranges import Leaf, LeafGroup, TreeLayout
 
 LAYERS = 8
 GOALS = {"save": 0.75, "background": 0.15}
@@ -138,12 +138,12 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
                 Leaf(f"{tree_name}.blocks.{layer}.{name}.weight", (81_000_000,), torch.float32) for name in names
             ]
             groups.append(LeafGroup(tuple(numbers), ("dp",), -(-len(names) * 81_000_000 // ranks)))
-    sharded_tree = ShardedTree((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
+    layout = TreeLayout((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
     files = []
     for r in range(ranks):
-        size = len(header(sharded_tree, r)) + sharded_tree.starts(r)[-1]
+        size = len(header(layout, r)) + layout.starts(r)[-1]
         files.append(File(size, "0123456789abcdef" * -(-size // BLOCK)))
-    return Manifest.of("0" * 16, sharded_tree, files).encode()
+    return Manifest.of("0" * 16, layout, files).encode()
 
 
 def parsing(ranks: int) -> tuple[int, float]:

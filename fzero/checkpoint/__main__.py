@@ -95,7 +95,7 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _mesh(manifest: Manifest) -> str:
-    return ", ".join([f"{name}={size}" for name, size in manifest.tree.mesh])
+    return ", ".join([f"{name}={size}" for name, size in manifest.layout.mesh])
 
 
 def _date(manifest: Manifest) -> str:
@@ -144,8 +144,8 @@ def _ls(args: Any) -> int:
         except CheckpointError as error:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
-        tree = manifest.tree
-        row = decimal(manifest.nbytes), str(tree.ranks), _mesh(manifest), str(len(tree.number)), "whole"
+        layout = manifest.layout
+        row = decimal(manifest.nbytes), str(layout.ranks), _mesh(manifest), str(len(layout.number)), "whole"
         table.add_row(str(step), _date(manifest), *row)
     _print(table)
     return 0
@@ -153,19 +153,19 @@ def _ls(args: Any) -> int:
 
 def _ls_one(files: Files, limit: int | None) -> None:
     manifest = read_complete(files)
-    tree = manifest.tree
+    layout = manifest.layout
     table = _table("path", "dtype", "shape", "bytes", "")
     rows = []
-    for path, i in tree.number.items():
-        leaf = tree.leaves[i]
-        note = f"is {tree.ties[path]}" if path in tree.ties else "differs by rank" if leaf.per_rank else ""
+    for path, i in layout.number.items():
+        leaf = layout.leaves[i]
+        note = f"is {layout.ties[path]}" if path in layout.ties else "differs by rank" if leaf.per_rank else ""
         rows.append((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape)), f"{leaf.nbytes:,}", note))
-    rows += [(path, "value", "", "", repr(value)[:80]) for path, value in tree.values.items()]
+    rows += [(path, "value", "", "", repr(value)[:80]) for path, value in layout.values.items()]
     rows.sort()
     for row in rows[:limit]:
         table.add_row(*[Text(x) for x in row])
-    ranks = f"{tree.ranks} ranks ({_mesh(manifest)})" if tree.mesh else "1 process"
-    counts = f"{len(tree.number)} leaves and {len(tree.values)} values"
+    ranks = f"{layout.ranks} ranks ({_mesh(manifest)})" if layout.mesh else "1 process"
+    counts = f"{len(layout.number)} leaves and {len(layout.values)} values"
     print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {counts}, whole")
     _print(table)
     if limit is not None and limit < len(rows):

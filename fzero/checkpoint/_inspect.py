@@ -15,7 +15,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
-from fzero.checkpoint._ranges import Leaf, ShardedTree
+from fzero.checkpoint._ranges import Leaf, TreeLayout
 
 __all__ = ["Difference", "differences", "export", "fill_leaf", "leaves", "read", "verify"]
 
@@ -35,8 +35,8 @@ def leaves(path: Any) -> dict[str, Leaf]:
         >>> [(path, leaf.shape) for path, leaf in fzero.checkpoint.leaves(folder).items()]
         [('w', (2, 3))]
     """
-    tree = read_complete(files_at(path)).tree
-    return {path: tree.leaves[i] for path, i in sorted(tree.number.items())}
+    layout = read_complete(files_at(path)).layout
+    return {path: layout.leaves[i] for path, i in sorted(layout.number.items())}
 
 
 def read(path: Any, name: str) -> Any:
@@ -58,18 +58,18 @@ def read(path: Any, name: str) -> Any:
     """
     files = files_at(path)
     manifest = read_complete(files)
-    tree = manifest.tree
+    layout = manifest.layout
     for path in _above(name):
         inside = name.removeprefix(path).lstrip(".")
-        value = _within(tree.values[path], inside) if path in tree.values else ABSENT
+        value = _within(layout.values[path], inside) if path in layout.values else ABSENT
         if value is not ABSENT:
             return value
-    if name not in tree.number:
-        paths = [*tree.number, *tree.values]
+    if name not in layout.number:
+        paths = [*layout.number, *layout.values]
         examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
         raise CheckpointError(f"{files.path!r} has no leaf {name!r}: it has {len(paths)} leaves, such as {examples}")
-    leaf = tree.leaves[tree.number[name]]
-    return fill_leaf(files, manifest, tree.number[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
+    leaf = layout.leaves[layout.number[name]]
+    return fill_leaf(files, manifest, layout.number[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
 
 
 def _above(path: str) -> Iterator[str]:
@@ -123,7 +123,7 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, tota
     """
     files = files_at(path)
     manifest, nbytes = read_complete(files), 0
-    for rank, at, size in _blocks(manifest.tree, manifest):
+    for rank, at, size in _blocks(manifest.layout, manifest):
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
         read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
         nbytes += size
@@ -131,9 +131,9 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, tota
     return nbytes
 
 
-def _blocks(tree: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+def _blocks(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     """Yield each block of each rank's file: the rank, and the block's first byte and size."""
-    for rank in range(tree.ranks):
+    for rank in range(layout.ranks):
         size = manifest.files[rank].size
         for at in range(0, size, BLOCK):
             yield rank, at, min(BLOCK, size - at)
@@ -178,12 +178,12 @@ def differences(
     """
     files = files_at(one), files_at(other)
     manifests = read_complete(files[0]), read_complete(files[1])
-    texts = _texts(manifests[0].tree), _texts(manifests[1].tree)
+    texts = _texts(manifests[0].layout), _texts(manifests[1].layout)
     results: dict[tuple[int, int], tuple[int, float]] = {}
-    nbytes, total = 0, sum(x.nbytes for x in manifests[0].tree.leaves)
+    nbytes, total = 0, sum(x.nbytes for x in manifests[0].layout.leaves)
     for path in sorted({*texts[0], *texts[1]}):
         a, b = texts[0].get(path, ""), texts[1].get(path, "")
-        numbers = manifests[0].tree.number.get(path), manifests[1].tree.number.get(path)
+        numbers = manifests[0].layout.number.get(path), manifests[1].layout.number.get(path)
         if a != b or numbers[0] is None or numbers[1] is None:
             if a != b:
                 yield Difference(path, a, b)
@@ -191,19 +191,20 @@ def differences(
         pair = (numbers[0], numbers[1])
         if pair not in results:  # tied leaves are read once
             results[pair] = _compare(files, manifests, pair)
-            nbytes += manifests[0].tree.leaves[pair[0]].nbytes
+            nbytes += manifests[0].layout.leaves[pair[0]].nbytes
             progress(min(nbytes, total), total)
         count, largest = results[pair]
         if count:
             yield Difference(path, a, b, count, largest)
 
 
-def _texts(tree: ShardedTree) -> dict[str, str]:
+def _texts(layout: TreeLayout) -> dict[str, str]:
     """Describe each leaf by its dtype and shape and each value in full, by path."""
     leaves = {
-        path: f"{tree.leaves[i]}{' per rank' if tree.leaves[i].per_rank else ''}" for path, i in tree.number.items()
+        path: f"{layout.leaves[i]}{' per rank' if layout.leaves[i].per_rank else ''}"
+        for path, i in layout.number.items()
     }
-    return {**leaves, **{path: f"the value {value!r}" for path, value in tree.values.items()}}
+    return {**leaves, **{path: f"the value {value!r}" for path, value in layout.values.items()}}
 
 
 def _compare(
@@ -230,7 +231,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _leaf(files: Files, manifest: Manifest, number: int) -> torch.Tensor:
-    leaf = manifest.tree.leaves[number]
+    leaf = manifest.layout.leaves[number]
     return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
 
 
@@ -277,23 +278,23 @@ def export(
     files, target = files_at(path), os.fspath(out)
     manifest = read_complete(files)
     _check_kind(target, as_torch)
-    names = _below(prefix, manifest.tree.number)
+    names = _below(prefix, manifest.layout.number)
     if not names:
-        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.tree.number})[:3])
+        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.layout.number})[:3])
         raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}: its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
         _check_outside(files, target)
     if as_torch:
-        values = _below(prefix, manifest.tree.values)
+        values = _below(prefix, manifest.layout.values)
         with _atomic_file(target) as f:
             _write_torch(f, files, manifest, names, values, dtype, progress)
         return target, sorted([*names, *values])
     if not target.endswith(".safetensors"):
         target = os.path.join(target, "model.safetensors")
-    head = _header(files, manifest.tree, names, dtype)
+    head = _header(files, manifest.layout, names, dtype)
     with _atomic_file(target) as f:
         f.write(head)
-        _write_leaves(f, files, manifest, _order(manifest.tree, names, dtype), dtype, progress)
+        _write_leaves(f, files, manifest, _order(manifest.layout, names, dtype), dtype, progress)
     return target, sorted(names)
 
 
@@ -347,12 +348,12 @@ def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
 
 
-def _order(tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def _order(layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """List names and leaf numbers in file order: larger elements first, so that all are aligned."""
-    return sorted(names.items(), key=lambda item: (-_dtype(tree.leaves[item[1]], dtype).itemsize, item[0]))
+    return sorted(names.items(), key=lambda item: (-_dtype(layout.leaves[item[1]], dtype).itemsize, item[0]))
 
 
-def _header(files: Files, tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
+def _header(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
     """Return the header of a safetensors file, with the metadata that `from_pretrained` requires.
 
     Raises:
@@ -360,8 +361,8 @@ def _header(files: Files, tree: ShardedTree, names: dict[str, int], dtype: torch
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, i in _order(tree, names, dtype):
-        leaf, kind = tree.leaves[i], _dtype(tree.leaves[i], dtype)
+    for name, i in _order(layout, names, dtype):
+        leaf, kind = layout.leaves[i], _dtype(layout.leaves[i], dtype)
         if kind == torch.complex128:
             raise CheckpointError(
                 f"{files.path!r}: leaf {leaf.path!r} is {leaf}, a dtype that safetensors does not have: use --torch"
@@ -378,7 +379,7 @@ def _leaves(
     files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name with its leaf, read and cast to `dtype`."""
-    leaves = [manifest.tree.leaves[i] for _, i in names]
+    leaves = [manifest.layout.leaves[i] for _, i in names]
     nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
         x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))

@@ -24,7 +24,7 @@ from fzero.checkpoint._manifest import (
     values_like,
 )
 from fzero.checkpoint._memory import SharedMemory
-from fzero.checkpoint._ranges import ShardedTree
+from fzero.checkpoint._ranges import TreeLayout
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 
@@ -98,7 +98,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
         checksums.append(crc)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        check_leaves(files, manifest.tree, local.tree, partial)
+        check_leaves(files, manifest.layout, local.layout, partial)
         results.append((manifest, result, local))
         return crc
 
@@ -108,13 +108,13 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     manifest, result, local = results[0]
-    check_same_on_ranks(f"loading {files.path!r}", layout_text(local.tree), mesh)
+    check_same_on_ranks(f"loading {files.path!r}", layout_text(local.layout), mesh)
     by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)
     all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, local, by_file), mesh)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)
-    values = values_like(local.tree.values, manifest.tree.values)
+    values = values_like(local.layout.values, manifest.layout.values)
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
@@ -122,7 +122,7 @@ def _leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
 
-def check_leaves(files: Files, saved: ShardedTree, local: ShardedTree, partial: bool) -> None:
+def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bool) -> None:
     """Check that a tree has the leaves of a checkpoint, with their shapes and dtypes.
 
     Raises:
@@ -153,7 +153,7 @@ def check_leaves(files: Files, saved: ShardedTree, local: ShardedTree, partial: 
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
-def _differs(path: str, saved: ShardedTree, local: ShardedTree, theirs: str, ours: str) -> str:
+def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:
     one, other = saved.number.get(path), local.number.get(path)
     if one is not None and other is not None and saved.leaves[one].per_rank and local.leaves[other].per_rank:
         return (
@@ -184,7 +184,7 @@ def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest
             if (piece.leaf, x.data_ptr(), first) in seen:
                 continue
             seen.add((piece.leaf, x.data_ptr(), first))
-            leaf = manifest.tree.number[local.tree.leaves[piece.leaf].path]
+            leaf = manifest.layout.number[local.layout.leaves[piece.leaf].path]
             for writer, request in read_requests(manifest, leaf, piece.range, x, first):
                 requests.setdefault(writer, []).append(request)
     return requests
@@ -209,7 +209,7 @@ def read_requests(
         The rank whose file holds the part, and the read.
     """
     size = x.element_size()
-    for writer, at, written in manifest.tree.writers(leaf, target):
+    for writer, at, written in manifest.layout.writers(leaf, target):
         for run in runs(written, target):
             start = manifest.base(writer) + at + run.source_offset * size
             yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
@@ -292,8 +292,8 @@ def _views(
 def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
     """Name the first leaves that lie in a range of bytes of a file."""
     at, names = manifest.base(rank), []
-    for piece in manifest.tree.owned_pieces(rank):
-        leaf = manifest.tree.leaves[piece.leaf]
+    for piece in manifest.layout.owned_pieces(rank):
+        leaf = manifest.layout.leaves[piece.leaf]
         end = at + piece.numel * leaf.dtype.itemsize
         if at < stop and start < end:
             names.append(repr(leaf.path))

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero.checkpoint._blocks import BlockRange
 from fzero.checkpoint._manifest import NAMES, is_json
-from fzero.checkpoint._ranges import Leaf, LeafGroup, LeafPiece, ShardedTree
+from fzero.checkpoint._ranges import Leaf, LeafGroup, LeafPiece, TreeLayout
 from fzero.ranks import Mesh
 from fzero.sharding import (
     PerRank,
@@ -154,7 +154,7 @@ class LocalTree:
     """The part of a tree that this process holds.
 
     Attributes:
-        tree: the layout of the tree.
+        layout: the layout of the tree.
         ranks: the ranks that run in this process: one, or all ranks of a simulation.
         memory: the memory of each group. A box has `[rows, k]`, with one row per rank along its axes; plain leaves are
             their own memory.
@@ -162,22 +162,22 @@ class LocalTree:
             not depend on the layout.
     """
 
-    tree: ShardedTree
+    layout: TreeLayout
     ranks: range
     memory: tuple["BoxMemory | PlainMemory", ...]
     sources: dict[str, LeafSource]
 
     def local_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank holds, each with its memory."""
-        return self._locate(self.tree.local_pieces(rank), rank)
+        return self._locate(self.layout.local_pieces(rank), rank)
 
     def owned_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank writes, in file order, each with its memory."""
-        return self._locate(self.tree.owned_pieces(rank), rank)
+        return self._locate(self.layout.owned_pieces(rank), rank)
 
     def _locate(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[LocalPiece]:
         for piece in pieces:
-            yield from self.memory[piece.group].locate(self.tree, piece, rank)
+            yield from self.memory[piece.group].locate(self.layout, piece, rank)
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class BoxMemory:
     pieces: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
-    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
+    def locate(self, layout: TreeLayout, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
         """Yield where a rank's piece lies: in one tensor, or perhaps in both tensors of a shard in two pieces."""
-        row = sharded_tree.index(self.axes, rank)
+        row = layout.index(self.axes, rank)
         if len(self.pieces) == 1:
             yield LocalPiece(piece, self.pieces[0][row], piece.offset)
             return
@@ -217,7 +217,7 @@ class PlainMemory:
 
     leaves: dict[int, torch.Tensor]
 
-    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
+    def locate(self, layout: TreeLayout, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
         """Yield where a rank's piece lies."""
         yield LocalPiece(piece, self.leaves[piece.leaf], piece.range.start)
 
@@ -284,7 +284,7 @@ class _LocalTreeBuilder:
         self.sources: dict[str, LeafSource] = {}
         self.first_paths: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
-        self.size = ShardedTree(mesh, (), (), {}, {}).ranks
+        self.size = TreeLayout(mesh, (), (), {}, {}).ranks
 
     def _add(
         self,
@@ -351,7 +351,7 @@ class _LocalTreeBuilder:
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
         axes = tuple(names) if box.axes is None else tuple([name for name in names if name in box.axes])
-        n = ShardedTree(self.mesh, (), (), {}, {}).size(axes)
+        n = TreeLayout(self.mesh, (), (), {}, {}).size(axes)
         paths, values, _ = tree.flatten_with_paths(box.value)
         for sub, x in zip(paths, values, strict=True):
             name = f"{path}.{sub}" if sub else path
@@ -378,5 +378,5 @@ class _LocalTreeBuilder:
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(PlainMemory(leaves))
-        sharded_tree = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return LocalTree(sharded_tree, ranks, tuple(self.memory), in_order(self.sources, paths))
+        layout = TreeLayout(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        return LocalTree(layout, ranks, tuple(self.memory), in_order(self.sources, paths))

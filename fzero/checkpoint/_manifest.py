@@ -18,7 +18,7 @@ import xxhash
 
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
-from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, ShardedTree
+from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, TreeLayout
 from fzero.sharding import Split
 
 __all__ = [
@@ -139,25 +139,25 @@ class Manifest:
 
     Attributes:
         nonce: 16 hexadecimal digits at the beginning of the files' names.
-        tree: the layout of the tree on the ranks that wrote it.
+        layout: the layout of the tree on the ranks that wrote it.
         files: one file of each rank.
         timestamp: the time of the save, in seconds since 1970.
     """
 
     nonce: str
-    tree: ShardedTree
+    layout: TreeLayout
     files: tuple[File, ...]
     timestamp: float
 
     @classmethod
-    def of(cls, nonce: str, tree: ShardedTree, files: Sequence[File]) -> "Manifest":
+    def of(cls, nonce: str, layout: TreeLayout, files: Sequence[File]) -> "Manifest":
         """Make the manifest of files that have just been written."""
-        return cls(nonce, tree, tuple(files), time.time())
+        return cls(nonce, layout, tuple(files), time.time())
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the files."""
-        return tuple([data_name(self.nonce, r, self.tree.ranks) for r in range(self.tree.ranks)])
+        return tuple([data_name(self.nonce, r, self.layout.ranks) for r in range(self.layout.ranks)])
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +171,8 @@ class Manifest:
             DamagedError: if the file's size does not match its leaves.
         """
         if rank not in self._bases:
-            base = len(header(self.tree, rank))
-            if base + self.tree.starts(rank)[-1] != self.files[rank].size:
+            base = len(header(self.layout, rank))
+            if base + self.layout.starts(rank)[-1] != self.files[rank].size:
                 raise DamagedError(f"{MANIFEST} is damaged: the size of {self.names[rank]} does not match its leaves")
             self._bases[rank] = base
         return self._bases[rank]
@@ -190,34 +190,34 @@ class Manifest:
         """Return the manifest as JSON."""
         body = {
             "format": FORMAT,
-            "version": VERSION if any(g.coordinates for g in self.tree.groups) else 1,
+            "version": VERSION if any(g.coordinates for g in self.layout.groups) else 1,
             "written": self.timestamp,
             "nonce": self.nonce,
-            **_layout(self.tree),
+            **_layout_fields(self.layout),
             "block": BLOCK,
             "files": [list(f) for f in self.files],
         }
         return json.dumps(body, separators=(",", ":")).encode()
 
 
-def layout_text(tree: ShardedTree) -> bytes:
+def layout_text(layout: TreeLayout) -> bytes:
     """Return the layout of a tree as JSON, which ranks compare."""
-    return json.dumps(_layout(tree), separators=(",", ":")).encode()
+    return json.dumps(_layout_fields(layout), separators=(",", ":")).encode()
 
 
-def _layout(tree: ShardedTree) -> dict[str, Any]:
+def _layout_fields(layout: TreeLayout) -> dict[str, Any]:
     """Return the part of a manifest that describes a tree."""
     groups = []
-    for g in tree.groups:
+    for g in layout.groups:
         split = [[s.axis, s.size, list(s.dims)] for s in g.split]
         rest = [split, [list(x) for x in g.coordinates], list(g.copies)]
         groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.coordinates else rest[: bool(split)])])
     return {
-        "mesh": [list(axis) for axis in tree.mesh],
-        "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in tree.leaves],
+        "mesh": [list(axis) for axis in layout.mesh],
+        "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in layout.leaves],
         "groups": groups,
-        "ties": tree.ties,
-        "values": tree.values,
+        "ties": layout.ties,
+        "values": layout.values,
     }
 
 
@@ -240,12 +240,12 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def header(tree: ShardedTree, rank: int) -> bytes:
+def header(layout: TreeLayout, rank: int) -> bytes:
     """Return the header of a rank's file, in safetensors' format, so that any safetensors reader reads the ranges."""
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
     at = 0
-    for piece in tree.owned_pieces(rank):
-        leaf = tree.leaves[piece.leaf]
+    for piece in layout.owned_pieces(rank):
+        leaf = layout.leaves[piece.leaf]
         end = at + piece.numel * leaf.dtype.itemsize
         pairs = leaf.dtype == torch.complex128
         name, numel = ("F64", 2 * piece.numel) if pairs else (NAMES[leaf.dtype], piece.numel)
@@ -336,11 +336,11 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     paths = [x.path for x in leaves]
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
-    tree = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    numbers = [i for g in tree.groups for index, i in enumerate(g.leaves) if index not in g.copies]
+    layout = TreeLayout(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    numbers = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
     _check(sorted(numbers) == [*range(len(leaves))], "a leaf is in no group, or in several")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
-    _check(len(files) == tree.ranks, f"it has {len(files)} files for {tree.ranks} ranks")
+    _check(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
     for r, f in enumerate(files):
         _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
         _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
@@ -348,7 +348,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
     date = body["written"]
     _check(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
-    return Manifest(nonce, tree, files, float(date))
+    return Manifest(nonce, layout, files, float(date))
 
 
 def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:

@@ -16,7 +16,7 @@ import torch
 from fzero.checkpoint._blocks import Block, BlockRange, full_block
 from fzero.sharding import Split
 
-__all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "ShardedTree"]
+__all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "TreeLayout"]
 
 ALIGNMENT = 64  # bytes; the data in a file begins at a multiple of it
 
@@ -93,7 +93,7 @@ class LeafPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedTree:
+class TreeLayout:
     """The layout of a tree on the ranks of a mesh.
 
     Attributes:

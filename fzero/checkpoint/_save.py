@@ -19,7 +19,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, layout_text, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
-from fzero.checkpoint._ranges import ShardedTree
+from fzero.checkpoint._ranges import TreeLayout
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 
 __all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]
@@ -145,7 +145,7 @@ def start_save(
         _check_values(results[0])
         if mesh is None or mesh.rank == 0:
             _check_room(files, results[0])
-        return f"{files.common_name}\n".encode() + layout_text(results[0].tree)
+        return f"{files.common_name}\n".encode() + layout_text(results[0].layout)
 
     channel = agree("save", prepare, nonce, mesh, timeout)
     local = results.pop()
@@ -154,7 +154,7 @@ def start_save(
     if background:  # a rank without enough memory must not leave the others waiting
         ranges = all_or_none("save", lambda: _stage(ranges, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
-    write_all = functools.partial(_write_all, files, local.tree, ranges, channel, on_commit)
+    write_all = functools.partial(_write_all, files, local.layout, ranges, channel, on_commit)
     return SaveHandle(files.path, write_all, background)
 
 
@@ -167,7 +167,7 @@ def _check_values(local: LocalTree) -> None:
     for rank in local.ranks:
         for piece, x, _ in local.owned_pieces(rank):
             if x.is_meta:
-                path = local.tree.leaves[piece.leaf].path
+                path = local.layout.leaves[piece.leaf].path
                 raise ValueError(f"the tree leaf {path!r} is on the meta device, and has no values to save")
 
 
@@ -187,14 +187,14 @@ def _check_equal(local: LocalTree, mesh: Mesh | None) -> None:
         rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:
             raise ValueError(
-                f"the tree leaf {local.tree.leaves[i].path!r} is a plain tensor, which must be equal on all ranks, and "
-                f"differs between ranks 0 and {rank}: box a value that differs by rank, as mesh.local(x)"
+                f"the tree leaf {local.layout.leaves[i].path!r} is a plain tensor, which must be equal on all ranks, "
+                f"and differs between ranks 0 and {rank}: box a value that differs by rank, as mesh.local(x)"
             )
 
 
 def _check_room(files: Files, local: LocalTree) -> None:
     """Check before the first write that the disk has room for the files of all ranks."""
-    free, nbytes = files.free(), sum(local.tree.starts(r)[-1] for r in range(local.tree.ranks))
+    free, nbytes = files.free(), sum(local.layout.starts(r)[-1] for r in range(local.layout.ranks))
     if free is not None and free < nbytes:
         raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
 
@@ -228,19 +228,19 @@ def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int,
 
 def _write_all(
     files: Files,
-    tree: ShardedTree,
+    layout: TreeLayout,
     ranges: dict[int, list[_TensorRange]],
     channel: StoreChannel,
     on_commit: Callable[[], None],
 ) -> None:
     """Write this process's files. Rank 0 then commits the files of all ranks."""
-    names = {rank: data_name(channel.nonce, rank, tree.ranks) for rank in ranges}
+    names = {rank: data_name(channel.nonce, rank, layout.ranks) for rank in ranges}
 
     def write() -> dict[int, File]:
-        return {rank: _write(files, names[rank], header(tree, rank), rows) for rank, rows in ranges.items()}
+        return {rank: _write(files, names[rank], header(layout, rank), rows) for rank, rows in ranges.items()}
 
     def commit(written: dict[int, File]) -> None:
-        manifest = Manifest.of(channel.nonce, tree, [written[r] for r in range(tree.ranks)])
+        manifest = Manifest.of(channel.nonce, layout, [written[r] for r in range(layout.ranks)])
         for name, file in zip(manifest.names, manifest.files, strict=True):
             if files.is_shared and files.size(name) != file.size:
                 raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")

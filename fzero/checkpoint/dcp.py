@@ -39,7 +39,7 @@ from fzero.checkpoint._blocks import materialize, rectangles
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
 from fzero.checkpoint._manifest import MANIFEST, layout_text
-from fzero.checkpoint._ranges import Leaf, ShardedTree
+from fzero.checkpoint._ranges import Leaf, TreeLayout
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
 from fzero.sharding import elements
@@ -76,15 +76,15 @@ def _key(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(sharded_tree: ShardedTree, name: Name | None) -> dict[str, str]:
+def names_of(layout: TreeLayout, name: Name | None) -> dict[str, str]:
     """Return the name of each leaf and value, by path.
 
     Raises:
         ValueError: if two of them have one name.
     """
-    names = {path: path if name is None else name(path) for path in [*sharded_tree.number, *sharded_tree.values]}
-    used = [(names[path], path) for path in sharded_tree.number]
-    used += [(part, path) for path, value in sharded_tree.values.items() for part, _, _ in flat(names[path], (), value)]
+    names = {path: path if name is None else name(path) for path in [*layout.number, *layout.values]}
+    used = [(names[path], path) for path in layout.number]
+    used += [(part, path) for path, value in layout.values.items() for part, _, _ in flat(names[path], (), value)]
     first: dict[str, str] = {}
     for n, path in used:
         if n in first:
@@ -179,13 +179,13 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self, local: LocalTree, names: dict[str, str], keys: dict[str, Keys]) -> None:
         super().__init__()
-        sharded_tree = local.tree
+        layout = local.layout
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
         chunks = _chunks(local, local.owned_pieces)
-        for path, i in sharded_tree.number.items():
-            leaf, leaf_chunks = sharded_tree.leaves[i], chunks.get(i, [])
+        for path, i in layout.number.items():
+            leaf, leaf_chunks = layout.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in local.ranks:  # the leaf has no elements to write, but needs its name
                 empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
@@ -195,7 +195,7 @@ class SavePlanner(DefaultSavePlanner):
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
             self._tree[names[path]] = keys_at(path, names[path], keys)
-        for path, value in sharded_tree.values.items():
+        for path, value in layout.values.items():
             for name, keys_of_part, part in flat(names[path], keys_at(path, names[path], keys), value):
                 self._tree[name] = keys_of_part
                 if 0 in local.ranks:
@@ -236,12 +236,12 @@ class LoadPlanner(DefaultLoadPlanner):
         self.metadata: Metadata = metadata
         entries = metadata.state_dict_metadata
         self._local, self._names = local, names
-        self._first = {i: names[path] for path, i in reversed(local.tree.number.items())}
-        self._parts = {path: parts_of(names[path], metadata) for path in local.tree.values}
+        self._first = {i: names[path] for path, i in reversed(local.layout.number.items())}
+        self._parts = {path: parts_of(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
         theirs = {name: _describe(name, x) for name, x in entries.items()}
-        ours = {names[path]: str(local.tree.leaves[i]) for path, i in local.tree.number.items()}
-        ours |= {part: "a value" for path in local.tree.values for part in self._parts[path] or [names[path]]}
+        ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.number.items()}
+        ours |= {part: "a value" for path in local.layout.values for part in self._parts[path] or [names[path]]}
         _check_leaves(folder, theirs, ours, partial)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
@@ -338,13 +338,13 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
     def prepare() -> bytes:
         local = local_tree("the tree", values, mesh)
-        planners.append(SavePlanner(local, names_of(local.tree, name), keys_of(values, local.sources)))
+        planners.append(SavePlanner(local, names_of(local.layout, name), keys_of(values, local.sources)))
         existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
                 f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + layout_text(local.tree)
+        return f"{folder}\n".encode() + layout_text(local.layout)
 
     agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
@@ -391,7 +391,7 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
         metadata = _read_metadata(folder)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        names = names_of(local.tree, name)
+        names = names_of(local.layout, name)
         results.append((result, LoadPlanner(folder, local, names, metadata, partial), names))
 
     all_or_none(f"loading {folder!r}", prepare, mesh)

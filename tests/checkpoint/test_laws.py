@@ -50,26 +50,26 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
 def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
     mine = local_tree("state", state, step.mesh)
-    sharded_tree = mine.tree
-    bits = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
-    for rank in range(sharded_tree.ranks):
+    tree_layout = mine.layout
+    bits = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in tree_layout.leaves]
+    for rank in range(tree_layout.ranks):
         at = 0
-        for piece in sharded_tree.owned_pieces(rank):
+        for piece in tree_layout.owned_pieces(rank):
             x = bits[piece.leaf]
             for dim, (offset, size) in enumerate(piece.range.block):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1
             x.copy_(flat.view(x.shape))
-            size = sharded_tree.leaves[piece.leaf].dtype.itemsize
+            size = tree_layout.leaves[piece.leaf].dtype.itemsize
             assert at % size == 0, "not aligned"
             at += piece.numel * size
-        assert at == sharded_tree.starts(rank)[-1]
+        assert at == tree_layout.starts(rank)[-1]
         # of each group a rank writes its part, rounded up once for the shards and once for their replicas
         assert at <= sum(
-            sharded_tree.itemsize(g)
-            * (-(-sharded_tree.offsets[g][-1] // (sharded_tree.ranks // math.prod(s.size for s in group.split))) + 2)
-            for g, group in enumerate(sharded_tree.groups)
+            tree_layout.itemsize(g)
+            * (-(-tree_layout.offsets[g][-1] // (tree_layout.ranks // math.prod(s.size for s in group.split))) + 2)
+            for g, group in enumerate(tree_layout.groups)
         )
     assert all(x.eq(1).all() for x in bits)
 
@@ -78,7 +78,7 @@ def test_what_the_ranks_write_is_each_leaf_once(params, layout):
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
     saved, mine = [
-        local_tree("state", s, step.mesh).tree for step, s in (state_in(x, params) for x in (source, target))
+        local_tree("state", s, step.mesh).layout for step, s in (state_in(x, params) for x in (source, target))
     ]
     for rank in range(mine.ranks):
         for piece in mine.local_pieces(rank):
@@ -184,6 +184,6 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
 
 
 def test_a_range_of_nothing_has_no_writers():
-    sharded_tree = local_tree("state", {"w": torch.empty(0), "s": torch.ones(())}, None).tree
-    assert not list(sharded_tree.writers(0, BlockRange(((0, 0),), 0, 0)))
-    assert [at for _, at, _ in sharded_tree.writers(1, BlockRange((), 0, 1))] == [0]
+    tree_layout = local_tree("state", {"w": torch.empty(0), "s": torch.ones(())}, None).layout
+    assert not list(tree_layout.writers(0, BlockRange(((0, 0),), 0, 0)))
+    assert [at for _, at, _ in tree_layout.writers(1, BlockRange((), 0, 1))] == [0]

@@ -129,19 +129,19 @@ def test_what_ranks_write_is_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))
-    sharded_tree = local_tree("state", state, step.mesh).tree
-    times = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
-    for rank in range(sharded_tree.ranks):
+    layout = local_tree("state", state, step.mesh).layout
+    times = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in layout.leaves]
+    for rank in range(layout.ranks):
         written = 0
-        for piece in sharded_tree.owned_pieces(rank):
+        for piece in layout.owned_pieces(rank):
             x = times[piece.leaf]
             for dim, (offset, size) in enumerate(piece.range.block):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1
             x.copy_(flat.view(x.shape))
-            written += piece.numel * sharded_tree.leaves[piece.leaf].dtype.itemsize
-        assert written == sharded_tree.starts(rank)[-1]
+            written += piece.numel * layout.leaves[piece.leaf].dtype.itemsize
+        assert written == layout.starts(rank)[-1]
     assert all(x.eq(1).all() for x in times)
 
 
@@ -152,14 +152,14 @@ def test_a_rank_holds_and_reads_its_own_blocks_alone():
     held = local_tree("state", state, step.mesh)
 
     def blocks(pieces: Any) -> set[int]:
-        paths = [held.tree.leaves[piece.leaf].path for piece in pieces]
+        paths = [held.layout.leaves[piece.leaf].path for piece in pieces]
         return {int(m[1]) for path in paths if (m := re.search(r"blocks\.(\d)", path))}
 
     rows = loss.placement(step.mesh, 7).blocks
     for r, row in enumerate(rows):
         mine = {b for b in row if b is not None}
         column = {rows[1][i] for i, b in enumerate(row) if b is None}
-        for pieces, others in ((held.tree.local_pieces, column), (held.tree.owned_pieces, set())):
+        for pieces, others in ((held.layout.local_pieces, column), (held.layout.owned_pieces, set())):
             assert blocks([x for rank in (r, r + 3) for x in pieces(rank)]) == mine | others  # dp shares them
 
 

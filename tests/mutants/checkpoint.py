@@ -167,15 +167,15 @@ MUTANTS = [
     *File("checkpoint/_ranges.py", LAWS).faults(
         Fault(
             "rank 0 writes what all hold, and all others too",
-            "ShardedTree.owned_span",
+            "TreeLayout.owned_span",
             (bare("-(-A // self.size(B))"), bare("min(A + self.index(B, C) * D, E)")),
         ),
-        Fault("padding is stored", "ShardedTree.local_span", becomes("min(A + B.C, D)", "A + B.C")),
-        Fault("parts of split leaves are all the first", "ShardedTree.block", bare("A + self.index((B.axis,), C)")),
-        Fault("small elements come first", "ShardedTree.order", bare("-A")),
+        Fault("padding is stored", "TreeLayout.local_span", becomes("min(A + B.C, D)", "A + B.C")),
+        Fault("parts of split leaves are all the first", "TreeLayout.block", bare("A + self.index((B.axis,), C)")),
+        Fault("small elements come first", "TreeLayout.order", bare("-A")),
         Fault(
             "a shard is the next rank's",
-            "ShardedTree.local_span",
+            "TreeLayout.local_span",
             becomes("self.index(A.B, C)", "(self.index(A.B, C) + 1) % self.size(A.B)"),
         ),
     ),

@@ -46,14 +46,14 @@ MUTANTS = [
     *File("checkpoint/_ranges.py", CHECKPOINT).faults(
         Fault(
             "each rank holds all groups",
-            "ShardedTree.local_span",
+            "TreeLayout.local_span",
             (swapped("!=", "<"), becomes("coordinate", "0", at="1 of 2")),
         ),
-        Fault("copies are written", "ShardedTree.owned_pieces", becomes("self.A[B].C", "()")),
-        Fault("copies take room", "ShardedTree._count_written", becomes("A - sum(B)", "A - 0 * sum(B)")),
-        Fault("stages share a block", "ShardedTree.replicas", dropped("*[A for A, B in C.D]")),
-        Fault("a block is written by stage 0", "ShardedTree.writers", dropped("*A", at="3 of 3")),
-        Fault("a copy is a leaf's home", "ShardedTree.home", dropped("A not in B.C")),
+        Fault("copies are written", "TreeLayout.owned_pieces", becomes("self.A[B].C", "()")),
+        Fault("copies take room", "TreeLayout._count_written", becomes("A - sum(B)", "A - 0 * sum(B)")),
+        Fault("stages share a block", "TreeLayout.replicas", dropped("*[A for A, B in C.D]")),
+        Fault("a block is written by stage 0", "TreeLayout.writers", dropped("*A", at="3 of 3")),
+        Fault("a copy is a leaf's home", "TreeLayout.home", dropped("A not in B.C")),
     ),
     *File("checkpoint/_manifest.py", CHECKPOINT).faults(
         Fault("all is version 2", "Manifest.text", always("any(A.B for A in C.D)")),

@@ -47,14 +47,14 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
         TypeError: if a leaf is not a tensor, a leaf differs by rank, or `name` returns no string. The message names
             the leaf's path.
     """
-    tree = local.tree
-    for path, x in tree.values.items():
+    layout = local.layout
+    for path, x in layout.values.items():
         if not is_empty(x):
             raise TypeError(
                 f"{label} leaf {path!r} is {str(x)[:80]!r}, but a folder of safetensors holds tensors only: "
                 "leave it out of the tree"
             )
-    for leaf in tree.leaves:
+    for leaf in layout.leaves:
         if leaf.per_rank:
             raise TypeError(
                 f"{label} leaf {leaf.path!r} is a PerRank value, but a folder of safetensors has one for all ranks: "
@@ -62,10 +62,10 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
             )
     paths_of_leaf: dict[int, list[str]] = {}
     for path in local.sources:
-        if path in tree.number:
-            paths_of_leaf.setdefault(tree.number[path], []).append(path)
+        if path in layout.number:
+            paths_of_leaf.setdefault(layout.number[path], []).append(path)
     return [
-        NamedLeaf(i, tree.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
+        NamedLeaf(i, layout.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
         for i, paths in paths_of_leaf.items()
     ]
 
@@ -357,7 +357,7 @@ def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
             if key in seen:  # a simulation holds replicated values once
                 continue
             seen.add(key)
-            leaf = local.tree.leaves[piece.leaf]
+            leaf = local.layout.leaves[piece.leaf]
             for run in runs(BlockRange(full_block(leaf.shape), 0, leaf.numel), piece.range):
                 yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)
 

@@ -195,7 +195,7 @@ def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, local: L
     try:
         for rank in local.ranks:
             for piece, x, start in local.owned_pieces(rank):
-                i, leaf = file_numbers[piece.leaf], local.tree.leaves[piece.leaf]
+                i, leaf = file_numbers[piece.leaf], local.layout.leaves[piece.leaf]
                 if i not in fds:
                     fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
                 for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):
