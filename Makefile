@@ -9,6 +9,7 @@ CONSTRAINTS := constraints.txt
 
 # Another torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
 # There pip's own constraints of this machine do not apply.
+# Each torch needs its own setuptools, so the pin does not hold there either.
 ifdef TORCH
 VENV := .venv-torch-$(TORCH)
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -100,7 +101,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'fzero needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@if [ -n '$(TORCH)' ]; then sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS); fi
+	@if [ -n '$(TORCH)' ]; then sed -e 's/^torch==.*/torch==$(TORCH)/' -e /^setuptools==/d constraints.txt > $(CONSTRAINTS); fi
 	$(INSTALL) $(addprefix --extra-index-url=,$(TORCH_INDEX)) torch
 	$(INSTALL) --quiet hatchling editables
 	@touch $@
