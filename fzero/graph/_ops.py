@@ -113,8 +113,8 @@ OPERATIONS: dict[str, OperationTraits] = {
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,
     "slice": BY_RANK,
-    "packed": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (sharding/_flat.py)
-    "unpacked": VIEW,
+    "flatten_leaves": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (sharding/_flat.py)
+    "view_ranges": VIEW,
     "slice_scatter": CHEAP | COPIES,
     "slice_backward": CHEAP,
     "select_scatter": CHEAP,

@@ -21,12 +21,12 @@ from fzero.sharding._flat import (
     apply_over_unit_axes,
     apply_to_unit,
     elements,
+    flatten_by_copies,
+    flatten_leaves,
     gather_flat,
     gather_unit,
-    packed,
-    packed_by_copies,
     put_elements,
-    unpack,
+    view_leaves,
 )
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
@@ -86,6 +86,8 @@ __all__ = [
     "check_sharded_for",
     "default_units",
     "elements",
+    "flatten_by_copies",
+    "flatten_leaves",
     "gather_flat",
     "gather_unit",
     "global_norm",
@@ -101,8 +103,6 @@ __all__ = [
     "map_units",
     "mark_donated",
     "on_host",
-    "packed",
-    "packed_by_copies",
     "path_on_rank",
     "per_leaf",
     "prefix_of",
@@ -120,8 +120,8 @@ __all__ = [
     "stacked_of",
     "unit_axes",
     "unit_index",
-    "unpack",
     "unwrap_per_rank",
+    "view_leaves",
     "with_cast",
     "zero_padding",
 ]

@@ -33,17 +33,17 @@ __all__ = [
     "apply_over_unit_axes",
     "apply_to_unit",
     "elements",
+    "flatten_by_copies",
+    "flatten_leaves",
+    "flatten_unit",
     "gather_flat",
     "gather_unit",
     "gathered_dtype",
     "own_range",
-    "pack",
-    "packed",
-    "packed_by_copies",
     "pad_own",
     "put_elements",
     "to_gradient_dtype",
-    "unpack",
+    "view_leaves",
     "wire_dtype",
 ]
 
@@ -53,35 +53,35 @@ __all__ = [
 # or to the ranks of a simulation, and are written `..`.
 
 
-def _rows(spec: Spec, leaves: Tensors) -> tuple[int, ...]:
-    """Return the sizes of the leading dimensions, before the leaves' own."""
+def _leading_shape(spec: Spec, leaves: Tensors) -> tuple[int, ...]:
+    """Return the shape of the leading dimensions, before the leaves' own."""
     return tuple(leaves[0].shape[: leaves[0].ndim - len(spec.shapes[0])])
 
 
-def pack(spec: Spec, leaves: Tensors, padded: bool = True) -> torch.Tensor:
+def flatten_unit(spec: Spec, leaves: Tensors, padded: bool = True) -> torch.Tensor:
     """Concatenate a unit's leaves `[.., *shape]` into one buffer `[.., N k]` (without `padded`, `[.., numel]`)."""
     padding = spec.shard_numel * spec.ranks - spec.numel if padded else 0
-    return packed(list(leaves), len(_rows(spec, leaves)), padding)
+    return flatten_leaves(list(leaves), len(_leading_shape(spec, leaves)), padding)
 
 
-def unpack(spec: Spec, buffer: torch.Tensor) -> list[torch.Tensor]:
+def view_leaves(spec: Spec, buffer: torch.Tensor) -> list[torch.Tensor]:
     """View a unit's buffer `[.., N k]` as its leaves `[.., *shape]`; no copy."""
-    return unpacked(buffer, list(spec.sizes), [list(shape) for shape in spec.shapes])
+    return view_ranges(buffer, list(spec.sizes), [list(shape) for shape in spec.shapes])
 
 
 @OneNode
-def packed(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
-    """Concatenate tensors, flattened after their first `rows` dimensions, and append `padding` zeros."""
-    parts = [x.reshape((*x.shape[:rows], x.shape[rows:].numel())) for x in leaves]
+def flatten_leaves(leaves: list[torch.Tensor], leading: int, padding: int) -> torch.Tensor:
+    """Concatenate tensors, flattened after their `leading` first dimensions, and append `padding` zeros."""
+    parts = [x.reshape((*x.shape[:leading], x.shape[leading:].numel())) for x in leaves]
     if padding:
-        parts.append(leaves[0].new_zeros((*leaves[0].shape[:rows], padding)))
-    return torch.cat(parts, dim=rows)
+        parts.append(leaves[0].new_zeros((*leaves[0].shape[:leading], padding)))
+    return torch.cat(parts, dim=leading)
 
 
-def _strided(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
-    """Do the same as `unpacked`, on a stand-in: with one operation for each part."""
+def _view_by_strides(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
+    """Do the same as `view_ranges`, on a stand-in: with one operation for each part."""
     if buffer.dim() > 1 or not buffer.is_contiguous():
-        return unpacked.f(buffer, sizes, shapes)
+        return view_ranges.f(buffer, sizes, shapes)
     at, parts = buffer.storage_offset(), []
     for size, shape in zip(sizes, shapes, strict=True):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -90,51 +90,51 @@ def _strided(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) ->
     return parts
 
 
-@partial(OneNode, on_stand_ins=_strided)
-def unpacked(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
-    """View consecutive parts of a buffer `[.., n]` as tensors `[.., *shape]`."""
-    rows, at, parts = buffer.shape[:-1], 0, []
+@partial(OneNode, on_stand_ins=_view_by_strides)
+def view_ranges(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
+    """View consecutive ranges of a buffer `[.., n]` as tensors `[.., *shape]`."""
+    leading_shape, at, parts = buffer.shape[:-1], 0, []
     for size, shape in zip(sizes, shapes, strict=True):
-        parts.append(buffer.narrow(len(rows), at, size).view((*rows, *shape)))
+        parts.append(buffer.narrow(len(leading_shape), at, size).view((*leading_shape, *shape)))
         at += size
     return parts
 
 
-def packed_by_copies(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
-    """Do the same as `packed`, on tensors that no transform tracks, without memory besides the result's."""
+def flatten_by_copies(leaves: list[torch.Tensor], leading: int, padding: int) -> torch.Tensor:
+    """Do the same as `flatten_leaves`, on tensors that no transform tracks, with no memory besides the result's."""
     if not padding and all(x.is_contiguous() for x in leaves):
-        return packed.f(leaves, rows, padding)
-    front = leaves[0].shape[:rows]
-    sizes = [x.shape[rows:].numel() for x in leaves]
-    buffer, at = leaves[0].new_empty((*front, sum(sizes) + padding)), 0
+        return flatten_leaves.f(leaves, leading, padding)
+    leading_shape = leaves[0].shape[:leading]
+    sizes = [x.shape[leading:].numel() for x in leaves]
+    buffer, at = leaves[0].new_empty((*leading_shape, sum(sizes) + padding)), 0
     for x, size in zip(leaves, sizes, strict=True):
-        buffer.narrow(rows, at, size).view(x.shape).copy_(x)
+        buffer.narrow(leading, at, size).view(x.shape).copy_(x)
         at += size
-    buffer.narrow(rows, at, padding).zero_()
+    buffer.narrow(leading, at, padding).zero_()
     return buffer
 
 
 def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tensor:
     """Copy one of `ranks` equal parts `[.., k]` out of a unit's leaves, in O(k): the full buffer is never built."""
-    rows, k = _rows(spec, leaves), spec.shard_numel * spec.ranks // ranks
+    leading_shape, k = _leading_shape(spec, leaves), spec.shard_numel * spec.ranks // ranks
     start, stop = rank * k, rank * k + k
     parts = []
     for x, offset, size in zip(leaves, spec.offsets, spec.sizes, strict=False):
         first, last = max(start - offset, 0), min(stop - offset, size)
         if first < last:
-            parts.append(x.reshape((*rows, size)).narrow(len(rows), first, last - first))
+            parts.append(x.reshape((*leading_shape, size)).narrow(len(leading_shape), first, last - first))
     padding = k - sum(part.shape[-1] for part in parts)
     if padding or not parts:
-        parts.append(leaves[0].new_zeros((*rows, padding)))
-    return torch.cat(parts, dim=len(rows))
+        parts.append(leaves[0].new_zeros((*leading_shape, padding)))
+    return torch.cat(parts, dim=len(leading_shape))
 
 
 def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
     """Put one part `[.., k]` at its offset in a unit of zeros: the transpose of `own_range`."""
-    *rows, k = shard.shape
-    buffer = shard.new_zeros((*rows, spec.shard_numel * spec.ranks))
-    buffer.narrow(len(rows), rank * k, k).copy_(shard)
-    return unpack(spec, buffer)
+    *leading_shape, k = shard.shape
+    buffer = shard.new_zeros((*leading_shape, spec.shard_numel * spec.ranks))
+    buffer.narrow(len(leading_shape), rank * k, k).copy_(shard)
+    return view_leaves(spec, buffer)
 
 
 # ---------------------------------------------------------------- dtypes
@@ -227,23 +227,23 @@ def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
 
 def _all_ranks_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return unpack(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
+    return view_leaves(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
 
 
 def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return unpack(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
+    return view_leaves(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
 
 
 def _all_ranks_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    summed = pack(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
+    summed = flatten_unit(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
     return [rearrange(to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
 
 
 def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    buffer = pack(spec, xs)
+    buffer = flatten_unit(spec, xs)
     summed = group_psum_scatter(buffer.to(wire_dtype(spec, buffer)), binding, -1)
     return [to_gradient_dtype(spec, summed)]
 
@@ -252,17 +252,17 @@ def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -
 
 
 def _all_ranks_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    parts = rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
+    parts = rearrange(flatten_unit(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
 def _uniform_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    return [rearrange(pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]
+    return [rearrange(flatten_unit(_spec(options), xs), "... (n k) -> n ... k", n=n)]
 
 
 def _all_ranks_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
-    return unpack(_spec(options), parts.flatten(-2))
+    return view_leaves(_spec(options), parts.flatten(-2))
 
 
 # ---------------------------------------------------------------- all_reduce
@@ -282,7 +282,7 @@ def _local_sum(spec: Spec, x: torch.Tensor, binding: Binding) -> torch.Tensor:
 
 def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return unpack(spec, _local_sum(spec, pack(spec, xs, padded=False), binding))
+    return view_leaves(spec, _local_sum(spec, flatten_unit(spec, xs, padded=False), binding))
 
 
 # ---------------------------------------------------------------- the rows

@@ -47,7 +47,7 @@ from fzero.sharding import (
     spec_info,
     spec_of,
     unit_axes,
-    unpack,
+    view_leaves,
 )
 from fzero.tree import Tree
 
@@ -125,7 +125,9 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
         if not over:
             return unit.shard
         sizes = tuple([(a.name, a.size) for a in axes if a.name in over])
-        return _own_shard(sharded_over(unit.spec_id, sizes, reduce_grads, axis_names()), unpack(spec, unit.shard.data))
+        return _own_shard(
+            sharded_over(unit.spec_id, sizes, reduce_grads, axis_names()), view_leaves(spec, unit.shard.data)
+        )
 
     return map_units(shard_unit, params)
 

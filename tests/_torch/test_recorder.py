@@ -15,7 +15,7 @@ from torch.nn import functional
 import fzero
 from fzero import _torch
 from fzero._torch import recorder
-from fzero.sharding._flat import packed
+from fzero.sharding._flat import flatten_leaves
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def test_in_another_trace_one_node_is_the_operations_that_it_runs():
 
 def test_one_node_has_one_name_in_all_processes():
     assert repr(one_node) == f"{__name__}.halves" and one_node.__name__ == "halves"
-    assert pickle.loads(pickle.dumps(packed)) is packed
+    assert pickle.loads(pickle.dumps(flatten_leaves)) is flatten_leaves
 
 
 def test_an_item_after_one_that_is_none_is_the_right_one():

@@ -25,17 +25,17 @@ MUTANTS = [
         Fault("a written shard is what it was", "Shard.origin", never("self._origin.A != B(self.data)"), WRITES),
     ),
     *File("sharding/_flat.py", FLAT).faults(
-        Fault("a pack leaves its padding out", "packed", never("A")),
+        Fault("a flat unit has no padding", "flatten_leaves", never("A")),
         Fault(
-            "padding of a packed unit is not zero",
-            "packed_by_copies",
+            "padding of a flat unit is not zero",
+            "flatten_by_copies",
             becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
         ),
-        Fault("a stand-in's parts begin where its memory does", "_strided", becomes("A.storage_offset()", "0")),
+        Fault("a stand-in's parts begin where its memory does", "_view_by_strides", becomes("A.storage_offset()", "0")),
         Fault("summed in half precision", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
     ),
     *File("graph/run/_compiled.py", FLAT).faults(
-        Fault("an executor packs as a trace does", "REPLACEMENTS", dropped("A: B")),
+        Fault("an executor flattens as a trace does", "REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", GRAPH).faults(
         Fault("every item lies where the first does", "_storages_of_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),

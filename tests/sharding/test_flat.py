@@ -10,7 +10,7 @@ from fzero._torch import fake_like, storage_id
 from fzero.graph.planning._liveness import peak_bytes as plan_peak
 from fzero.graph.run._compiled import run_operations
 from fzero.graph.trace._trace import trace
-from fzero.sharding._flat import packed, packed_by_copies, unpacked
+from fzero.sharding._flat import flatten_by_copies, flatten_leaves, view_ranges
 from tests.memory import peak_bytes
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (3, 1, 2)]), min_size=1, max_size=4)
@@ -27,50 +27,50 @@ def leaves_of(shapes: list[tuple[int, ...]], front: tuple[int, ...], turned: boo
 
 
 @given(SHAPES, FRONTS, st.booleans(), st.integers(0, 2))
-def test_what_is_packed_is_unpacked_again(shapes, front, turned, padding):
+def test_leaves_are_flattened_and_viewed_again(shapes, front, turned, padding):
     leaves = leaves_of(shapes, front, turned)
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    buffer = packed(leaves, len(front), padding)
+    buffer = flatten_leaves(leaves, len(front), padding)
     assert buffer.shape == (*front, sum(sizes) + padding)
     assert not buffer[..., sum(sizes) :].any()
-    parts = unpacked(buffer, sizes, [list(shape) for shape in shapes])
+    parts = view_ranges(buffer, sizes, [list(shape) for shape in shapes])
     assert all(torch.equal(x, y) for x, y in zip(parts, leaves, strict=True))
     assert all(storage_id(x) == storage_id(buffer) for x in parts)
 
 
 @given(SHAPES, FRONTS, st.booleans(), st.integers(0, 2), st.sampled_from([torch.float32, torch.complex64]))
-def test_packing_by_copies_gives_the_same_bits(shapes, front, turned, padding, dtype):
+def test_flattening_by_copies_gives_the_same_bits(shapes, front, turned, padding, dtype):
     leaves = [x.to(dtype) for x in leaves_of(shapes, front, turned)]
     leaves[0] = leaves[0].conj()
-    assert torch.equal(packed_by_copies(leaves, len(front), padding), packed(leaves, len(front), padding))
+    assert torch.equal(flatten_by_copies(leaves, len(front), padding), flatten_leaves(leaves, len(front), padding))
 
 
-def test_packing_by_copies_takes_no_memory_but_the_results():
+def test_flattening_by_copies_takes_no_memory_but_the_results():
     turned, plain = torch.randn(64, 32).t(), torch.randn(64, 32)
     for leaves, padding in (([turned, turned], 0), ([plain, turned], 5), ([plain, plain], 0), ([plain], 999)):
-        assert peak_bytes(partial(packed_by_copies, leaves, 0, padding)) == (len(leaves) * 64 * 32 + padding) * 4
-    assert peak_bytes(lambda: packed([turned], 0, 0)) > 64 * 32 * 4
+        assert peak_bytes(partial(flatten_by_copies, leaves, 0, padding)) == (len(leaves) * 64 * 32 + padding) * 4
+    assert peak_bytes(lambda: flatten_leaves([turned], 0, 0)) > 64 * 32 * 4
 
 
 @given(SHAPES, FRONTS, st.integers(0, 3))
-def test_stand_ins_are_cut_as_tensors_are(shapes, front, before):
+def test_stand_ins_are_viewed_as_tensors_are(shapes, front, before):
     """Also where the buffer is a part of another, and where dimensions are in front."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     arguments = sizes, [list(shape) for shape in shapes]
     real = torch.zeros(*front, before + sum(sizes))
     (fake,) = fake_like([real])
-    found = unpacked.on_stand_ins(fake[..., before:], *arguments)
-    expected = unpacked(real[..., before:], *arguments)
+    found = view_ranges.on_stand_ins(fake[..., before:], *arguments)
+    expected = view_ranges(real[..., before:], *arguments)
     assert [(x.shape, x.stride(), x.storage_offset()) for x in found if x.numel()] == [
         (x.shape, x.stride(), x.storage_offset()) for x in expected if x.numel()
     ]
 
 
-def test_an_executor_packs_with_no_memory_but_the_results():
+def test_an_executor_flattens_with_no_memory_but_the_results():
     """What a plan counts: the values of the graph's nodes, and nothing beside them."""
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
-        return [packed([(x + 1).t(), (x + 2).t()], 0, 0)]
+        return [flatten_leaves([(x + 1).t(), (x + 2).t()], 0, 0)]
 
     traced = trace(step, fake_like([torch.zeros(64, 32)]), [{"label": "x", "kind": "inputs"}]).graph
     run, x = run_operations(traced), torch.randn(64, 32)

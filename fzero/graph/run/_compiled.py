@@ -18,7 +18,7 @@ from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._groups import source_of
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
-from fzero.sharding import packed, packed_by_copies
+from fzero.sharding import flatten_by_copies, flatten_leaves
 
 __all__ = ["Executable", "codes_of", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]
 
@@ -82,7 +82,7 @@ def _check_not_written(graph: Graph, odd: Sequence[int]) -> None:
 # their stand-in: oneDNN returns a convolution's gradients in channels-last layout. So a view runs as a reshape, which
 # copies only in that case.
 RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-REPLACEMENTS = {**gloo.REPLACEMENTS, **RESHAPES, packed: packed_by_copies}
+REPLACEMENTS = {**gloo.REPLACEMENTS, **RESHAPES, flatten_leaves: flatten_by_copies}
 
 
 @dataclass(frozen=True)

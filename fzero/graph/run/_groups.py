@@ -225,7 +225,7 @@ def runs_alone(node: Node) -> bool:
 
 def _packs(node: Node) -> bool:
     """Return whether a node packs a unit's gradients. Inductor would allocate the buffer at the first gradient."""
-    users = users_through_views(node) if name_of(node) in ("cat", "packed") else []
+    users = users_through_views(node) if name_of(node) in ("cat", "flatten_leaves") else []
     return bool(users) and all(is_reduction(u) for u in users)
 
 
