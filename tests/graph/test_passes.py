@@ -723,8 +723,8 @@ def test_local_graphs_are_one_segment_a_block(spec):
 
 
 class Reads(list):
-    def __init__(self, slots: int) -> None:
-        super().__init__([None] * slots)
+    def __init__(self, registers: int) -> None:
+        super().__init__([None] * registers)
         self.seen: list[int] = []
 
     def __getitem__(self, i: Any) -> Any:
@@ -734,7 +734,7 @@ class Reads(list):
 
 @examples(25, 50)
 @given(samples(), settings_of_passes())
-def test_a_slot_is_free_right_after_its_last_use(make, how):
+def test_a_register_is_free_right_after_its_last_use(make, how):
     sample = make()
     program = program_of(passed(sample, how))
     count = len(sample.shapes)
@@ -743,9 +743,9 @@ def test_a_slot_is_free_right_after_its_last_use(make, how):
         if isinstance(instruction, Segment):
             ins, outs = instruction.ins, instruction.outs
         else:
-            env = Reads(program.slots)
-            instruction.arguments.values(env)
-            ins, outs = env.seen, [instruction.out]
+            registers = Reads(program.register_count)
+            instruction.arguments.values(registers)
+            ins, outs = registers.seen, [instruction.out]
         assert held >= {*ins}
         assert not held & {*outs}
         assert len({*instruction.free}) == len(instruction.free)

@@ -56,7 +56,7 @@ MUTANTS = [
         Fault("auto proves nothing", "_Auto._load", becomes("A(code, B)", "B(code)")),
     ),
     *File("graph/run/_program.py", GRAPH).faults(
-        Fault("free before use", "_slots_of", bare("[*B.ins, *A]")),
+        Fault("free before use", "_registers_of", bare("[*B.ins, *A]")),
     ),
     *File("graph/run/_segment.py", GROUPS).faults(
         Fault("a clip's factor anew in each loop", "segment", dropped("*A(B, C)")),

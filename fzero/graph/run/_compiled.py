@@ -172,9 +172,9 @@ class _CompiledInstruction(NamedTuple):
     Attributes:
         is_segment: whether `f` is the code of a segment; otherwise it is one operation.
         f: the function.
-        arguments: the slots of a segment's arguments; for an operation, the function from all slots to its arguments.
-        out: the slots of a segment's results, or the slot of an operation's result.
-        free: the slots to free after it.
+        arguments: the registers of a segment's arguments; for an operation, the function from all registers to them.
+        out: the registers of a segment's results, or the register of an operation's result.
+        free: the registers to free after it.
         origin: the graph of a segment or the source line of an operation; None if its parts record their own times.
     """
 
@@ -207,21 +207,21 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     def run(args: list[Any]) -> Sequence[Any]:
         call = _call_timed if current_recorder() else run_marked if profiling() else _call
         apply = _apply_timed if current_recorder() else _apply
-        env: list[Any] = [*args, *[None] * (program.slots - len(args))]
+        registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]
         args.clear()
         for is_segment, f, arguments, out, free, origin in instructions:
             if is_segment:
-                inputs = [env[i] for i in arguments]
+                inputs = [registers[i] for i in arguments]
                 for i in free:
-                    env[i] = None
+                    registers[i] = None
                 for i, value in zip(out, call(f, inputs, origin), strict=True):
-                    env[i] = value
+                    registers[i] = value
                 value = None
             else:
-                env[out] = apply(f, arguments(env), origin)
+                registers[out] = apply(f, arguments(registers), origin)
                 for i in free:
-                    env[i] = None
-        return [None if i is None else env[i] for i in program.results]
+                    registers[i] = None
+        return [None if i is None else registers[i] for i in program.results]
 
     names = [name_of_code(x.key) for x in program.segments()]
     return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))

@@ -323,19 +323,19 @@ def exports(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[l
     return [list(e) for e in found]
 
 
-def views_to(nodes: Sequence[Node], slot: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
-    """List the views that must run for `nodes` to have slots, in an order that can run.
+def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
+    """List the views that must run for `nodes` to have registers, in an order that can run.
 
     Args:
         nodes: values that are about to be used.
-        slot: the slots of all values computed so far.
+        register_of: the registers of all values computed so far.
         view_values: the views that exist as values.
     """
     found: dict[Node, None] = {}
     stack = [(n, False) for n in reversed(nodes)]
     while stack:
         n, ready = stack.pop()
-        if n in slot or n not in view_values or n in found:
+        if n in register_of or n not in view_values or n in found:
             continue
         if ready:
             found[n] = None

@@ -1,4 +1,4 @@
-"""A scheduled graph as instructions over numbered slots, for the backends that compile segments."""
+"""A scheduled graph as instructions over numbered registers, for the backends that compile segments."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,35 +29,35 @@ from fzero.graph.run._segment import Segment, segment
 
 __all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "program_of"]
 
-# Program: a scheduled graph as instructions over numbered slots, for the backends that compile segments.
+# Program: a scheduled graph as instructions over numbered registers, for the backends that compile segments.
 #
 # 1. Split the graph into groups of nodes (`_groups`).
 # 2. Find the values that each group passes to later groups. They are full buffers: each group that uses a view of one
 #    recomputes the view (`_groups`).
 # 3. Turn each group into an instruction: a single operation, or a segment (`_segment`). Views that an operation or a
 #    result needs run as operations before it.
-# 4. Record on each instruction the slots that are free after it.
+# 4. Record on each instruction the registers that are free after it.
 
 
 class Operands(NamedTuple):
-    """The arguments of an operation, with slots in place of values.
+    """The arguments of an operation, with registers in place of values.
 
     Attributes:
         args: the node's positional arguments.
         kwargs: the node's keyword arguments.
-        slots: the slot of each node among them.
+        register_of: the register of each node among them.
     """
 
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
-    slots: dict[Node, int]
+    register_of: dict[Node, int]
 
-    def values(self, env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments with the values of their slots in `env`."""
-        slots = self.slots
+    def values(self, registers: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the arguments, read from the values of all registers."""
+        register_of = self.register_of
 
         def value(a: Node) -> Any:
-            return env[slots[a]]
+            return registers[register_of[a]]
 
         return map_arg(self.args, value), map_arg(self.kwargs, value)  # pyright: ignore
 
@@ -90,8 +90,8 @@ class SingleOperation(NamedTuple):
     Attributes:
         target: the function, or the program of a loop.
         arguments: the operation's arguments.
-        out: the slot of the result.
-        free: the slots that are free after it.
+        out: the register of the result.
+        free: the registers that are free after it.
         line: the user's source line, as "file:line".
     """
 
@@ -103,16 +103,16 @@ class SingleOperation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Instructions over numbered slots. The first slots are the graph's arguments.
+    """Instructions over numbered registers. The first registers are the graph's arguments.
 
     Attributes:
         instructions: the instructions, in the order in which they run.
-        slots: the number of slots.
-        results: the slots of the graph's results; None where the function returned None.
+        register_count: the number of registers.
+        results: the registers of the graph's results; None where the function returned None.
     """
 
     instructions: list[SingleOperation | Segment]
-    slots: int
+    register_count: int
     results: list[int | None]
 
     def segments(self) -> Iterator[Segment]:
@@ -140,31 +140,32 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
     result_values = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(groups, values) | parts
-    slot = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
+    register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     instructions: list[SingleOperation | Segment] = []
     for group, exported in zip(groups, exports(groups, values), strict=True):
         single = runs_alone(group[0])
         used = group[0].all_input_nodes if single else sources(operands(group), parts)
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
         loop_items = list(group[0].users) if loop_of(group[0]) else []
-        singles = [*views_to(used, slot, view_values), *([group[0], *loop_items] if single else [])]
-        instructions += [_single(node, slot) for node in singles]
-        compiled = None if single else segment(group, exported, slot, parts, scalars)
+        singles = [*views_to(used, register_of, view_values), *([group[0], *loop_items] if single else [])]
+        instructions += [_single(node, register_of) for node in singles]
+        compiled = None if single else segment(group, exported, register_of, parts, scalars)
         instructions += [] if compiled is None else [compiled]
-    instructions += [_single(node, slot) for node in views_to(values, slot, view_values)]
-    inputs = {slot[n] for n in graph.nodes if is_input(n)} - {*owned}
-    result_slots = [None if x is None else slot[x] for x in result_values]
-    return Program(_with_frees(instructions, inputs | {slot[x] for x in values}), len(slot), result_slots)
+    instructions += [_single(node, register_of) for node in views_to(values, register_of, view_values)]
+    inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}
+    result_registers = [None if x is None else register_of[x] for x in result_values]
+    permanent = inputs | {register_of[x] for x in values}
+    return Program(_with_frees(instructions, permanent), len(register_of), result_registers)
 
 
-def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
-    """Turn a node into an instruction, and give its result a slot."""
-    arguments = Operands(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
-    slot[node] = len(slot)
+def _single(node: Node, register_of: dict[Node, int]) -> SingleOperation:
+    """Turn a node into an instruction, and give its result a register."""
+    arguments = Operands(node.args, node.kwargs, {a: register_of[written_argument(a)] for a in node.all_input_nodes})
+    register_of[node] = len(register_of)
     loop = loop_of(node)
     target = _loop_program(loop) if loop else node.target
     assert not isinstance(target, str)
-    return SingleOperation(target, arguments, slot[node], [], line_of(node))
+    return SingleOperation(target, arguments, register_of[node], [], line_of(node))
 
 
 def _loop_program(loop: Loop) -> LoopProgram:
@@ -177,23 +178,23 @@ def _loop_program(loop: Loop) -> LoopProgram:
 def _with_frees(
     instructions: Sequence[SingleOperation | Segment], permanent: set[int]
 ) -> list[SingleOperation | Segment]:
-    """Record on each instruction the slots that are free after it; `permanent` slots never are."""
+    """Record on each instruction the registers that are free after it; `permanent` registers never are."""
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
-        for s in _slots_of(instruction):
-            last[s] = i
+        for register in _registers_of(instruction):
+            last[register] = i
     frees: list[list[int]] = [[] for _ in instructions]
-    for s, i in last.items():
-        if s not in permanent:
-            frees[i].append(s)
+    for register, i in last.items():
+        if register not in permanent:
+            frees[i].append(register)
     return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]
 
 
-def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
-    """List the slots that an instruction reads, then the slots that it writes."""
+def _registers_of(instruction: SingleOperation | Segment) -> list[int]:
+    """List the registers that an instruction reads, then the registers that it writes."""
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]
-    return [*instruction.arguments.slots.values(), instruction.out]
+    return [*instruction.arguments.register_of.values(), instruction.out]
 
 
 # Copies from a GPU to the host are asynchronous until the host reads them.

@@ -63,9 +63,9 @@ class Segment(NamedTuple):
         graph: the operations.
         fakes: stand-ins of the arguments.
         outputs: stand-ins of the results.
-        ins: the slots of the arguments.
-        outs: the slots of the results.
-        free: the slots that are free after it.
+        ins: the registers of the arguments.
+        outs: the registers of the results.
+        free: the registers that are free after it.
         scalars: whether it computes 0-d values only. Such a segment is not compiled: compiling takes longer than it
             saves.
     """
@@ -83,7 +83,7 @@ class Segment(NamedTuple):
 def segment(
     group: Sequence[Node],
     exports: Sequence[Node],
-    slot: dict[Node, int],
+    register_of: dict[Node, int],
     parts: AbstractSet[Node],
     scalars: AbstractSet[Node],
 ) -> Segment | None:
@@ -91,8 +91,8 @@ def segment(
 
     Args:
         group: nodes that are compiled together.
-        exports: the nodes of the group whose values later groups or the caller need. They get new slots.
-        slot: the slots of all values computed so far.
+        exports: the nodes of the group whose values later groups or the caller need. They get new registers.
+        register_of: the registers of all values computed so far.
         parts: the views that count as values.
         scalars: the scalars of the graph.
     """
@@ -100,7 +100,7 @@ def segment(
         return None
     exports = list(dict.fromkeys([*exports, *read_by_loops(group, scalars)]))
     graph = Graph()
-    ins = [x for x in sources(operands(group), parts) if x in slot]
+    ins = [x for x in sources(operands(group), parts) if x in register_of]
     copies: dict[Node, Node] = {}
     for i, x in enumerate(ins):
         copies[x] = graph.placeholder(f"x{i}")
@@ -113,10 +113,11 @@ def segment(
     read_rounded_values(graph)
     graph.eliminate_dead_code()
     for x in exports:
-        slot[x] = len(slot)
+        register_of[x] = len(register_of)
     fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
     key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*group}
-    return Segment(key, graph, fakes, outputs, [slot[x] for x in ins], [slot[x] for x in exports], [], is_scalar)
+    registers = [register_of[x] for x in ins], [register_of[x] for x in exports]
+    return Segment(key, graph, fakes, outputs, *registers, [], is_scalar)
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
