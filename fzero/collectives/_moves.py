@@ -50,7 +50,7 @@ def _all_ranks_ppermute(n: int, options: PermutationOptions, xs: Tensors) -> Ten
     return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
 
 
-def _group_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) -> Tensors:
+def _local_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) -> Tensors:
     """Send and receive at most one tensor, by an all_to_all with empty parts."""
     (x,), rank = xs, binding.rank
     send_counts = [int((rank, r) in options.pairs) for r in range(binding.size)]
@@ -62,7 +62,7 @@ def _group_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) 
     return [y.squeeze(0) if sum(receive_counts) else torch.zeros_like(x)]
 
 
-def _group_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+def _local_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     x = xs[0].movedim(options.dim, 0).contiguous()
     if x.numel() == 0:
         return [xs[0].clone()]
@@ -77,14 +77,14 @@ def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
     return torch.where(rank == source, total, torch.zeros_like(total))
 
 
-def _group_broadcast(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
+def _local_broadcast(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
     (x,) = xs
     if not x.numel():
         return [x.clone()]
     return [c10d.wait_tensor(c10d.broadcast(x.contiguous(), options.rank, binding.group))]
 
 
-def _group_psum_to_one(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
+def _local_psum_to_one(binding: Binding, options: SourceOptions, xs: Tensors) -> Tensors:
     total = group_psum(xs[0], binding)
     return [total if binding.rank == options.rank else torch.zeros_like(total)]
 
@@ -95,7 +95,7 @@ add_rows(
         RankOperation(
             "ppermute",
             all_ranks=_all_ranks_ppermute,
-            local=_group_ppermute,
+            local=_local_ppermute,
             detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
         ),
         "ppermute",
@@ -108,7 +108,7 @@ add_rows(
             all_ranks=lambda n, options, xs: [
                 xs[0].transpose(0, options.dim)
             ],  # [from, .., to, ..] -> [to, .., from, ..]
-            local=_group_all_to_all,
+            local=_local_all_to_all,
             detail=lambda options, xs: f"({options.dim % xs[0].ndim})",
         ),
         "all_to_all",
@@ -118,7 +118,7 @@ add_rows(
         RankOperation(
             "broadcast",
             all_ranks=lambda n, options, xs: [xs[0][options.rank]],
-            local=_group_broadcast,
+            local=_local_broadcast,
             detail=lambda options, xs: f"({options.rank})",
         ),
         "psum_to_one",
@@ -129,7 +129,7 @@ add_rows(
         RankOperation(
             "all_reduce",
             all_ranks=lambda n, options, xs: [_only(xs[0], options.rank)],
-            local=_group_psum_to_one,
+            local=_local_psum_to_one,
             detail=lambda options, xs: f"({options.rank})",
         ),
         "broadcast",

@@ -104,17 +104,17 @@ def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
 
 
-def _diagonal(n: int, options: DimOptions, xs: Tensors) -> Tensors:
+def _all_ranks_own_part(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
-def _own(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+def _local_own_part(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     k = xs[0].shape[options.dim] // binding.size
     return [xs[0].narrow(options.dim, binding.rank * k, k).clone()]
 
 
-def _pad(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
+def _local_pad(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     (x,), (dim,) = xs, options
     shape = list(x.shape)
     shape[dim] *= binding.size
@@ -128,7 +128,7 @@ def _all_ranks_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
 
 
-def _same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
+def _local_same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
     return [xs[0].view_as(xs[0])]
 
 
@@ -153,13 +153,13 @@ _VARY = RankOperation(
     "",
     all_ranks=lambda n, options, xs: [xs[0]],
     uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
-    local=_same,
+    local=_local_same,
 )
 _JOIN_COPIES = RankOperation(
     "",
     all_ranks=lambda n, options, xs: [xs[0][0]],
     uniform=lambda n, options, xs: [xs[0]],
-    local=_same,
+    local=_local_same,
 )
 _DIVIDE = RankOperation(
     "",
@@ -169,11 +169,11 @@ _DIVIDE = RankOperation(
 )
 _OWN_PART = RankOperation(
     "",
-    all_ranks=_diagonal,
+    all_ranks=_all_ranks_own_part,
     uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
-    local=_own,
+    local=_local_own_part,
 )
-_PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_pad)
+_PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_local_pad)
 
 
 # ---------------------------------------------------------------- the table
