@@ -32,7 +32,7 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["Argument", "GradientGroup", "PerRankGroup", "as_invariant", "open_argument"]
+__all__ = ["Argument", "GradientGroup", "PerRankGroup", "open_argument"]
 
 Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
@@ -147,7 +147,7 @@ class PerRankGroup(GradientGroup):
         return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
-def as_invariant(group: GradientGroup) -> GradientGroup:
+def _as_invariant(group: GradientGroup) -> GradientGroup:
     """Make the ranks' copies of a group one differentiable input, as `pvary` does."""
     if not group.copy_axes:
         return group
@@ -172,6 +172,10 @@ class Argument:
     def build(self, leaves: list[Tensors]) -> Any:
         """Build the loss function's argument from the leaves of each group."""
         return self._like([group.inputs(xs) for group, xs in zip(self.groups, leaves, strict=True)])
+
+    def as_invariant(self) -> "Argument":
+        """Return the argument with the ranks' copies of each group as one differentiable input."""
+        return replace(self, groups=[_as_invariant(group) for group in self.groups])
 
     def reduce(self, gradients: list[torch.Tensor]) -> Any:
         """Build the argument's gradient from the variables' gradients, and remove these from the list.

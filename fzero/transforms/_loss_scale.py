@@ -79,10 +79,10 @@ def scaled_value_and_grad(
     factor = factor.to(torch.float32)
     if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
         raise ValueError(f"scale={scale!r}: expected a positive number, or a 0-d tensor")
-    differentiated = value_and_grad(_ScaledLoss(f, factor), argnums, **options)
+    scaled_value_and_grads = value_and_grad(_ScaledLoss(f, factor), argnums, **options)
 
     def unscale(*args: Any, **kwargs: Any) -> Any:
-        value, grads = differentiated(*args, **kwargs)
+        value, grads = scaled_value_and_grads(*args, **kwargs)
         value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # derivatives of the value are unscaled too
         return value, tree.map(lambda g: g.to(torch.promote_types(g.dtype, torch.float32)) / factor, grads)
 

@@ -311,7 +311,7 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
     def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return call_with_key(key, block, *args, **kwargs)
 
-    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+    def run_block(*args: Any, **kwargs: Any) -> Any:
         key = next_key()  # inside a seeded function: both runs draw from this key, which becomes an argument
         f, args = (block, args) if key is None else (seeded_block, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
@@ -320,4 +320,4 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
         info, *outputs = _Remat.apply(Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
         return info.recording.result.restore(outputs)
 
-    return rematerialised
+    return run_block

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -28,7 +28,7 @@ from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import unwrap_per_rank
 from fzero.transforms._accumulate import MicroBatches, accumulate, micro_batches_of
-from fzero.transforms._gradient_groups import Argument, PerRankGroup, as_invariant, open_argument
+from fzero.transforms._gradient_groups import Argument, PerRankGroup, open_argument
 from fzero.transforms._stage_transforms import gather as gather_tree
 
 __all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
@@ -241,7 +241,7 @@ def value_and_grad(
         )
     loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else loss_and_aux_of(f, has_aux)
 
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in nums):
             raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
         axes = resolve_axes(axis)
@@ -249,37 +249,21 @@ def value_and_grad(
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
         is_invariant = _is_differentiated_itself(arguments)
         if is_invariant:
-            arguments = {
-                i: replace(x, groups=[as_invariant(group) for group in x.groups]) for i, x in arguments.items()
-            }
-        kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
-        if gather:
-            kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
-        # the loss is divided before the sums, since a sum could overflow in half precision
-        divisor = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        is_fenced = gather and _runs_in_eager_order(axes)
-        invariant_axes = _invariant_axes(axes, arguments)
+            arguments = {i: x.as_invariant() for i, x in arguments.items()}
+        rest, kwargs = _open_rest([None if i in arguments else x for i, x in enumerate(args)], kwargs, gather)
         loss = _Loss(
-            loss_and_aux,
-            rest,
-            kwargs,
-            arguments,
-            batch,
-            divisor,
-            is_fenced,
-            invariant_axes,
-            getattr(f, "__name__", "f"),
+            loss_and_aux=loss_and_aux,
+            args=rest,
+            kwargs=kwargs,
+            arguments=arguments,
+            batch=batch,
+            # the loss is divided before the sums, since a sum could overflow in half precision
+            divisor=micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1,
+            is_fenced=gather and _runs_in_eager_order(axes),
+            invariant_axes=_invariant_axes(axes, arguments),
+            name=getattr(f, "__name__", "f"),
         )
-        groups = [group for argument in arguments.values() for group in argument.groups]
-        variables, dtypes = (
-            [x for group in groups for x in group.variables],
-            [d for group in groups for d in group.dtypes],
-        )
-
-        is_looped = _is_a_loop(batch, nums) and all(
-            torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
-        )
-        value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, is_looped, precision is not None)
+        value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None)
         value = psum(value, axis)
         value = mark_invariant(value, join_axes(axes)) if is_invariant else value
         trees = [argument.reduce(gradients) for argument in arguments.values()]
@@ -287,7 +271,7 @@ def value_and_grad(
             value, aux, trees = weighted_mean(value, aux, trees, axis)
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
-    return differentiated
+    return value_and_grads
 
 
 def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precision: Precision | None) -> None:
@@ -301,6 +285,14 @@ def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precisi
         raise ValueError(f"argnums={nums}: a position is listed twice; list each once")
 
 
+def _open_rest(args: list[Any], kwargs: dict[str, Any], gather: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Take the arguments that are not differentiated out of their boxes, and gather them with `gather`."""
+    kwargs, args = unwrap_per_rank((kwargs, args))
+    if gather:
+        kwargs, args = gather_tree(kwargs), [gather_tree(x) for x in args]
+    return args, kwargs
+
+
 def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
     """Return whether a torch.func transform differentiates this gradient, outside any other `value_and_grad`."""
     if in_loss() or torch.compiler.is_dynamo_compiling():
@@ -308,6 +300,17 @@ def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
     return any(
         is_differentiated(x) for argument in arguments.values() for group in argument.groups for x in group.variables
     )
+
+
+def _sum_micro_batches(loss: "_Loss", in_float32: bool) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Return the value, the aux and the variables' gradients, summed over the micro-batches; aux is stacked."""
+    groups = [group for argument in loss.arguments.values() for group in argument.groups]
+    variables = [x for group in groups for x in group.variables]
+    dtypes = [d for group in groups for d in group.dtypes]
+    is_looped = _is_a_loop(loss.batch, list(loss.arguments)) and all(
+        torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
+    )
+    return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32)
 
 
 def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
@@ -337,7 +340,7 @@ def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
     return any(a.group for a in axes) and not is_tracing()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Loss:
     """The loss as a function of the variables of all gradient groups.
 
