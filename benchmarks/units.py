@@ -95,7 +95,7 @@ def measured(rule: Any, params: Any, rounds: int) -> tuple[int, list[float]]:
             times.append((time.perf_counter() - begun) * 1e3)
         with fzero.collectives.record() as log:
             step(*state, tokens)
-    return len(log.events), times[1:]
+    return len(log.unit_events), times[1:]
 
 
 def main() -> None:

@@ -209,10 +209,10 @@ def test_dtypes_on_the_wire(stage, k):
         state = step.init({"w": torch.ones(6), "n": torch.ones(2)}, opt)
         with fzero.collectives.record() as log:
             step(*state, mesh.split(torch.ones(2 * k)))
-        for e in log.events:
+        for e in log.unit_events:
             gathers = e.kind == "all_gather"
             assert e.dtype == (torch.float32 if e.unit == "n" else torch.float16 if gathers else reduce)
-        assert {"reduce_scatter" if stage else "all_reduce"} <= {e.kind for e in log.events}
+        assert {"reduce_scatter" if stage else "all_reduce"} <= {e.kind for e in log.unit_events}
         assert seen.pop() == {torch.float32, grad or reduce}
         # the same on the traced graph: bytes an element
         plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(torch.ones(2 * k)))
@@ -388,7 +388,9 @@ def test_split_and_hybrid_units_have_a_precision_too():
                 for batch in batches:
                     *state, _ = step(*state, mesh.split(batch))
             assert_trees_close(step.gather(tuple(state)), expected, rtol=0.0)
-            assert all((e.dtype == torch.bfloat16) == (e.kind == "all_gather" and e.unit != "n") for e in log.events)
+            assert all(
+                (e.dtype == torch.bfloat16) == (e.kind == "all_gather" and e.unit != "n") for e in log.unit_events
+            )
 
 
 @pytest.mark.parametrize("stage", range(4))

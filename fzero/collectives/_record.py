@@ -37,40 +37,40 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Log:
-    """The collectives that ran, in `order`."""
+    """The collectives that ran, in their order."""
 
-    order: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     @property
-    def events(self) -> list[Event]:
+    def unit_events(self) -> list[Event]:
         """The collectives that move units of parameters or gradients."""
-        return [e for e in self.order if e.unit]
+        return [e for e in self.events if e.unit]
 
     @property
-    def metrics(self) -> list[Event]:
+    def other_events(self) -> list[Event]:
         """All other collectives: of losses, of norms, and the user's."""
-        return [e for e in self.order if not e.unit]
+        return [e for e in self.events if not e.unit]
 
     @property
     def elements(self) -> int:
         """Elements that the units' collectives moved."""
-        return sum(e.elements for e in self.events)
+        return sum(e.elements for e in self.unit_events)
 
     @property
     def bytes(self) -> int:
         """Bytes that the units' collectives moved."""
-        return sum(e.bytes for e in self.events)
+        return sum(e.bytes for e in self.unit_events)
 
     def count(self, kind: str) -> int:
         """Count the units' collectives of a kind: "all_gather", "reduce_scatter" or "all_reduce"."""
-        return Counter(e.kind for e in self.events)[kind]
+        return Counter(e.kind for e in self.unit_events)[kind]
 
     def __str__(self) -> str:
-        width = max([8, *[len(e.axis) + 1 for e in self.order]])
+        width = max([8, *[len(e.axis) + 1 for e in self.events]])
         lines = [f"{'collective':<16}{'axis':<{width}}{'unit':<24}{'elements':>12}{'bytes':>14}"]
         lines += [
             f"{e.kind:<16}{e.axis:<{width}}{e.unit or '(metric)':<24}{e.elements:>12,}{e.bytes:>14,}"
-            for e in self.events + self.metrics
+            for e in self.unit_events + self.other_events
         ]
         return "\n".join([*lines, f"{'units, in all':<{width + 40}}{self.elements:>12,}{self.bytes:>14,}"])
 
@@ -92,7 +92,7 @@ def record() -> Iterator[Log]:
         >>> import fzero, torch
         >>> with fzero.collectives.record() as log:
         ...     _ = fzero.mesh(dp=2).spmd(fzero.collectives.psum)(torch.ones(3))
-        >>> log.metrics
+        >>> log.other_events
         [Event(kind='all_reduce', axis='dp', elements=6, dtype=torch.float32, unit='')]
     """
     log = Log()
@@ -117,4 +117,4 @@ def add(
     full = {"all_gather": binding.size * sent, "reduce_scatter": binding.size * received, "all_reduce": 2 * sent}
     elements = full.get(kind, sent) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        log.order.append(Event(kind, binding.axis, elements, dtype, unit))
+        log.events.append(Event(kind, binding.axis, elements, dtype, unit))

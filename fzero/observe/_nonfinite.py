@@ -249,7 +249,7 @@ def _value_graph_of(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
         tracker = NonFiniteTracker(
             rank=mesh.rank if mesh is not None and mesh.distributed else None,
             size=1 if mesh is None else mesh.size,
-            collective_count=lambda: len(log.order),
+            collective_count=lambda: len(log.events),
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         for part in nonfinite_parts(arguments, mesh):

@@ -105,7 +105,7 @@ def test_they_are_recorded():
 
     with fzero.collectives.record() as log:
         lockstep(3).spmd(program)()
-    assert [(e.kind, e.axis, e.elements) for e in log.order] == [("send", "pp", 12)]
+    assert [(e.kind, e.axis, e.elements) for e in log.events] == [("send", "pp", 12)]
 
 
 @pytest.mark.parametrize(

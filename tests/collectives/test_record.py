@@ -45,10 +45,10 @@ def test_elements_moved_are_the_tables(model, n, k):
         state = step.init(params, opt)
         with fzero.collectives.record() as log:
             step(*state, mesh.split(batch))
-        units = len({e.unit for e in log.events})
+        units = len({e.unit for e in log.unit_events})
         assert log.elements == expected_elements(stage, k, exact, padded)
         assert log.bytes == 4 * log.elements
-        assert {e.elements for e in log.metrics} == {2}  # the loss, and the norm where it is sharded
+        assert {e.elements for e in log.other_events} == {2}  # the loss, and the norm where it is sharded
         gathers, scatters, reduces = (log.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
         assert (gathers, scatters, reduces) == [
             (0, 0, units),
@@ -98,4 +98,4 @@ def test_nothing_is_recorded_after_the_block():
     with fzero.collectives.record() as log:
         pass
     fzero.mesh(dp=2).spmd(fzero.collectives.psum)(torch.ones(3))
-    assert not log.metrics
+    assert not log.other_events

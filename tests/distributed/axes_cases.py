@@ -84,7 +84,7 @@ def check_arrangements(arrangements: Iterable[tuple[Any, tuple[int, int]]]) -> N
                 *other, _loss = twin(*other, simulated.split(batch, step.axis))
             *ref, expected = train_step(*ref, batch)
             assert_trees_close(loss, expected)
-            assert sorted(map(str, mine.order)) == sorted(map(str, theirs.order))
+            assert sorted(map(str, mine.events)) == sorted(map(str, theirs.events))
         assert_trees_close(step.gather(list(state)), list(ref))
         assert step.state_bytes(*state) == twin.state_bytes(*other)
 

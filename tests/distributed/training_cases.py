@@ -39,7 +39,7 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
                 *states[0], _ = steps[0](*states[0], mesh.split(batch))
             *states[1], _ = steps[1](*states[1], lockstep.split(batch))
             *states[2], _ = jitted(*states[2], mesh.split(batch))
-        for e in log.events:
+        for e in log.unit_events:
             narrow = half if e.kind == "all_gather" else reduce
             assert e.dtype == (torch.float32 if e.unit == "n" else narrow), e
         whole = [s.gather(tuple(x)) for s, x in zip((*steps, steps[0]), states, strict=True)]
@@ -150,7 +150,7 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
                     *state, _ = step(*state, mesh.split(batch))
                 *fast, _ = jitted(*fast, mesh.split(batch))
                 *expected, _ = train_step(*expected, batch)
-            exchanges = [e for e in log.metrics if e.kind == "all_to_all"]
+            exchanges = [e for e in log.other_events if e.kind == "all_to_all"]
             assert len(exchanges) == (2 if opt is muon and stage and mesh.size > 1 else 0)
             assert_trees_close(step.gather(tuple(state)), tuple(expected), rtol=1e-11)
             assert_trees_close(step.gather(tuple(fast)), tuple(expected), rtol=1e-11)

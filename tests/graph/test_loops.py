@@ -516,7 +516,7 @@ def test_collectives_are_counted_with_their_turns(stage):
     plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
     planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
     planned += [x for x in planned if x[0] == "all_gather" for _ in range(k - 1) if stage == 3]
-    assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
+    assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.events)
 
 
 def test_a_unit_stays_from_turn_to_turn_where_it_may():

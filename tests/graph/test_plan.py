@@ -178,7 +178,7 @@ def test_collectives_are_those_that_the_recorder_counts():
         with fzero.collectives.record() as log:
             step(*args)
         plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
-        eager = sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
+        eager = sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.events)
         assert sorted((c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives) == eager
 
 

@@ -83,7 +83,7 @@ def test_it_takes_one_psum_for_each_set_of_axes():
     mesh = fzero.mesh(dp=2)
     with fzero.collectives.record() as log:
         mesh.spmd(lambda g: optim.clip_by_expert(1.0).update(fzero.partition(g), ())[0]["head"])(two_layers())
-    assert [e.elements for e in log.metrics] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
+    assert [e.elements for e in log.other_events] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
 
 
 def test_mistakes():

@@ -413,7 +413,7 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
         state = step.init(mlp_params(), opt)
         with fzero.collectives.record() as log:
             step(*state, mesh.split(batch))
-        order = [(e.kind, e.unit) for e in log.order if e.unit.startswith("blocks")]
+        order = [(e.kind, e.unit) for e in log.events if e.unit.startswith("blocks")]
         scatters = [("reduce_scatter", f"blocks.{i}") for i in (1, 0)]
         gathers = [("all_gather", f"blocks.{i}") for i in (0, 1)]
         if stage == 3:
@@ -778,7 +778,7 @@ def test_a_sharded_module_runs_as_it_does_plainly(sim, stage, tied):
 
         with fzero.collectives.record() as log:
             results.append(mesh.spmd(sharded)(params, buffers, mesh.split(x)))
-        gathers.append([e.unit for e in log.order if e.kind == "all_gather"])
+        gathers.append([e.unit for e in log.events if e.kind == "all_gather"])
     for other in results[1:]:
         assert_trees_close(other, results[0])
     if stage == 3:  # the last ones are of the gradients

@@ -316,7 +316,7 @@ def test_bytes_and_elements_on_several_axes(name, stage):
         state = step.init(params, opt)
         with fzero.collectives.record() as log:
             step(*state, mesh.split({name: torch.ones(8, 5, dtype=torch.float64) for name in "xy"}, step.axis))
-        held.append((step.state_bytes(*state), sorted(map(str, log.events)), sorted(map(str, log.metrics))))
+        held.append((step.state_bytes(*state), sorted(map(str, log.unit_events)), sorted(map(str, log.other_events))))
     assert held[0] == held[1]
     dense = {"up": 40, "down": 40, "bias": 5}
     total = 0
@@ -438,7 +438,7 @@ def test_three_axes_move_each_element_once():
                 on = mesh.spmd(lambda x, names=names: PerRank(fzero.collectives.all_gather(x, names)))
                 on(mesh.split(torch.arange(16.0)))
             n = 2 ** len(names)
-            assert [(e.axis, e.elements) for e in log.metrics] == [(",".join(names), 2 * n)] * count
+            assert [(e.axis, e.elements) for e in log.other_events] == [(",".join(names), 2 * n)] * count
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))

@@ -347,4 +347,4 @@ def test_a_tree_that_is_one_tensor():
     assert_equivalent(step, params, opt, [torch.randn(4, 5) for _ in range(2)])
     with fzero.collectives.record() as log:
         fzero.mesh(dp=2).spmd(lambda p: fzero.gather(tree.map(torch.clone, fzero.partition(p))))(params)
-    assert [e.unit for e in log.events] == ["params"]
+    assert [e.unit for e in log.unit_events] == ["params"]

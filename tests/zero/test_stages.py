@@ -30,7 +30,7 @@ def test_another_way_to_shard_is_another_row(n, monkeypatch):
             with fzero.collectives.record() as log:
                 *state, _ = step(*state, mesh.split(mlp_batch(3 * n, seed=i)))
             *expected, _ = train_step_for(mlp_loss, opt)(*expected, mlp_batch(3 * n, seed=i))
-        reductions.append(sum(event.kind == "reduce_scatter" for event in log.order))
+        reductions.append(sum(event.kind == "reduce_scatter" for event in log.events))
         assert_trees_close(step.gather(state[0]), expected[0])
         assert all(isinstance(x, fzero.sharding.Shard | fzero.sharding.Slot) for x in tree.flatten(state[0], is_box)[0])
     assert reductions[0] == 3 * reductions[1]

@@ -125,5 +125,5 @@ def test_parameters_that_a_step_returns_as_they_are_move_nothing(stage):
     state = step.init(PARAMS, OPT)
     with fzero.collectives.record() as log:
         params, _, _ = step(*state, mesh.split(X))
-    assert [e.kind for e in log.order] == ["all_reduce"]
+    assert [e.kind for e in log.events] == ["all_reduce"]
     assert_trees_close(step.gather(params), PARAMS, rtol=0)

@@ -119,7 +119,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
         node.meta.update(label)
-    _name_collectives(traced.graph, log.order)
+    _name_collectives(traced.graph, log.events)
     _check_constant_tensors(traced)
     return traced._replace(graph=insert_loops(traced.graph))
 

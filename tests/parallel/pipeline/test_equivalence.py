@@ -357,7 +357,7 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
             found = step.program(evaluate)(cut, mesh.split(batch_of(16), "dp"))
         close(found, loss(params, batch_of(16)))
         if simulate == "lockstep":
-            assert [e.elements for e in log.order if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
+            assert [e.elements for e in log.events if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
 
 
 def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
@@ -370,7 +370,7 @@ def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
             mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
             with fzero.collectives.record() as log:
                 trained_on(mesh, stage, loss, params, 32, steps=1)
-            counts.append(sorted((e.kind, e.axis, e.elements) for e in log.events))
+            counts.append(sorted((e.kind, e.axis, e.elements) for e in log.unit_events))
         assert counts[0] == counts[1] and counts[0]
 
 

@@ -66,7 +66,7 @@ def test_cross_entropy_sends_three_numbers_for_each_token():
     logits, targets = parts(normal(5, 8), 2, -1), torch.arange(5)
     with fzero.collectives.record() as log:
         fzero.mesh(tp=2).spmd(tp.cross_entropy)(logits, targets)
-    assert [(e.kind, e.elements) for e in log.metrics] == [("all_gather", 10), ("all_reduce", 20)]
+    assert [(e.kind, e.elements) for e in log.other_events] == [("all_gather", 10), ("all_reduce", 20)]
 
 
 def test_cross_entropy_of_half_precision_is_taken_in_float32():

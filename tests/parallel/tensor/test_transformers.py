@@ -147,7 +147,7 @@ def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
             step(*state, mesh.split(batches[0], "dp"))
         stream = 16 * 4 * 8  # elements of the residual stream; an all_reduce of it counts twice
         kinds = [
-            e.kind for e in log.metrics if e.axis == "tp" and e.elements == stream * (1 + (e.kind == "all_reduce"))
+            e.kind for e in log.other_events if e.axis == "tp" and e.elements == stream * (1 + (e.kind == "all_reduce"))
         ]
         blocks = 2 * 2  # an attention and an MLP in each of two
         # besides: the embedding forward, the head backward, and the cut of the first block and the join of the last
