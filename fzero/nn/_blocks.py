@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.sharding import is_box, sharded_units, spec_info
+from fzero.sharding import is_box, sharded_units, traced_spec
 from fzero.transforms import gather, remat
 
 __all__ = ["boxes_to_blocks", "rematerialise"]
@@ -106,7 +106,8 @@ def boxes_to_blocks(
             continue
         for at, index in members:
             boxes_of_block.setdefault(block, {})[names[at]] = entries[at]
-            entries[at] = torch.empty(spec_info(spec_id).shapes[index], dtype=spec_info(spec_id).dtype, device="meta")
+            spec = traced_spec(spec_id)
+            entries[at] = torch.empty(spec.shapes[index], dtype=spec.dtype, device="meta")
     full = gather(dict(zip(names, entries, strict=True)))
     forwards: list[Any] = []
     try:

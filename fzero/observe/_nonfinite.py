@@ -15,7 +15,7 @@ from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, step_of
 from fzero.observe._value_graph import NonFiniteTracker, ValueGraph, ValueOrigin, explain, kind_of, pack, unpack
 from fzero.ranks import Mesh, gather_texts
-from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, spec_info
+from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, traced_spec
 
 __all__ = ["NonFiniteLeaf", "Nonfinite", "Origin", "nonfinite", "nonfinite_parts"]
 
@@ -75,7 +75,7 @@ def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:
 
 def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
     """Return a shard without its padding, and the path of the leaf with its first non-finite element."""
-    unit, paths = spec_info(box.spec_id), box.spec.paths
+    unit, paths = traced_spec(box.spec_id), box.spec.paths
     start = _row(mesh, unit.axes, rank) * unit.shard_numel
     x = x[..., : max(unit.numel - start, 0)]
     if not kind_of(x):

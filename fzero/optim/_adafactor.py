@@ -32,7 +32,7 @@ from fzero.sharding import (
     per_leaf,
     segment_ids,
     sharded_units,
-    spec_info,
+    traced_spec,
     unit_index,
 )
 from fzero.tree import Tree
@@ -92,13 +92,13 @@ def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
     """Yield the sums of sharded leaves; one psum completes the vectors of all units over the same axes."""
     units_by_axes: dict[tuple[str, ...], list[ShardedUnit]] = {}
     for unit in units:
-        constants = spec_info(unit.spec_id)
-        if constants.split:
+        spec = traced_spec(unit.spec_id)
+        if spec.split:
             raise ValueError(
-                f"adafactor needs full rows and columns, and leaves of unit {constants.unit!r} are split over "
-                f"{[split.axis for split in constants.split]}: use an elementwise optimizer for them, or lamb"
+                f"adafactor needs full rows and columns, and leaves of unit {spec.unit!r} are split over "
+                f"{[split.axis for split in spec.split]}: use an elementwise optimizer for them, or lamb"
             )
-        units_by_axes.setdefault(constants.varies, []).append(unit)
+        units_by_axes.setdefault(spec.varies, []).append(unit)
     for axes, group in units_by_axes.items():
         vectors = [_local_sums(unit.shard) for unit in group]
         totals = psum(torch.cat(vectors), axes).split([len(sums) for sums in vectors])
@@ -109,14 +109,15 @@ def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
 def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
     squares, (row, column) = at_least_float32(box.data).square(), _indices_of_sums(box)
-    sums = squares.new_zeros(_length(spec_info(box.spec_id).shapes) + 1)  # the last one collects elements without a sum
+    # the last one collects elements without a sum
+    sums = squares.new_zeros(_length(traced_spec(box.spec_id).shapes) + 1)
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
 def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[Sums]:
     """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
-    for index, shape in enumerate(spec_info(unit.spec_id).shapes):
+    for index, shape in enumerate(traced_spec(unit.spec_id).shapes):
         parts: list[torch.Tensor | None] = []
         for part in (row_shape(shape), column_shape(shape)):
             size = 0 if part is None else math.prod(part)
@@ -189,7 +190,7 @@ def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
 
     Padding has no row, and elements of vectors and 0-d leaves have no column. Then the index is the end of the vector.
     """
-    device, k, shapes = box.data.device, spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).shapes
+    device, k, shapes = box.data.device, traced_spec(box.spec_id).shard_numel, traced_spec(box.spec_id).shapes
     position = unit_index(box.spec_id).to(device) * k + torch.arange(k, device=device)
     table = torch.tensor([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
     offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]

@@ -22,7 +22,7 @@ from fzero.optim._base import (
     wrap_pairs,
 )
 from fzero.optim._precision import Precision
-from fzero.sharding import Shard, Slot, is_box, map_spaces, spec_info, zero_padding
+from fzero.sharding import Shard, Slot, is_box, map_spaces, traced_spec, zero_padding
 
 __all__ = [
     "LossScaleState",
@@ -183,7 +183,7 @@ def _check_params(params: Params, precision: Precision) -> None:
 def _dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; None if it is no tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
-        return spec_info(x.spec_id).dtype
+        return traced_spec(x.spec_id).dtype
     data = x.pieces[0] if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 

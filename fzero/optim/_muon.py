@@ -37,7 +37,7 @@ from fzero.sharding import (
     is_box,
     per_leaf,
     sharded_units,
-    spec_info,
+    traced_spec,
     unit_axes,
 )
 from fzero.tree import Tree
@@ -76,7 +76,7 @@ def map_matrices(f: MatrixFunction, values: Tree, is_matrix: Sequence[Any], dtyp
             out[position] = results[key]
     groups: dict[tuple[Any, ...], list[ShardedUnit]] = {}
     for unit in sharded_units(paths, entries):
-        groups.setdefault((spec_info(unit.spec_id).axes, unit.shard.data.dtype), []).append(unit)
+        groups.setdefault((traced_spec(unit.spec_id).axes, unit.shard.data.dtype), []).append(unit)
     for units in groups.values():
         indices = [{index for position, index in unit.members if is_matrix[position]} for unit in units]
         shards = _map_shards(f, [unit.shard for unit in units], indices, dtype)
@@ -110,7 +110,7 @@ def _map_shards(
         xs = [_along(a, "all_gather", x) for x in xs]
     ranks, sizes = (
         first.size,
-        tuple([spec_info(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes]),
+        tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes]),
     )
     matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.spec_id, indices[i])]
     if not matrices:
@@ -152,15 +152,15 @@ def _map_stack_of_owner(f: MatrixFunction, stack: torch.Tensor, kind: Sequence[t
 
 def _matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
     """List the matrices of a unit, the assignment's number `unit`; the kind of a matrix says how its leaf is split."""
-    constants, matrices = spec_info(spec_id), []
-    for index, shape in enumerate(constants.shapes):
+    spec, matrices = traced_spec(spec_id), []
+    for index, shape in enumerate(spec.shapes):
         size = math.prod(shape)
         if index not in indices or not size:
             continue
         rows, columns = shape[-2:]
         # a leaf [.., r, c] that is split along another dimension, as experts are, has full matrices
-        kind = [(s.axis, s.dims[index] - len(shape)) for s in constants.split if s.dims[index] >= len(shape) - 2]
-        first = constants.offsets[index]
+        kind = [(s.axis, s.dims[index] - len(shape)) for s in spec.split if s.dims[index] >= len(shape) - 2]
+        first = spec.offsets[index]
         starts = range(first, first + size, rows * columns)
         matrices += [Matrix(unit, start, rows, columns, tuple(kind)) for start in starts]
     return matrices

@@ -26,7 +26,7 @@ from fzero.sharding import (
     is_box,
     segment_ids,
     sharded_units,
-    spec_info,
+    traced_spec,
     unit_index,
 )
 from fzero.tree import Tree
@@ -73,9 +73,9 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
             stacked = [
-                s.axis for s in spec_info(x.spec_id).split if s.stacked
+                s.axis for s in traced_spec(x.spec_id).split if s.stacked
             ]  # along these axes each rank has other leaves
-            axes = tuple([name for name in spec_info(x.spec_id).varies if name not in stacked])
+            axes = tuple([name for name in traced_spec(x.spec_id).varies if name not in stacked])
             sums.setdefault(axes, {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, local in sums.items():
@@ -83,9 +83,9 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
         for (position, s), total in zip(local.items(), totals, strict=True):
             x = entries[position]
             n = math.prod(
-                [s.size for s in spec_info(x.spec_id).split if not s.stacked]
+                [s.size for s in traced_spec(x.spec_id).split if not s.stacked]
             )  # ranks that have parts of the leaf
-            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in spec_info(x.spec_id).shapes]
+            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in traced_spec(x.spec_id).shapes]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.spec_id, x.data.device)], x.spec_id)
@@ -103,7 +103,7 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     check_on_device(box, "a norm of leaves")
     squares, rows = (
         at_least_float32(box.data).square(),
-        len(spec_info(box.spec_id).shapes) + 1,
+        len(traced_spec(box.spec_id).shapes) + 1,
     )  # the last row is padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.spec_id, squares.device) * _LANES + lane
@@ -307,7 +307,7 @@ def _multiply(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _expert_unit(unit: ShardedUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _ExpertUnit:
-    shapes = spec_info(unit.spec_id).shapes
+    shapes = traced_spec(unit.spec_id).shapes
     unit_layers: list[str | None] = [None] * len(shapes)
     for position, index in unit.members:
         unit_layers[index] = layers[position]
@@ -321,23 +321,15 @@ def _expert_unit(unit: ShardedUnit, paths: Sequence[str], layers: Sequence[str |
 
 def _row_ids(u: _ExpertUnit) -> torch.Tensor:
     """Return for each element of this rank's shard the number of its row among the rows of the unit: int64 `[k]`."""
-    constants, device = spec_info(u.unit.spec_id), u.unit.shard.data.device
+    spec, device = traced_spec(u.unit.spec_id), u.unit.shard.data.device
     leaf = segment_ids(u.unit.spec_id, device)  # the number of leaves for padding
-    position = unit_index(u.unit.spec_id).to(device) * constants.shard_numel
-    offset = (
-        position
-        + torch.arange(constants.shard_numel, device=device)
-        - torch.tensor(constants.offsets, device=device)[leaf]
-    )
+    position = unit_index(u.unit.spec_id).to(device) * spec.shard_numel
+    offset = position + torch.arange(spec.shard_numel, device=device) - torch.tensor(spec.offsets, device=device)[leaf]
     sizes = [
         max(math.prod(shape) // max(rows, 1), 1)
-        for shape, rows in zip(
-            constants.shapes, [b - a for a, b in zip(u.first, u.first[1:], strict=False)], strict=True
-        )
+        for shape, rows in zip(spec.shapes, [b - a for a, b in zip(u.first, u.first[1:], strict=False)], strict=True)
     ]
-    row = torch.div(
-        offset, torch.tensor([*sizes, constants.shard_numel + 1], device=device)[leaf], rounding_mode="floor"
-    )
+    row = torch.div(offset, torch.tensor([*sizes, spec.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
     return torch.tensor(u.first, device=device)[leaf] + row.clamp(min=0)
 
 
@@ -349,7 +341,7 @@ def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:
 
 def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
     """Return for each leaf with experts the axes to sum its rows over, its layer, and its rows' sums of squares."""
-    constants, box = spec_info(u.unit.spec_id), u.unit.shard
+    spec, box = traced_spec(u.unit.spec_id), u.unit.shard
     squares = at_least_float32(box.data).square()
     lane = torch.arange(len(squares), device=squares.device) % _EXPERT_LANES
     total = squares.new_zeros((u.first[-1] + 1) * _EXPERT_LANES).index_add(
@@ -359,8 +351,8 @@ def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.
     for i, layer in enumerate(u.layers):
         if layer is not None:
             # along the axes that split dimension 0 each rank has other experts
-            axes = [s.axis for s in constants.split if s.dims[i] != 0]
-            found.append(((*constants.axes, *axes), layer, rows[u.first[i] : u.first[i + 1]]))
+            axes = [s.axis for s in spec.split if s.dims[i] != 0]
+            found.append(((*spec.axes, *axes), layer, rows[u.first[i] : u.first[i + 1]]))
     return found
 
 

@@ -21,9 +21,9 @@ from fzero.sharding import (
     join_pieces,
     on_host,
     shard_to_device,
-    spec_info,
     spec_of,
     split_shard,
+    traced_spec,
 )
 from fzero.tree import Tree
 
@@ -104,7 +104,7 @@ class OffloadPlan:
             box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.unit_id)
             if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
                 raise ValueError(
-                    f"offload: unit {spec_info(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
+                    f"offload: unit {traced_spec(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
                     f"ratio says {_host_text(spec_id)}: give step.init the pair that the step updates with"
                 )
             out[i] = split_shard(box, spec_id, move) if leaf.has_shard else Slot(spec_id, leaf.index)
@@ -183,15 +183,15 @@ class OffloadPlan:
         """
         if leaf.shape is None:
             return leaf.unit_id
-        keys = spec_info(leaf.unit_id).unit.split(".")  # the leaf's path; tied leaves have the path of the first
+        keys = traced_spec(leaf.unit_id).unit.split(".")  # the leaf's path; tied leaves have the path of the first
         suffixes = [".".join(keys[i:]) for i in range(len(keys))]
         candidates = [self._parameters_by_path[suffix] for suffix in suffixes if suffix in self._parameters_by_path]
-        same_shape = [unit_id for unit_id in candidates if spec_info(unit_id).shapes == (leaf.shape,)]
+        same_shape = [unit_id for unit_id in candidates if traced_spec(unit_id).shapes == (leaf.shape,)]
         return same_shape[0] if same_shape else leaf.unit_id
 
     @cached_property
     def _parameters_by_path(self) -> dict[str, int]:
-        return {spec_info(unit_id).unit: unit_id for unit_id in self.host_shares if not spec_info(unit_id).varies}
+        return {traced_spec(unit_id).unit: unit_id for unit_id in self.host_shares if not traced_spec(unit_id).varies}
 
     def _spec_id_in_pieces(self, unit_id: int) -> int:
         if unit_id in self.spec_ids:
@@ -238,7 +238,7 @@ def _host_text(spec_id: int) -> str:
 
 def _weight(spec_id: int) -> int:
     """Count a unit's elements on all ranks: the count is the same on any mesh."""
-    return spec_info(spec_id).numel * spec_info(spec_id).split_ranks
+    return traced_spec(spec_id).numel * traced_spec(spec_id).split_ranks
 
 
 def _to_fraction(share: float) -> Fraction:

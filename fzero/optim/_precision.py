@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.sharding import Shard, Slot, box_of, is_box, spec_info
+from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
 from fzero.tree import Tree
 
 __all__ = ["GradientDtypes", "Precision"]
@@ -88,7 +88,7 @@ class Precision:
         empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                empty = torch.empty(0, dtype=spec_info(x.spec_id).dtype, device="meta")
+                empty = torch.empty(0, dtype=traced_spec(x.spec_id).dtype, device="meta")
                 entries[i] = box_of(x.spec_id, [empty] * len(x.pieces))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in empty_leaves:
@@ -117,8 +117,8 @@ class Precision:
             leaf, key = x, id(x)
             if isinstance(x, Shard | Slot):
                 index = x.index if isinstance(x, Slot) else 0
-                shape, key = spec_info(x.spec_id).full_shapes[index], (x.spec_id, index)
-                leaf = torch.empty(shape, dtype=spec_info(x.spec_id).dtype, device="meta")
+                shape, key = traced_spec(x.spec_id).full_shapes[index], (x.spec_id, index)
+                leaf = torch.empty(shape, dtype=traced_spec(x.spec_id).dtype, device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
             dtype = x.dtype if isinstance(x, Shard) else leaf.dtype

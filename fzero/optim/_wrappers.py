@@ -22,7 +22,7 @@ from fzero.sharding import (
     per_leaf,
     replace_unit,
     sharded_units,
-    spec_info,
+    traced_spec,
 )
 from fzero.tree import Tree
 
@@ -254,14 +254,14 @@ def _update_unit(
 def _leaves(box: Shard) -> list[torch.Tensor]:
     """Gather a unit's full leaves, also along the axes that split them."""
     leaves = list(gather_unit(box.spec_id, box.data, box.origin))
-    for split in reversed(spec_info(box.spec_id).split):
+    for split in reversed(traced_spec(box.spec_id).split):
         leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
     return leaves
 
 
 def _shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     """Return this rank's shard of a unit's full leaves: the inverse of `_leaves`."""
-    for split in spec_info(spec_id).split:
+    for split in traced_spec(spec_id).split:
         leaves = [own_part(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
     return _own_shard(spec_id, leaves)
 
@@ -272,10 +272,10 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     `partition` reads only the leaves of this rank's shard. Then the update of another leaf would be dead code on this
     rank, and a jitted step would have a different graph on each rank.
     """
-    constants = spec_info(spec_id)
-    padding = leaves[0].new_zeros(constants.shard_numel * constants.ranks - constants.numel)
+    spec = traced_spec(spec_id)
+    padding = leaves[0].new_zeros(spec.shard_numel * spec.ranks - spec.numel)
     buffer = torch.cat([*[x.reshape(-1) for x in leaves], padding])  # [N k]
-    return Shard(own_part(buffer, constants.axes), spec_id)
+    return Shard(own_part(buffer, spec.axes), spec_id)
 
 
 # ---------------------------------------------------------------- the state
@@ -283,10 +283,10 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
 
 def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptState]) -> None:
     """Shard the states of a unit's leaves over the unit's ranks, and put each at the position of its leaf."""
-    constants = spec_info(unit.spec_id)
-    rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
+    spec = traced_spec(unit.spec_id)
+    rules = LayoutRules(units=lambda path, leaf: spec.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
-    assignment = assign_units(by_path, [bound_axis(name) for name in constants.order], rules)
+    assignment = assign_units(by_path, [bound_axis(name) for name in spec.order], rules)
     shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
     for position, _ in unit.members:

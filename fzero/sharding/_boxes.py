@@ -17,7 +17,7 @@ from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
 from fzero.axes import current_device
 from fzero.collectives import to_device
-from fzero.sharding._spec import Spec, intern, on_host, spec_info, spec_of
+from fzero.sharding._spec import Spec, intern, on_host, spec_of, traced_spec
 from fzero.tree import Tree, is_box
 
 __all__ = [
@@ -176,7 +176,7 @@ class Shard(_ShardedLeaf):
     @property
     def pieces(self) -> tuple[Any, ...]:
         """The tensor of each of its spec's pieces: usually one, `data`."""
-        return self.data if len(spec_info(self.spec_id).pieces) > 1 else (self.data,)
+        return self.data if len(traced_spec(self.spec_id).pieces) > 1 else (self.data,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,7 +191,7 @@ class Shard(_ShardedLeaf):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which `data` differs by rank: the unit is sharded over them, or its leaves are split."""
-        return spec_info(self.spec_id).varies
+        return traced_spec(self.spec_id).varies
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -333,12 +333,12 @@ def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 def spaces(box: Shard) -> list[str]:
     """List the memory of each piece of a box."""
-    return [piece.space for piece in spec_info(box.spec_id).pieces]
+    return [piece.space for piece in traced_spec(box.spec_id).pieces]
 
 
 def host_numel(spec_id: int) -> int:
     """Count the elements of each rank's shard of a unit that lie on the host."""
-    return sum([piece.stop - piece.start for piece in spec_info(spec_id).pieces if piece.space == "host"])
+    return sum([piece.stop - piece.start for piece in traced_spec(spec_id).pieces if piece.space == "host"])
 
 
 def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
@@ -346,7 +346,7 @@ def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.T
     if box.spec_id == spec_id:
         return box
     x, pieces = box.data, []
-    for piece in spec_info(spec_id).pieces:
+    for piece in traced_spec(spec_id).pieces:
         is_all = piece.stop - piece.start == x.shape[-1]
         data = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
         if piece.space == "host":
@@ -374,8 +374,8 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     """
     if not all(isinstance(x, torch.Tensor) for x in box.pieces):
         raise ValueError(
-            f"unit {spec_info(box.spec_id).unit!r} of a state holds {type(box.pieces[0]).__name__}s and no tensors, as "
-            'optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
+            f"unit {traced_spec(box.spec_id).unit!r} of a state holds {type(box.pieces[0]).__name__}s and no tensors, "
+            'as optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
         )
     if "host" not in spaces(box):
         return box

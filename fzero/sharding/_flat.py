@@ -27,7 +27,7 @@ from fzero.collectives import (
     group_psum_scatter,
 )
 from fzero.sharding._boxes import Shard
-from fzero.sharding._spec import Spec, spec_info, spec_of, unit_axes
+from fzero.sharding._spec import Spec, spec_of, traced_spec, unit_axes
 
 __all__ = [
     "apply_over_unit_axes",
@@ -360,7 +360,7 @@ def gather_flat(spec_id: int, shard: torch.Tensor) -> torch.Tensor:
     """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
     for a in reversed(join_axes(unit_axes(spec_id))):
         (shard,) = apply(a.token, "gather_flat", a.binding, UnitOptions(spec_id), shard)
-    return shard[: spec_info(spec_id).numel]
+    return shard[: traced_spec(spec_id).numel]
 
 
 def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
@@ -416,10 +416,10 @@ def gather_unit(spec_id: int, data: torch.Tensor, origin: Sequence[torch.Tensor]
     With `origin`, the leaves that the shard was partitioned from, the forward pass communicates nothing.
     """
     axes = join_axes(unit_axes(spec_id))
-    if data.shape != (spec_info(spec_id).shard_numel,):
+    if data.shape != (traced_spec(spec_id).shard_numel,):
         raise ValueError(
             f"{Shard(data, spec_id)!r} holds a tensor {list(data.shape)}, and its spec says "
-            f"{[spec_info(spec_id).shard_numel]}; "
+            f"{[traced_spec(spec_id).shard_numel]}; "
             "only a tree with the layout of the parameters can be gathered"
         )
     if origin is None:

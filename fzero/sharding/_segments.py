@@ -13,7 +13,7 @@ from fzero._torch import assume_constant_result
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
-from fzero.sharding._spec import Piece, item_of, spec_info, spec_of, stacked_of, unit_index
+from fzero.sharding._spec import Piece, item_of, spec_of, stacked_of, traced_spec, unit_index
 from fzero.sharding._units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
@@ -26,10 +26,10 @@ def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) 
     Returns:
         An int64 tensor `[k]`; with `piece`, only the elements of that piece.
     """
-    k = spec_info(spec_id).shard_numel
+    k = traced_spec(spec_id).shard_numel
     start, stop = (0, k) if piece is None else (piece.start, piece.stop)
     position = unit_index(spec_id).to(device) * k + torch.arange(start, stop, device=device)
-    return torch.bucketize(position, torch.tensor(spec_info(spec_id).offsets[1:], device=device), right=True)
+    return torch.bucketize(position, torch.tensor(traced_spec(spec_id).offsets[1:], device=device), right=True)
 
 
 def zero_padding(box: Shard) -> torch.Tensor:
@@ -39,9 +39,9 @@ def zero_padding(box: Shard) -> torch.Tensor:
         ValueError: if a part of the shard lies on the host.
     """
     check_on_device(box, "a norm or a test of all elements")
-    k, numel = spec_info(box.spec_id).shard_numel, spec_info(box.spec_id).numel
+    k, numel = traced_spec(box.spec_id).shard_numel, traced_spec(box.spec_id).numel
     x = _zero_unused_items(box)
-    if k * spec_info(box.spec_id).ranks == numel:
+    if k * traced_spec(box.spec_id).ranks == numel:
         return x
     position = unit_index(box.spec_id).to(x.device) * k + torch.arange(k, device=x.device)
     return torch.where(position < numel, x, torch.zeros_like(x))
@@ -78,7 +78,7 @@ def check_on_device(box: Shard, what: str) -> None:
     Raises:
         ValueError: if a part lies on the host. The message names the unit.
     """
-    if "host" in [piece.space for piece in spec_info(box.spec_id).pieces]:
+    if "host" in [piece.space for piece in traced_spec(box.spec_id).pieces]:
         raise ValueError(
             f"{what} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
             'whole leaves before optim.offload, or use optim.offload(pair, ratio, update="device")'
@@ -107,7 +107,7 @@ def global_norm(params: Tree) -> torch.Tensor:
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
-            axes = spec_info(x.spec_id).varies
+            axes = traced_spec(x.spec_id).varies
             square = _square(zero_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
@@ -137,7 +137,7 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def full_leaves(unit: ShardedUnit) -> list[torch.Tensor]:
-        spec = spec_info(unit.spec_id)
+        spec = traced_spec(unit.spec_id)
         return [meta(shape, spec.dtype) for shape in (spec.shapes if parts else spec.item_shapes)]
 
     entries, structure = tree.flatten(map_units(full_leaves, params), is_box)
@@ -180,7 +180,7 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
                 raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
-        ranges = spec_info(spec_id).pieces
+        ranges = traced_spec(spec_id).pieces
         pieces = [_spread_over_piece(row, spec_id, *x) for x in zip(ranges, box.pieces, strict=True)]
         out[members[0][0]] = box_of(spec_id, pieces)
     return tree.unflatten(structure, out)

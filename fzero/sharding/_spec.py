@@ -19,8 +19,8 @@ __all__ = [
     "Item",
     "Piece",
     "Spec",
-    "SpecInfo",
     "Split",
+    "TracedSpec",
     "check_sharded_for",
     "intern",
     "intern_parts",
@@ -29,9 +29,9 @@ __all__ = [
     "path_on_rank",
     "prefix_of",
     "sharded_over",
-    "spec_info",
     "spec_of",
     "stacked_of",
+    "traced_spec",
     "unit_axes",
     "unit_index",
     "with_cast",
@@ -74,8 +74,8 @@ class Piece(NamedTuple):
     space: str
 
 
-class SpecInfo(NamedTuple):
-    """The attributes and derived properties of a spec that traced code may read, as plain Python values."""
+class TracedSpec(NamedTuple):
+    """The attributes and properties of a `Spec` that traced code may read, under the same names, as plain values."""
 
     unit: str
     sharded_over: tuple[tuple[str, int], ...]
@@ -138,27 +138,9 @@ class Spec:
         return (*self.axes, *(s.axis for s in self.split))
 
     @cached_property
-    def info(self) -> SpecInfo:
+    def traced(self) -> TracedSpec:
         """The spec's properties as plain values, for traced code."""
-        return SpecInfo(
-            unit=self.unit,
-            sharded_over=self.sharded_over,
-            axes=self.axes,
-            varies=self.varies,
-            order=self.order,
-            shapes=self.shapes,
-            full_shapes=self.full_shapes,
-            item_shapes=self.item_shapes,
-            offsets=self.offsets,
-            dtype=self.dtype,
-            reduce_grads=self.reduce_grads,
-            split=self.split,
-            ranks=self.ranks,
-            split_ranks=self.split_ranks,
-            numel=self.numel,
-            shard_numel=self.shard_numel,
-            pieces=self.pieces,
-        )
+        return TracedSpec._make([getattr(self, name) for name in TracedSpec._fields])
 
     @cached_property
     def full_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -225,7 +207,7 @@ def intern(spec: Spec) -> int:
 
 
 def spec_of(spec_id: int) -> Spec:
-    """Return the spec with this spec_id."""
+    """Return the spec with this spec_id, in code that `torch.compile` does not trace (else `traced_spec`)."""
     return _SPECS.value(spec_id)
 
 
@@ -267,12 +249,16 @@ def on_host(spec_id: int, part: int, of: int = 1) -> int:
 
 
 @assume_constant_result
-def _constant(spec_id: int) -> SpecInfo:
-    return spec_of(spec_id).info
+def _constant(spec_id: int) -> TracedSpec:
+    return spec_of(spec_id).traced
 
 
-def spec_info(spec_id: int) -> SpecInfo:
-    """Return the properties of a spec; traced code takes them as constants."""
+def traced_spec(spec_id: int) -> TracedSpec:
+    """Return the properties of a spec, in code that `torch.compile` may trace.
+
+    Dynamo cannot trace `spec_of`: it looks into a table that grows, and a `Spec` computes its properties when they are
+    read. Dynamo calls this function as it traces, and takes the plain values as constants.
+    """
     return _constant(spec_id + 0)  # Dynamo: + 0 makes a lazy constant a constant
 
 
@@ -282,7 +268,7 @@ def unit_axes(spec_id: int) -> tuple[Axis, ...]:
     Raises:
         ValueError: if an axis is not bound, or its size is not the size in the unit's spec.
     """
-    spec = spec_info(spec_id)
+    spec = traced_spec(spec_id)
     axes = [bound_axis(name) for name in spec.axes]
     check_sharded_for(spec_id, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound_axes()]))
     return tuple(axes)
@@ -290,7 +276,7 @@ def unit_axes(spec_id: int) -> tuple[Axis, ...]:
 
 def unit_index(spec_id: int) -> torch.Tensor:
     """Return the index of this rank's shard among the unit's shards: an int64 tensor of shape []."""
-    return axis_index(spec_info(spec_id).axes)
+    return axis_index(traced_spec(spec_id).axes)
 
 
 def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
@@ -299,7 +285,7 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
     Raises:
         ValueError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
     """
-    spec = spec_info(spec_id)
+    spec = traced_spec(spec_id)
     for pair in (*spec.sharded_over, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])

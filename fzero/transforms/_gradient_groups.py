@@ -27,7 +27,7 @@ from fzero.sharding import (
     is_box,
     replace_unit,
     sharded_units,
-    spec_info,
+    traced_spec,
     unit_axes,
     with_cast,
 )
@@ -105,7 +105,7 @@ class ShardGroup(GradientGroup):
 
     @property
     def varies(self) -> tuple[str, ...]:
-        return spec_info(self.spec_id).varies
+        return traced_spec(self.spec_id).varies
 
     def leaves(self, variables: Tensors) -> Tensors:
         return gather_unit(self.reduce_spec, variables[0], self.origin) if self.form == "shard" else variables
@@ -226,7 +226,7 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
 
 
 def _reduce_spec(spec_id: int, precision: Precision | None) -> int:
-    return spec_id if precision is None else with_cast(spec_id, *precision.gradients(spec_info(spec_id).dtype))
+    return spec_id if precision is None else with_cast(spec_id, *precision.gradients(traced_spec(spec_id).dtype))
 
 
 def _of_shard(
@@ -236,13 +236,13 @@ def _of_shard(
     shard_axes, mean_axes = [a.name for a in unit_axes(spec_id)], [a.name for a in axes]
     if any(name not in mean_axes for name in shard_axes):
         raise ValueError(
-            f"unit {spec_info(spec_id).unit!r} is sharded over {shard_axes}, and the mean is over {mean_axes}: its "
+            f"unit {traced_spec(spec_id).unit!r} is sharded over {shard_axes}, and the mean is over {mean_axes}: its "
             "gradient would be summed over more ranks than the loss; name all axes of the unit with axis="
         )
-    copy_axes = [a for a in axes if a.name not in spec_info(spec_id).varies]
+    copy_axes = [a for a in axes if a.name not in traced_spec(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
     dtype, reduce_spec = _grad_dtype(box.data.dtype, precision), _reduce_spec(spec_id, precision)
-    if micro_batches > 1 and spec_info(spec_id).reduce_grads == "once":
+    if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         return ShardGroup(members, leaves, [dtype] * len(leaves), copy_axes, reduce_spec, spec_id, None, "full")
     data, form = box.data.to(dtype), "shard" if gather else "box"

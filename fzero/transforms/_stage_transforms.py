@@ -44,8 +44,8 @@ from fzero.sharding import (
     shard_axes,
     shard_to_device,
     sharded_over,
-    spec_info,
     spec_of,
+    traced_spec,
     unit_axes,
     view_leaves,
 )
@@ -120,7 +120,7 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
 
     def shard_unit(unit: ShardedUnit) -> Shard:
         spec = spec_of(unit.spec_id)
-        full = torch.empty(spec_info(unit.spec_id).full_shapes[0], dtype=spec.dtype, device="meta")
+        full = torch.empty(traced_spec(unit.spec_id).full_shapes[0], dtype=spec.dtype, device="meta")
         over = shard_axes(spec.paths[0], full, axes, rules, spec.varies)
         if not over:
             return unit.shard
@@ -136,7 +136,7 @@ def check_unsharded(params: Any) -> None:
     """Check that no axis shards parameters yet: each is a plain tensor or a box of a split leaf's part."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
-            if isinstance(x, Shard | Slot) and not spec_info(x.spec_id).axes:
+            if isinstance(x, Shard | Slot) and not traced_spec(x.spec_id).axes:
                 continue
             raise ValueError(f"params is sharded already: leaf {path!r} is {x!r}; gather it with the step that made it")
         if isinstance(x, torch.nn.Module):
@@ -186,8 +186,7 @@ def replicate(params: Any) -> Any:
     """
 
     def replicate_unit(unit: ShardedUnit) -> Any:
-        unit_facts = spec_info(unit.spec_id)
-        if not unit_facts.split:
+        if not traced_spec(unit.spec_id).split:
             return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
         spec_id = sharded_over(unit.spec_id, (), "each", axis_names())
         return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
@@ -222,7 +221,7 @@ def assemble(params: Any) -> Any:
 
     def assemble_unit(unit: ShardedUnit) -> list[torch.Tensor]:
         leaves = list(_leaves(unit))
-        for split in reversed(spec_info(unit.spec_id).split):
+        for split in reversed(traced_spec(unit.spec_id).split):
             leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
         return leaves
 

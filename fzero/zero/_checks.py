@@ -15,7 +15,7 @@ from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
 from fzero.graph import other_memory, refuse_writes_into
 from fzero.optim import Optimizer, Pair, torch_optimizer_message
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, spec_info
+from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 
 def is_sharded(values: Any) -> bool:
     """Return whether a tree holds units that are sharded over some axis."""
-    return any(isinstance(x, Shard) and spec_info(x.spec_id).axes for x in tree.flatten(values, is_box)[0])
+    return any(isinstance(x, Shard) and traced_spec(x.spec_id).axes for x in tree.flatten(values, is_box)[0])
 
 
 def check_tree(values: Any, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ def check_arguments(
 
 def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None:
     """Check that each rank holds the items of a stacked list that this step's rules assign to it."""
-    for s in spec_info(x.spec_id).split:
+    for s in traced_spec(x.spec_id).split:
         if s.stacked is None or not rules.stacks:
             continue
         item_paths = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
@@ -136,7 +136,7 @@ def check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes:
         name for name in mean_axes if name in pipeline_axes or any(x.axes is None or name in x.axes for x in batches)
     ]
     for x in entries if batches else ():
-        for split in spec_info(x.spec_id).split if isinstance(x, Shard) else ():
+        for split in traced_spec(x.spec_id).split if isinstance(x, Shard) else ():
             if split.axis in mean_axes and split.axis not in data_axes:
                 option = f"axis={tuple(data_axes)!r}" if data_axes else "such as axis='dp' of fzero.mesh(dp=1, ...)"
                 axes = tuple(
@@ -215,7 +215,7 @@ def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
         refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
         for x in shards:
             # not written, and yet changed; a unit over no axis was not sharded: its data is the argument itself
-            if x.origin is None and spec_info(x.spec_id).axes:
+            if x.origin is None and traced_spec(x.spec_id).axes:
                 raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 

@@ -47,7 +47,7 @@ MUTANTS = [
         Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
         Fault("a rule's first leaf answers for its unit", "_share_by_rule", becomes("A(path)", "A(spec.paths[0])")),
         Fault(
-            "a share of this mesh's elements", "_weight", returns("spec_info(spec_id).shard_numel"), OFFLOAD + SPACES
+            "a share of this mesh's elements", "_weight", returns("traced_spec(spec_id).shard_numel"), OFFLOAD + SPACES
         ),
         Fault(
             "tied leaves of a state part when they go down",
