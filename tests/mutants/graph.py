@@ -19,7 +19,7 @@ from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PASS_MANAG
 
 RECORDER = ("tests/_torch/test_recorder.py",)
 GRAPHS = ("tests/_torch/test_graphs.py",)
-ALONE = ("tests/graph/test_alone.py",)
+LONE_COLLECTIVES = ("tests/graph/test_lone_collectives.py",)
 FUSED = ("tests/graph/test_fused.py",)
 RECAST = ("tests/graph/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
@@ -29,7 +29,7 @@ BUFFERS = ("tests/_torch/test_buffers.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
-OWN_PART = ("tests/graph/test_own_part.py",)
+SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
 GROUPS = ("tests/graph/run/test_groups.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
 DECISIONS = ("tests/_torch/test_decisions.py",)
@@ -40,13 +40,13 @@ WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
-    *File("graph/passes/_collectives.py", ALONE).faults(
+    *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
         Fault("a result of one rank lies in an argument", "drop_lone_collectives", dropped("not A & {*B[C]}")),
         Fault("views lie where the gather was", "drop_lone_collectives", skipped("A(sorted(B, key=C.__getitem__))")),
         Fault("all collectives are over one rank", "_runs_over", dropped("A in B")),
     ),
     *File("graph/_entry.py", DONATION).faults(
-        Fault("no group has one rank", "_groups_of_one", constant(1, 0), ALONE),
+        Fault("no group has one rank", "_groups_of_one", constant(1, 0), LONE_COLLECTIVES),
         Fault("operations are fused on fx", "_pass_context", always("A.backend == 'inductor'"), FUSED),
         Fault("what is handed on may not be shared", "_overwritten", returns("list(donated)")),
         Fault("leaves that change places may be shared", "_overwritten", (swapped("is", "in"), bare("A[i]"))),
@@ -139,9 +139,9 @@ MUTANTS = [
             "only the last write waits for readers",
             "readers_of_overwritten",
             becomes("A.get(B, ())", "A.get(B, ())[-1:]"),
-            OWN_PART,
+            SLICE_OF_GATHER,
         ),
-        Fault("a write before its readers stays there", "rules_of", becomes("A(B, readers)", "B[:]"), OWN_PART),
+        Fault("a write before its readers stays there", "rules_of", becomes("A(B, readers)", "B[:]"), SLICE_OF_GATHER),
     ),
     *File("graph/_ir.py", GRAPH).faults(
         Fault(
@@ -345,7 +345,7 @@ MUTANTS = [
     *File("graph/passes/_rematerialize.py", GRAPH).faults(
         Fault("matrix products run again", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
     ),
-    *File("graph/passes/_overwrite.py", OWN_PART).faults(
+    *File("graph/passes/_overwrite.py", SLICE_OF_GATHER).faults(
         Fault("each rank updates the first part", "slice_of_gather", becomes("A[str(B.args[2])]", "0")),
         Fault(
             "the order of leaves is not looked at", "_first_of_buffer", (swapped("!=", "=="), becomes("list(A)", "[]"))
@@ -356,7 +356,7 @@ MUTANTS = [
         ),
         Fault("the old part is any concatenation in the buffer", "_lies_in", bare("B == C and A")),
     ),
-    *File("graph/_storages.py", OWN_PART).faults(
+    *File("graph/_storages.py", SLICE_OF_GATHER).faults(
         Fault(
             "arguments side by side count twice",
             "storages_in",

@@ -1,7 +1,7 @@
 """Faults in fzero/optim."""
 
 from tests.mutants.changes import bare, becomes, constant, never, skipped, swapped
-from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, WHOLE, Fault, File
+from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, PAIRS, Fault, File
 
 MUTANTS = [
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
@@ -12,7 +12,7 @@ MUTANTS = [
         Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),
         Fault("leaf norms of the own part", "_leaf_norms", bare("B(A, axes)")),
     ),
-    *File("sharding/_owners.py", WHOLE).faults(
+    *File("sharding/_owners.py", FULL_LEAVES).faults(
         Fault("an owner gets another's matrix", "_parts_to_matrices", becomes("parts[A]", "parts[0]")),
         Fault("pieces go back to the wrong place", "_matrices_to_parts", becomes("A[B.matrix]", "0", at="2 of 3")),
         Fault(
@@ -22,12 +22,12 @@ MUTANTS = [
         ),
         Fault("padding of a shard is sent", "_parts_to_shards", never("A > B")),
     ),
-    *File("optim/_wrappers.py", WHOLE).faults(
+    *File("optim/_wrappers.py", FULL_LEAVES).faults(
         Fault("the state of a whole pair is kept whole", "_put_state", never("A.ndim")),
         Fault("a mask of whole units", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
-    *File("optim/_muon.py", WHOLE).faults(
+    *File("optim/_muon.py", FULL_LEAVES).faults(
         Fault("a split matrix is taken for whole", "_map_stack_of_owner", becomes("reversed(A)", "()")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),

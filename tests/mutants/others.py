@@ -1,7 +1,7 @@
 """Faults in fzero's other folders and files."""
 
 from tests.mutants.changes import always, becomes, before, dropped, never, skipped
-from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Fault, File
+from tests.mutants.mutant import DONATION, GATHER_TEXTS, HALF, JIT, OWN, WRITES, Fault, File
 
 MUTANTS = [
     *File("__init__.py", ("tests/test_import.py",)).faults(
@@ -54,7 +54,7 @@ MUTANTS = [
     *File("_donated.py", DONATION).faults(
         Fault("keep the old tensors", "donate_memory", skipped("A.data = B(A.dtype, A.device)")),
     ),
-    *File("ranks/_agreement.py", TEXTS).faults(
+    *File("ranks/_agreement.py", GATHER_TEXTS).faults(
         Fault("texts of two rounds are mixed", "gather_texts", becomes("A[B] += 1", "A[B] = 1")),
         Fault(
             "texts of two topics are mixed", "gather_texts", becomes("f'fzero/{A}/{B[A]}/{C}'", "f'fzero/{B[A]}/{C}'")

@@ -7,7 +7,7 @@ ARRIVING = ("tests/graph/run/test_loop.py",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
-OWN_PART = ("tests/graph/test_own_part.py",)
+SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
 GROUPS = ("tests/graph/run/test_groups.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
@@ -21,7 +21,10 @@ MUTANTS = [
         Fault("a scalar is written too early", "_scalar_group_of", never("A.target is B", at="2 of 2")),
         Fault("micro-batches cut inside", "parts_of_arguments", constant(1, 99), JIT),
         Fault(
-            "a segment writes what it reads as another argument", "split_into_groups", never("A(B, C[-1])"), OWN_PART
+            "a segment writes what it reads as another argument",
+            "split_into_groups",
+            never("A(B, C[-1])"),
+            SLICE_OF_GATHER,
         ),
         Fault(
             "scalars in the loops that read them",

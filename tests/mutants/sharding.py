@@ -7,7 +7,7 @@ FLAT = ("tests/sharding/test_flat.py",)
 RECORDER = ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
-    *File("sharding/_boxes.py", ("tests/sharding/test_answers.py",)).faults(
+    *File("sharding/_boxes.py", ("tests/sharding/test_boxes.py",)).faults(
         Fault("a slot is the unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
         Fault("a moment has its parameter's dtype", "Shard.dtype", becomes("self.pieces[0]", "self.spec")),
         Fault("a part of a leaf is the leaf", "Shard.full_numel", becomes("self.A.B", "self.A.shapes")),

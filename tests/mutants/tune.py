@@ -8,11 +8,11 @@ MODELS = ("tests/tuning/test_models.py",)
 COST = ("tests/graph/test_cost.py",)
 LINKS = ("tests/graph/test_links.py",)
 RULES = ("tests/tuning/test_rules.py",)
-PLACES = ("tests/tuning/test_places.py",)
+PARALLELISM = ("tests/tuning/test_parallelism.py",)
 CALIBRATE = ("tests/tuning/test_calibrate.py",)
 WATCH = ("tests/tuning/test_watch.py",)
 ALLOCATIONS = ("tests/_torch/test_allocations.py",)
-OTHERS = ("tests/tuning/test_others.py",)
+PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
 COMMAND = ("tests/tuning/test_command.py",)
 
 MUTANTS = [
@@ -20,7 +20,7 @@ MUTANTS = [
         Fault("the budget is forgotten in the best", "Table.fitting", always("A.B <= self.budget")),
         Fault("the best is the smallest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")),
         Fault("a frontier of all rows", "Table.frontier", always("A.B < C[-1].B")),
-        Fault("a table forgets its layouts", "Table._select_settings", dropped("A in B"), PLACES),
+        Fault("a table forgets its layouts", "Table._select_settings", dropped("A in B"), PARALLELISM),
     ),
     *File("tuning/_search.py", TUNE).faults(
         Fault(
@@ -34,10 +34,10 @@ MUTANTS = [
         Fault("two blocks say what many take", "SHALLOW", becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}")),
         Fault("the schedule of few blocks stays", "Measure._by_two", never("replans")),
         Fault("no row is planned in full", "refine", always("not rough")),
-        Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PLACES),
-        Fault("stages come to be even", "depths_of", becomes("few * A + B", "few * A"), PLACES),
-        Fault("blocks are always alike", "depths_of", always("alike"), PLACES),
-        Fault("a step on any mesh is planned", "check_mesh", never("expected"), PLACES),
+        Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
+        Fault("stages come to be even", "depths_of", becomes("few * A + B", "few * A"), PARALLELISM),
+        Fault("blocks are always alike", "depths_of", always("alike"), PARALLELISM),
+        Fault("a step on any mesh is planned", "check_mesh", never("expected"), PARALLELISM),
     ),
     *File("tuning/_row.py", TUNE).faults(
         Fault(
@@ -54,9 +54,9 @@ MUTANTS = [
             "a step takes what its fullest rank does",
             "row_of",
             becomes("max([A.schedules[A.B].C for A in D])", "summary.schedules[summary.B].C"),
-            PLACES,
+            PARALLELISM,
         ),
-        Fault("a message is sent once", "summarize", bare("A * m.times"), PLACES),
+        Fault("a message is sent once", "summarize", bare("A * m.times"), PARALLELISM),
     ),
     *File("tuning/_space.py", TUNE).faults(
         Fault("a larger micro-batch holds less", "Configuration.holds_no_less_than", swapped(">=", "<=")),
@@ -70,7 +70,7 @@ MUTANTS = [
         Fault("the batch is each rank's", "Space.__iter__", bare("A // B.C")),
         Fault("an odd micro-batch is left out without a word", "space_of", never("A.B is not None")),
         Fault("half precision for all", "Configuration.policy", becomes("A[self.precision]", "torch.bfloat16")),
-        Fault("all ranks are data-parallel", "Configuration.world", returns("self.ranks"), PLACES),
+        Fault("all ranks are data-parallel", "Configuration.world", returns("self.ranks"), PARALLELISM),
         Fault(
             "a pipeline lies within a machine",
             "Configuration.axes",
@@ -80,13 +80,13 @@ MUTANTS = [
                 becomes("self.pp", "self.tp"),
                 becomes("'pp': self.tp", "'pp': self.pp"),
             ),
-            PLACES,
+            PARALLELISM,
         ),
         Fault(
             "a layout holds no less than another",
             "Configuration.holds_no_less_than",
             (dropped("self.A", at="3 of 4"), dropped("A.B", at="5 of 7")),
-            PLACES,
+            PARALLELISM,
         ),
     ),
     *File("tuning/_machines.py", TUNE).faults(
@@ -133,9 +133,9 @@ MUTANTS = [
         Fault("a long text is let through", "model_step", never("0 < A.positions < B")),
         Fault("experts lie whole on each rank", "_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
-        Fault("the planner cuts heads", "ModelStep._check", never("A % B.tp"), PLACES),
+        Fault("the planner cuts heads", "ModelStep._check", never("A % B.tp"), PARALLELISM),
     ),
-    *File("tuning/_peer_estimates.py", OTHERS).faults(
+    *File("tuning/_peer_estimates.py", PEER_ESTIMATES).faults(
         Fault("gradients are left out", "deepspeed_zero2", constant(4, 2, at="2 of 3")),
         Fault("a host has all that the hosts have", "deepspeed_zero3", bare("A / hosts")),
         Fault("the largest layer is left out", "deepspeed_zero3", becomes("4 * A", "0")),
@@ -146,7 +146,7 @@ MUTANTS = [
         Fault("a timeline that misses the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
         Fault("a script within the data ends the page", "page", bare("A.replace('</', '<\\\\/')")),
     ),
-    *File("tuning/command.py", PLACES).faults(
+    *File("tuning/command.py", PARALLELISM).faults(
         Fault(
             "the lines to paste gather at once", "_grad_options", constant(", gather=False", ", gather=True"), COMMAND
         ),
@@ -205,10 +205,10 @@ MUTANTS = [
         Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("no pipeline is idle", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
-    *File("graph/_pass_manager.py", PLACES).faults(
+    *File("graph/_pass_manager.py", PARALLELISM).faults(
         Fault("whether a loop goes on across turns is forgotten", "Knobs.of", dropped("'across_iterations': False")),
     ),
-    *File("tuning/_table_views.py", PLACES).faults(
+    *File("tuning/_table_views.py", PARALLELISM).faults(
         Fault("bytes stand under any axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(moved_axes[0], 0)")),
     ),
 ]

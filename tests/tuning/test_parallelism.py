@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism in the planner: rows are those of the fullest rank, and what is pasted runs."""
+"""Tensor and pipeline parallelism in the planner: rows are those of the fullest rank, and pasted calls run."""
 
 import functools
 import json

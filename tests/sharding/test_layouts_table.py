@@ -1,3 +1,5 @@
+"""The table of layouts has a row for each leaf of a tree, with its shape and its ranks."""
+
 import torch
 
 import fzero

@@ -1,4 +1,4 @@
-"""A cut leaf answers for the leaf that it was: shape, dtype, device, elements, at every stage and place."""
+"""A box has the shape, dtype, device and number of elements of its full leaf, at every stage."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Collectives over one rank: a step that shares experts among all its ranks gathers and sums them nowhere."""
+"""Collectives over one rank are dropped, as in a step that shares its experts among all its ranks."""
 
 from collections import Counter
 

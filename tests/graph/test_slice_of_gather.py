@@ -1,4 +1,4 @@
-"""The own part of a unit is read and written where it lies: on graphs made by hand, in a world of equal ranks."""
+"""The slice of a gather is read and written in place: on graphs made by hand, in a world of equal ranks."""
 
 import pytest
 import torch

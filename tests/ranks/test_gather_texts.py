@@ -1,4 +1,4 @@
-"""Texts between ranks: each rank's in rank order, round by round, and an error for a rank that gives none."""
+"""gather_texts returns each rank's text in rank order, round by round, and names a rank that sends none."""
 
 from collections.abc import Iterator
 

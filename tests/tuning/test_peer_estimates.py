@@ -1,4 +1,4 @@
-"""What others say: the numbers of their documentation come out."""
+"""Estimates by the formulas of other libraries: they give the numbers in the documentation of those libraries."""
 
 import pytest
 
@@ -13,14 +13,14 @@ ZERO3 = {(True, True): (71.69, 0.12), (True, False): (63.72, 0.78), (False, Fals
 
 @pytest.mark.parametrize("offload", ZERO2)
 def test_deepspeeds_zero2_on_t5(offload):
-    said = tuning.deepspeed_zero2(T5[0], devices_per_host=8, offload=offload)
-    assert (round(said.host_bytes / 2**30, 2), round(said.device_bytes / 2**30, 2)) == ZERO2[offload]
+    estimate = tuning.deepspeed_zero2(T5[0], devices_per_host=8, offload=offload)
+    assert (round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)) == ZERO2[offload]
 
 
 @pytest.mark.parametrize("offload,params", ZERO3)
 def test_deepspeeds_zero3_on_t5(offload, params):
-    said = tuning.deepspeed_zero3(*T5, devices_per_host=8, offload=offload, offload_params=params)
-    assert (round(said.host_bytes / 2**30, 2), round(said.device_bytes / 2**30, 2)) == ZERO3[offload, params]
+    estimate = tuning.deepspeed_zero3(*T5, devices_per_host=8, offload=offload, offload_params=params)
+    assert (round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)) == ZERO3[offload, params]
 
 
 def test_more_hosts_hold_less_each():
