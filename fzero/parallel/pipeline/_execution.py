@@ -196,8 +196,7 @@ def _check_same_schedule(stages: Stages, device: torch.device) -> None:
         ValueError: on all ranks, if two schedules differ. The message names the two ranks.
     """
     binding, table = stages.axis.binding, stages.schedule
-    key = "agreed", binding.group
-    if is_lockstep(binding.group) or key in stages.cache:
+    if is_lockstep(binding.group) or binding.group in stages.cache.checked_groups:
         return  # in lockstep, an error names the ranks that wait
     text = repr((table.rows, table.rank_of_stage, stages.placement.blocks))
     schedule_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
@@ -211,7 +210,7 @@ def _check_same_schedule(stages: Stages, device: torch.device) -> None:
                 f"differs from rank 0. This rank has {table.name!r} of {table.micro_batches} micro-batches. Use the "
                 "same schedule on all ranks: if it depends on measured durations, take those of one rank"
             )
-    stages.cache[key] = None
+    stages.cache.checked_groups.add(binding.group)
 
 
 class _Table(torch.autograd.Function):

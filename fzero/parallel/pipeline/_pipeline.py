@@ -30,7 +30,7 @@ from fzero.parallel.pipeline._model import (
     place_blocks,
     without_axis,
 )
-from fzero.parallel.pipeline._stages import Stages
+from fzero.parallel.pipeline._stages import PipelineCache, Stages
 from fzero.parallel.schedules import Schedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh
@@ -94,7 +94,7 @@ class Pipeline:
     depth: int | tuple[int, ...] | None = None
     blocks: str = "blocks"
     rule: SplitRule | None = None
-    _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: PipelineCache = field(default_factory=PipelineCache, repr=False, compare=False)
 
     @property
     def split(self) -> PipelineSplit:
@@ -108,9 +108,10 @@ class Pipeline:
             ValueError: if the mesh does not have the axis, or the schedule does not fit its ranks.
         """
         ranks = mesh if isinstance(mesh, int) else self._ranks(mesh)
-        if ranks not in self._cache:
-            self._cache[ranks] = self._build_schedule(ranks)
-        return self._cache[ranks]
+        schedules = self._cache.schedules
+        if ranks not in schedules:
+            schedules[ranks] = self._build_schedule(ranks)
+        return schedules[ranks]
 
     def _build_schedule(self, ranks: int) -> Schedule:
         schedule = self.schedule_or_name
@@ -136,10 +137,10 @@ class Pipeline:
             ValueError: if `depth` differs from the pipeline's, or the pipeline has none and stages would differ.
         """
         schedule = self.schedule(mesh)
-        counts = self._counts(schedule.stages, depth)
-        if (schedule.ranks, counts) not in self._cache:
-            self._cache[schedule.ranks, counts] = place_blocks(schedule, counts)
-        return self._cache[schedule.ranks, counts]
+        placements, key = self._cache.placements, (schedule.ranks, self._counts(schedule.stages, depth))
+        if key not in placements:
+            placements[key] = place_blocks(schedule, key[1])
+        return placements[key]
 
     def _counts(self, stages: int, depth: int) -> tuple[int, ...]:
         counts = even_counts(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth

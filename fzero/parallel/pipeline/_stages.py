@@ -12,7 +12,7 @@ from fzero.axes import Axis
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.schedules import Schedule
 
-__all__ = ["Params", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
+__all__ = ["Params", "PipelineCache", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
 
 Tensors = list[torch.Tensor]
 
@@ -83,6 +83,25 @@ class _TreeSpec(NamedTuple):
 _EMPTY = object()
 
 
+@dataclass
+class PipelineCache:
+    """Results that a pipeline computes once.
+
+    Attributes:
+        schedules: by the number of ranks, the schedule.
+        placements: by the number of ranks and each stage's number of blocks, the placement of the blocks.
+        value_specs: by the shapes, dtypes and devices of the arguments, the shapes and dtypes of values.
+        checked_groups: the process groups whose ranks have the same schedule.
+    """
+
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+    placements: dict[tuple[int, tuple[int, ...]], BlockPlacement] = field(default_factory=dict)
+    value_specs: "dict[tuple[tuple[torch.Size, torch.dtype, torch.device], ...], ValueSpec]" = field(
+        default_factory=dict
+    )
+    checked_groups: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class Stages:
     """The stages of a pipeline.
@@ -93,7 +112,7 @@ class Stages:
         placement: the blocks of each stage.
         axis: the axis along which the stages lie.
         call_of: `(number, in_loop) -> call` of a micro-batch. The number may be that of a traced loop's iteration.
-        cache: results of earlier runs.
+        cache: the pipeline's cache.
     """
 
     model: Model
@@ -101,7 +120,7 @@ class Stages:
     placement: BlockPlacement
     axis: Axis
     call_of: Callable[..., MicroBatchCall]
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: PipelineCache
 
     @property
     def last(self) -> int:
@@ -174,11 +193,12 @@ def value_spec_of(stages: Stages, params: Params, tensors: Sequence[torch.Tensor
     call = stages.call_of(0)
     arguments = [*tensors, *tree.tensors(call.batch)]
     key = tuple([(x.shape, x.dtype, x.device) for x in arguments])
-    if key not in stages.cache:
+    value_specs = stages.cache.value_specs
+    if key not in value_specs:
         devices = sorted({x.device for x in arguments if x.device.type == "cuda"}, key=str)
         with torch.random.fork_rng(devices), torch.no_grad():
-            stages.cache[key] = call.run(probe, stages, params, tensors)
-    return stages.cache[key]
+            value_specs[key] = call.run(probe, stages, params, tensors)
+    return value_specs[key]
 
 
 def probe(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> ValueSpec:
