@@ -165,6 +165,13 @@ def test_the_top_level_has_few_names_and_the_rooms():
     assert sorted(fzero.__all__) == sorted(TOP + ROOMS)
 
 
+def test_one_makers_devices_are_used_in_one_folder():
+    """Elsewhere `torch.accelerator` serves the GPUs of all makers."""
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] != "_torch":
+            assert "torch.cuda" not in path.read_text(), path
+
+
 def test_private_torch_is_used_in_one_folder():
     for path in FILES:
         if path.parent != ROOT / "_torch":

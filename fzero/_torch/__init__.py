@@ -5,6 +5,13 @@ They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, the tests
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero._torch.accelerator import (
+    autocast_kinds,
+    fork_random_state,
+    is_accelerator,
+    local_accelerator,
+    wait_for_device,
+)
 from fzero._torch.compiler import (
     Form,
     compile_threads,
@@ -76,6 +83,7 @@ __all__ = [
     "allocations",
     "allow_in_graph",
     "assume_constant_result",
+    "autocast_kinds",
     "buffers_of",
     "c10d",
     "can_record",
@@ -87,6 +95,7 @@ __all__ = [
     "default_store",
     "fake_like",
     "fakes_on",
+    "fork_random_state",
     "functionalize",
     "graph_of",
     "group_of",
@@ -97,11 +106,13 @@ __all__ = [
     "inductor",
     "inductor_folder",
     "inductor_for_lengths",
+    "is_accelerator",
     "is_backward",
     "is_fake",
     "is_tracing",
     "line_of",
     "load_metadata",
+    "local_accelerator",
     "matrix_workspace_bytes",
     "memory_like",
     "pickle_graphs",
@@ -120,5 +131,6 @@ __all__ = [
     "unpickle_graphs",
     "user_line",
     "view_of",
+    "wait_for_device",
     "without_function_modes",
 ]

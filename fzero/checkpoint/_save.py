@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero._notice import warn_once
+from fzero._torch import wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import StoreChannel, agree, all_or_none
 from fzero.checkpoint._blocks import chunks, view_or_chunks
@@ -82,7 +83,8 @@ class Staging:
         """Return a buffer `[nbytes]`. It reuses the previous memory if that is large enough."""
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old buffer first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu")
+            is_pinned = torch.accelerator.is_available()
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
         return self._buffer[:nbytes]
 
 
@@ -221,8 +223,7 @@ def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int,
                 buffer[at : at + chunk.nbytes].copy_(chunk.view(torch.uint8), non_blocking=True)
                 at += chunk.nbytes
             copies[rank].append((buffer, first, at))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # waits for the copies from the GPU
+    wait_for_device()  # for the copies to the host
     return copies
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-
+from fzero._torch import wait_for_device
 from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
@@ -67,8 +66,7 @@ def spans() -> Iterator[list[Span]]:
         return time.perf_counter()
 
     def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for_device()
         seconds, site = time.perf_counter() - start, current_call_site()
         phase = "backward" if site.backward else "forward" if site.forward else ""
         timed.append(TimedOperation(operation.name, site.line, phase, seconds))

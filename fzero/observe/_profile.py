@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._report import FigureReport, new_figure
-from fzero._torch import profiling
+from fzero._torch import profiling, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
 from fzero.observe._lines import LineCost, Span, by_line, spans
@@ -239,7 +239,7 @@ def profile(
         start = time.perf_counter()
         with torch.profiler.record_function(MARK):
             out = step(*args_copy, **kwargs_copy)
-            _synchronize()
+            wait_for_device()
         seconds = time.perf_counter() - start
         del out
         return seconds
@@ -254,8 +254,9 @@ def profile(
     for _ in range(warmup):
         run()
     seconds = statistics.median([run() for _ in range(steps)])
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    if torch.accelerator.is_available():
+        activities |= torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             run()
@@ -294,14 +295,9 @@ def _copy(values: Any) -> Any:
 
 def _start_together() -> None:
     """Synchronize all ranks. Otherwise the first collective would also wait for late ranks."""
-    _synchronize()
+    wait_for_device()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _path_of_rank(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._torch import autocast_kinds
 from fzero._torch.levels import is_differentiated, is_mapped
 from fzero.axes import Axis, Scope, call_in_scope, current_scope
 from fzero.collectives import DeferredCheck
@@ -200,7 +201,7 @@ class AutocastState:
 
 def autocast_state() -> AutocastState:
     """Return the current autocast settings."""
-    devices = ("cpu", "cuda")
+    devices = autocast_kinds()
     dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
     return AutocastState(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fzero._torch import c10d
+from fzero._torch import c10d, is_accelerator, local_accelerator, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.ranks import mesh
 from fzero.tuning._machines import CPU, H100, Machine
@@ -45,8 +45,7 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
         start = time.perf_counter()
         for _ in range(times):
             f()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
         return (time.perf_counter() - start) / times
 
     run(1)
@@ -58,7 +57,7 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
 
 def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
     """Return the floating-point operations a second of a product of square matrices."""
-    n = 4096 if device.type == "cuda" else 512  # half precision without hardware support takes 0.3 s at 512
+    n = 4096 if is_accelerator(device) else 512  # half precision without hardware support takes 0.3 s at 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device, budget)
@@ -118,8 +117,7 @@ def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) ->
     for i in range(times + 2):
         start = time.perf_counter()
         f()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
         if i >= 2:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
@@ -175,8 +173,9 @@ def calibrate(seconds: float = 5.0) -> Machine:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected a number above 0")
     ranks = mesh(dp=-1) if _is_launched() else None
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks is not None else max(torch.cuda.device_count(), 1)
+    device = local_accelerator() or torch.device("cpu")
+    devices = max(torch.accelerator.device_count(), 1)
+    local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     budget = seconds / 8
     speeds = {dtype: _slowest(product_speed(dtype, device, budget)) for dtype in DTYPES}
     small = {dtype: -_slowest(-small_seconds(dtype, device, budget / 2)) for dtype in DTYPES}
@@ -251,7 +250,7 @@ def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[s
 
 def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> Links:
     """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
-    numel = (64 if device.type == "cuda" else 4) << 18
+    numel = (64 if is_accelerator(device) else 4) << 18
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
         hop = message_seconds(first, first + stride, device, ROUNDS)
@@ -282,8 +281,9 @@ def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> M
     if device.type == "cpu":
         name, memory = f"{os.cpu_count()} cores of {_processor()}", _host_bytes() / local_ranks
     else:
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    name = f"{local_ranks} x {name}" if device.type == "cuda" else name
+        properties = torch.get_device_module(device).get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    name = f"{local_ranks} x {name}" if is_accelerator(device) else name
     constants |= {"device_bytes": (USABLE * memory, f"{USABLE:.0%} of {memory / 1e9:,.0f} GB")}
     constants |= {"host_copies": constants["host_memory"]}
     missing = {name for name, _, _ in base.sources} - {*constants}

@@ -70,8 +70,8 @@ class Meter:
         return out, Measurement(lambda: end - start, lambda: idle, lambda: True, added)
 
 
-class _CudaMeter(Meter):
-    """Measures calls on a GPU, by events on its stream and by the counters of torch's caching allocator."""
+class _DeviceMeter(Meter):
+    """Measures calls on an accelerator, by events on its stream and by the counters of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class _CudaMeter(Meter):
         self._last: Any = None  # the event of the last call's end
 
     def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Measurement]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before = torch.cuda.memory_allocated(self._device) if memory else None
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        before = torch.accelerator.memory_allocated(self._device) if memory else None
         if memory:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        start.record(torch.cuda.current_stream(self._device))
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        start.record(torch.accelerator.current_stream(self._device))
         out = call()
-        end.record(torch.cuda.current_stream(self._device))
+        end.record(torch.accelerator.current_stream(self._device))
         last, self._last = self._last, end
 
         def seconds() -> float:
@@ -98,7 +98,7 @@ class _CudaMeter(Meter):
             end.query,
         )
         if before is not None:
-            stats = torch.cuda.memory_stats(self._device)
+            stats = torch.accelerator.memory_stats(self._device)
             measurement = measurement._replace(
                 added_bytes=stats["allocated_bytes.all.peak"] - before,
                 before_bytes=before,
@@ -110,8 +110,8 @@ class _CudaMeter(Meter):
 
 def meter_of(tensors: list[torch.Tensor]) -> Meter:
     """Return a meter for the device that tensors lie on."""
-    device = next((x.device for x in tensors if x.is_cuda), None)
-    return Meter() if device is None else _CudaMeter(device)
+    device = next((x.device for x in tensors if _torch.is_accelerator(x.device)), None)
+    return Meter() if device is None else _DeviceMeter(device)
 
 
 # Readings compare a measurement with its plan. Hints explain the differences.
@@ -263,9 +263,8 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
             Hint(
                 "fragmentation",
                 f"the allocator holds {format_bytes(reserved)}, {over}, of which "
-                f"{format_bytes(reserved - peak)} were never used at "
-                "once; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.cuda.empty_cache() after "
-                "init",
+                f"{format_bytes(reserved - peak)} were never used at once; set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.accelerator.empty_cache() after init",
             )
         )
     retries = last.measurement.retries - first.measurement.retries

@@ -173,7 +173,11 @@ MUTANTS = [
         Fault("rows are written again", "WatchedStep._write", bare("A[B:]")),
         Fault("a hint is said each time", "WatchedStep._write", skipped("self._reported.add(A.name)")),
         Fault("the median is the worst", "_time_hints", becomes("median", "max")),
-        Fault("a GPU's peak is that of all time", "_CudaMeter.__call__", skipped("A.reset_peak_memory_stats(self.B)")),
+        Fault(
+            "a GPU's peak is that of all time",
+            "_DeviceMeter.__call__",
+            skipped("A.reset_peak_memory_stats(self.B)"),
+        ),
     ),
     *File("_torch/watched.py", ALLOCATIONS).faults(
         Fault("what is freed stays", "_peak", becomes("A.cpu_memory_usage()", "max(A.cpu_memory_usage(), 0)")),

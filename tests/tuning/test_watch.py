@@ -240,7 +240,7 @@ class Stream:
         self.done = 0
         self.log: list[str] = []
 
-    def event(self, enable_timing: bool) -> Any:
+    def event(self, device: torch.device, enable_timing: bool) -> Any:
         stream = self
 
         class Event:
@@ -267,11 +267,11 @@ class Stream:
 @pytest.fixture
 def gpu(monkeypatch):
     stream, stats = Stream(), {"allocated_bytes.all.peak": 70, "reserved_bytes.all.peak": 90, "num_alloc_retries": 2}
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: stream.log.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch, "Event", stream.event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: stream.log.append("reset"))
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: stats)
     return stream
 
 

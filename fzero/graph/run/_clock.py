@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fzero._torch import is_backward, line_of
+from fzero._torch import is_backward, line_of, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph._ir import flops
 from fzero.graph.loop._scan import loop_of
@@ -68,8 +67,7 @@ def record_time(note: Callable[[TimedOperation], None], name: str, line: str, ph
     with without_watchers():
         start = time.perf_counter()
         out = f()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for_device()
         seconds = time.perf_counter() - start
     note(TimedOperation(name, line, phase, seconds))
     return out

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from fzero._format import format_bytes
 from fzero._notice import warn_once
-from fzero._torch import have_equal_strides
+from fzero._torch import fork_random_state, have_equal_strides
 from fzero.graph._ir import FUSED, nbytes, stand_ins_of
 from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
 from fzero.ranks import Mesh, gather_texts
@@ -77,8 +77,7 @@ def check_outputs(code: Code, runs: Runs) -> None:
     """
     if not all(isinstance(x, torch.Tensor) for x in code.fakes):
         return
-    cards = sorted({x.device.index or 0 for x in code.fakes if x.device.type == "cuda"})
-    with torch.random.fork_rng(cards), torch.no_grad():
+    with fork_random_state(x.device for x in code.fakes), torch.no_grad():
         try:
             outputs = list(runs([_zeros_like(x) for x in code.fakes]))
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch import Buffer, buffers_of
+from fzero._torch import Buffer, autocast_kinds, buffers_of
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
 __all__ = ["Arguments", "Key", "LeafName", "arguments_of", "blocks_of", "difference", "key_of", "leaf_names_of"]
@@ -264,7 +264,7 @@ def key_of(arguments: Arguments) -> Key:
 
 
 def _settings() -> tuple[Any, ...]:
-    casts = tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "cuda")])
+    casts = tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast_kinds()])
     return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._torch import fork_random_state
 from fzero.axes import Axis
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.schedules import Schedule
@@ -195,8 +196,7 @@ def value_spec_of(stages: Stages, params: Params, tensors: Sequence[torch.Tensor
     key = tuple([(x.shape, x.dtype, x.device) for x in arguments])
     value_specs = stages.cache.value_specs
     if key not in value_specs:
-        devices = sorted({x.device for x in arguments if x.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with fork_random_state(x.device for x in arguments), torch.no_grad():
             value_specs[key] = call.run(probe, stages, params, tensors)
     return value_specs[key]
 

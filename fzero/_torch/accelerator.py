@@ -1,0 +1,42 @@
+"""This machine's accelerator, a GPU of any maker, by `torch.accelerator`, which torch 2.11 to 2.15 have."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+__all__ = ["autocast_kinds", "fork_random_state", "is_accelerator", "local_accelerator", "wait_for_device"]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is an accelerator, and neither the host nor torch's device without memory."""
+    return device.type not in ("cpu", "meta")
+
+
+def local_accelerator() -> torch.device | None:
+    """Return this process's accelerator with its number; None if the machine has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wait_for_device(device: torch.device | None = None) -> None:
+    """Wait until an accelerator has done its work.
+
+    Args:
+        device: the accelerator, or the host, which is not waited for; by default this process's accelerator, if it has
+            one.
+    """
+    if is_accelerator(device) if device is not None else torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)
+
+
+def autocast_kinds() -> tuple[str, str]:
+    """Return the types of the devices whose autocast settings a trace notes: the host's and the accelerator's."""
+    found = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda" if found is None else found.type)
+
+
+def fork_random_state(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Keep the random states of the host and of the accelerators among devices, for a `with` block."""
+    found = sorted({d for d in devices if is_accelerator(d)}, key=str)
+    return torch.random.fork_rng(found, device_type=found[0].type if found else "cuda")
