@@ -74,8 +74,7 @@ def _in_a_loop(
     iteration = loop.iteration(micro_batches)
 
     def add_up(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        before = loop.sum_before(share, iteration, dtype)
-        return loop.sum_after(torch.add(before, share), before)
+        return loop.LoopSum.with_share(share, iteration, dtype).after()
 
     value, aux, gradients = run(iteration)
     _in_place(gradients, add_up, list(dtypes))

@@ -19,6 +19,7 @@ from fzero.graph.loop._scan import (
     OPERATIONS,
     Loop,
     LoopSlice,
+    LoopSum,
     NotScannable,
     check_equal_runs,
     graphs_in,
@@ -34,8 +35,6 @@ from fzero.graph.loop._scan import (
     run_again,
     set_body,
     shared_graphs,
-    sum_after,
-    sum_before,
 )
 
 __all__ = [
@@ -43,6 +42,7 @@ __all__ = [
     "OPERATIONS",
     "Loop",
     "LoopSlice",
+    "LoopSum",
     "NotScannable",
     "Phase",
     "RankSchedule",
@@ -70,6 +70,4 @@ __all__ = [
     "send",
     "set_body",
     "shared_graphs",
-    "sum_after",
-    "sum_before",
 ]

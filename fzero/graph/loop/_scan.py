@@ -16,6 +16,7 @@ __all__ = [
     "OPERATIONS",
     "Loop",
     "LoopSlice",
+    "LoopSum",
     "NotScannable",
     "check_equal_runs",
     "graphs_in",
@@ -31,8 +32,6 @@ __all__ = [
     "run_again",
     "set_body",
     "shared_graphs",
-    "sum_after",
-    "sum_before",
 ]
 
 # Loops: a node of the graph runs a graph of its own, one iteration after the other.
@@ -217,6 +216,34 @@ def check_equal_runs(
 
 
 OPERATIONS = (iteration, part, sum_before, sum_after, rows, run_again, check_equal_runs)
+
+
+class LoopSum(NamedTuple):
+    """A sum over a loop's iterations, in an iteration.
+
+    Attributes:
+        before: the sum over earlier iterations.
+        now: the sum with this iteration's share.
+    """
+
+    before: torch.Tensor
+    now: torch.Tensor
+
+    @staticmethod
+    def with_share(share: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> "LoopSum":
+        """Begin a sum in a dtype, and add this iteration's share."""
+        before = sum_before(share, iteration, dtype)
+        return LoopSum(before, torch.add(before, share))
+
+    @staticmethod
+    def without_share(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> "LoopSum":
+        """Begin a sum of tensors like this one, to which this iteration adds nothing."""
+        before = sum_before(like, iteration, dtype)
+        return LoopSum(before, before)
+
+    def after(self) -> torch.Tensor:
+        """Pass the sum on to the next iteration, and return the sum after the last one."""
+        return sum_after(self.now, self.before)
 
 
 def is_part(node: Node) -> bool:

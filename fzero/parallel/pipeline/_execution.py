@@ -13,7 +13,7 @@ residuals of all micro-batches. Bubbles are computed too, and their results drop
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,8 @@ class RowRecorder:
             loop.rank_schedule_number(rank_schedule),
             tensors if self.scale is None else [*tensors, self.scale],
         )
-        shares: dict[int, list[_Sum]] = {index: [] for index in range(len(tensors))}
-        totals: list[_Sum] = []
+        shares: dict[int, list[loop.LoopSum]] = {index: [] for index in range(len(tensors))}
+        totals: list[loop.LoopSum] = []
         for stage in self.stages.rank_stages:
             totals += self._stage(stage, iteration, spec, tensors, shares)
         zero = torch.zeros((), dtype=spec.total, device=spec.device)
@@ -113,8 +113,13 @@ class RowRecorder:
         return len(end_ranks) - len(set(end_ranks)) + 1
 
     def _stage(
-        self, stage: int, iteration: torch.Tensor, spec: ValueSpec, tensors: Tensors, shares: dict[int, "list[_Sum]"]
-    ) -> "list[_Sum]":
+        self,
+        stage: int,
+        iteration: torch.Tensor,
+        spec: ValueSpec,
+        tensors: Tensors,
+        shares: dict[int, list[loop.LoopSum]],
+    ) -> list[loop.LoopSum]:
         """Record a stage forward and backward. For the last stage, return the sums of the total and the weight."""
         leaves, structure = tree.flatten(spec.x)
         indices = self.params.indices(*self.stages.uses(stage))
@@ -149,26 +154,12 @@ def _sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _Sum(NamedTuple):
-    """A sum over micro-batches: before an iteration, and with the iteration's share."""
-
-    before: torch.Tensor
-    now: torch.Tensor
-
-    def after(self) -> torch.Tensor:
-        """Carry the sum to the next iteration, and return the sum after the last one."""
-        return loop.sum_after(self.now, self.before)
+def _with_share(share: torch.Tensor, iteration: torch.Tensor) -> loop.LoopSum:
+    return loop.LoopSum.with_share(share, iteration, _sum_dtype(share))
 
 
-def _with_share(share: torch.Tensor, iteration: torch.Tensor) -> _Sum:
-    before = loop.sum_before(share, iteration, _sum_dtype(share))
-    return _Sum(before, torch.add(before, share))
-
-
-def _without_share(like: torch.Tensor, iteration: torch.Tensor) -> _Sum:
-    """Return a sum to which this rank adds nothing."""
-    before = loop.sum_before(like, iteration, _sum_dtype(like))
-    return _Sum(before, before)
+def _without_share(like: torch.Tensor, iteration: torch.Tensor) -> loop.LoopSum:
+    return loop.LoopSum.without_share(like, iteration, _sum_dtype(like))
 
 
 def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
