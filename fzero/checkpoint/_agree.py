@@ -77,22 +77,27 @@ def _try(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "StoreChannel":
+def agree(
+    task: str, prepare: Callable[[], tuple[bytes, T]], nonce: str, mesh: Mesh | None, timeout: float
+) -> "tuple[StoreChannel, T]":
     """Check that all ranks do the same work, and agree on rank 0's nonce.
 
     Args:
         task: the name of the work in messages.
-        describe: returns a text that must be equal on all ranks. If it raises, all ranks raise.
+        prepare: returns a text that must be equal on all ranks, and a result. If it raises, all ranks raise.
         nonce: 16 hexadecimal digits.
         mesh: the ranks.
         timeout: how long to wait for another rank's report, in seconds.
 
+    Returns:
+        A channel between the ranks, and the result of `prepare` on this rank.
+
     Raises:
-        CheckpointError: if the texts differ, or `describe` raised on another rank.
+        CheckpointError: if the texts differ, or `prepare` raised on another rank.
     """
-    text = all_or_none(task, describe, mesh)
+    text, result = all_or_none(task, prepare, mesh)
     if mesh is None or not mesh.distributed:
-        return StoreChannel(nonce, 0, 1, None, timeout)
+        return StoreChannel(nonce, 0, 1, None, timeout), result
     halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # because the collective exchanges int64
     all_numbers = all_gather_numbers(torch.tensor([zlib.crc32(text), *halves], device="cpu"), mesh)
     nonce = "".join([f"{half:08x}" for half in all_numbers[0][1:]])
@@ -105,7 +110,7 @@ def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | Non
             f"{task}: rank {outliers[0]} has another tree, or another folder, than rank 0: "
             f"{_named_difference(first, other, outliers[0]) or _difference(first, other)}"
         )
-    return channel
+    return channel, result
 
 
 def _named_difference(one: str, other: str, rank: int) -> str:

@@ -71,18 +71,26 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
 def load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool = False) -> Any:
     """Read a checkpoint as `load` does. Start again if another save replaced the checkpoint meanwhile."""
     while True:
-        checksums: list[int] = []
+        read = _try_manifest(files)
         try:
-            return _load_files(files, like, mesh, partial, checksums)
+            return _load_files(files, read, like, mesh, partial)
         except DamagedError:
-            if not _is_replaced(files, checksums, mesh):
+            if not _is_replaced(files, read, mesh):
                 raise
 
 
-def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
+def _try_manifest(files: Files) -> tuple[Manifest, int] | Exception:
+    """Return the manifest and its checksum, or the error of reading them."""
+    try:
+        return read_manifest(files)
+    except Exception as error:  # `all_or_none` raises it on all ranks
+        return error
+
+
+def _is_replaced(files: Files, read: tuple[Manifest, int] | Exception, mesh: Mesh | None) -> bool:
     """Return whether the manifest has changed since it was read, on any rank."""
     try:
-        is_new = bool(checksums) and read_manifest(files)[1] != checksums[0]
+        is_new = not isinstance(read, Exception) and read_manifest(files)[1] != read[1]
     except (CheckpointError, OSError):
         is_new = False
     if mesh is None or not mesh.distributed:
@@ -90,24 +98,24 @@ def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
     return any(x for (x,) in all_gather_numbers(torch.tensor([int(is_new)], device="cpu"), mesh))
 
 
-def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, checksums: list[int]) -> Any:
-    results: list[tuple[Manifest, Any, LocalTree]] = []
+def _load_files(
+    files: Files, read: tuple[Manifest, int] | Exception, like: Any, mesh: Mesh | None, partial: bool
+) -> Any:
+    """Read a checkpoint; `read` is the result of `_try_manifest`."""
 
-    def prepare() -> int:
-        manifest, crc = read_manifest(files)
-        checksums.append(crc)
+    def prepare() -> tuple[Manifest, int, Any, LocalTree]:
+        if isinstance(read, Exception):
+            raise read
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        check_leaves(files, manifest.layout, local.layout, partial)
-        results.append((manifest, result, local))
-        return crc
+        check_leaves(files, read[0].layout, local.layout, partial)
+        return *read, result, local
 
-    crc = all_or_none(f"loading {files.path!r}", prepare, mesh)
+    manifest, crc, result, local = all_or_none(f"loading {files.path!r}", prepare, mesh)
     if mesh is not None and mesh.distributed:
         sums = [crc for (crc,) in all_gather_numbers(torch.tensor([crc], device="cpu"), mesh)]
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
-    manifest, result, local = results[0]
     check_same_on_ranks(f"loading {files.path!r}", layout_text(local.layout), mesh)
     by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):

@@ -140,17 +140,15 @@ def start_save(
 ) -> SaveHandle:
     """Save a tree as `save` does, with a buffer for copies and a function that runs after the commit."""
     nonce = secrets.token_hex(8)
-    results: list[LocalTree] = []
 
-    def prepare() -> bytes:
-        results.append(local_tree("the tree", values, mesh))
-        _check_values(results[0])
+    def prepare() -> tuple[bytes, LocalTree]:
+        local = local_tree("the tree", values, mesh)
+        _check_values(local)
         if mesh is None or mesh.rank == 0:
-            _check_room(files, results[0])
-        return f"{files.common_name}\n".encode() + layout_text(results[0].layout)
+            _check_room(files, local)
+        return f"{files.common_name}\n".encode() + layout_text(local.layout), local
 
-    channel = agree("save", prepare, nonce, mesh, timeout)
-    local = results.pop()
+    channel, local = agree("save", prepare, nonce, mesh, timeout)
     _check_equal(local, mesh)
     ranges = {rank: _ranges_to_write(local, rank) for rank in local.ranks}
     if background:  # a rank without enough memory must not leave the others waiting

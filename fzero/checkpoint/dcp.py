@@ -334,21 +334,20 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
         {'model': {'w': tensor([0., 1., 2.])}, 'step': 7}
     """
     folder = _folder(path)
-    planners: list[SavePlanner] = []
 
-    def prepare() -> bytes:
+    def prepare() -> tuple[bytes, SavePlanner]:
         local = local_tree("the tree", values, mesh)
-        planners.append(SavePlanner(local, names_of(local.layout, name), keys_of(values, local.sources)))
+        planner = SavePlanner(local, names_of(local.layout, name), keys_of(values, local.sources))
         existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
                 f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + layout_text(local.layout)
+        return f"{folder}\n".encode() + layout_text(local.layout), planner
 
-    agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
+    _, planner = agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
-    _run(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planners[0])
+    _run(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planner)
 
 
 @api_boundary
@@ -385,17 +384,15 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
                 [2., 0.]])
     """
     folder = _folder(path)
-    results: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
 
-    def prepare() -> None:
+    def prepare() -> tuple[Any, LoadPlanner, dict[str, str]]:
         metadata = _read_metadata(folder)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
         names = names_of(local.layout, name)
-        results.append((result, LoadPlanner(folder, local, names, metadata, partial), names))
+        return result, LoadPlanner(folder, local, names, metadata, partial), names
 
-    all_or_none(f"loading {folder!r}", prepare, mesh)
-    result, planner, names = results[0]
+    result, planner, names = all_or_none(f"loading {folder!r}", prepare, mesh)
     check_same_on_ranks(f"loading {folder!r}", repr(names).encode(), mesh)
     reader = Reader(folder, planner.metadata)
     _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)

@@ -279,19 +279,17 @@ def read(
                 [0., 0.]])
     """
     files = files_at(folder)
-    results: list[tuple[Tensors, Any, LocalTree, list[NamedLeaf]]] = []
 
-    def prepare() -> None:
+    def prepare() -> tuple[Tensors, Any, LocalTree, list[NamedLeaf]]:
         tensors = tensors_in(files)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
         leaves = named_leaves("like", local, name)
         _check_leaves(files, tensors.stored, leaves, partial)
-        results.append((tensors, result, local, leaves))
+        return tensors, result, local, leaves
 
     task = f"reading {files.path!r}"
-    all_or_none(task, prepare, mesh)
-    tensors, result, local, leaves = results[0]
+    tensors, result, local, leaves = all_or_none(task, prepare, mesh)
     crcs = (
         all_gather_numbers(torch.tensor([tensors.crc], device="cpu"), mesh)
         if mesh is not None and mesh.distributed

@@ -87,17 +87,15 @@ def write(
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_file) is not int or max_file < 1:
         raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
-    results: list[tuple[LocalTree, list[_File]]] = []
 
-    def prepare() -> bytes:
+    def prepare() -> tuple[bytes, tuple[LocalTree, list[_File]]]:
         local = local_tree("params", params, mesh)
         plan = _plan(named_leaves("params", local, name), dtype, max_file)
-        results.append((local, plan))
-        return files.path.encode() + b"".join([f.head for f in plan])
+        return files.path.encode() + b"".join([f.head for f in plan]), (local, plan)
 
     task = f"writing {files.path!r}"
-    nonce = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
-    local, plan = results[0]
+    channel, (local, plan) = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT)
+    nonce = channel.nonce
     is_leader = mesh is None or mesh.rank == 0
     with contextlib.ExitStack() as stack:
         all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if is_leader else None, mesh)
