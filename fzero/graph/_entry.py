@@ -224,15 +224,16 @@ class _CallTrace(NamedTuple):
 
 def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> _CallTrace:
     """Trace a call of the step, and check that a graph can hold it."""
-    returned: list[Any] = []
+    result: Any = None  # a trace returns tensors only
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
+        nonlocal result
         inputs, kwargs = arguments.rebuild(tensors)
         out = options.step(*inputs, **kwargs)
         paths, leaves, structure = tree.flatten_with_paths(out)
         _check_results(paths, leaves)
         donate = options.step.state_positions(inputs, out) if options.donate is None else options.donate
-        returned.append((out, leaves, structure, donate))
+        result = out, leaves, structure, donate
         return leaves
 
     with _torch.TRACING:
@@ -242,7 +243,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         _torch.fakes_on(
             [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.device.kind
         )
-    return _CallTrace(traced, *returned.pop())
+    return _CallTrace(traced, *result)
 
 
 def _pass_context(

@@ -95,7 +95,7 @@ class Spmd:
             for x, a in zip(leaves, axes, strict=True)
         ]
         kinds = [kind for k in range(len(names) + 1) for kind in combinations(names, k)]  # ways to differ by rank
-        result: list[Any] = []
+        result: list[Any] = []  # a vmap returns tensors only
 
         def rank(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> tuple[list[Any], ...]:
             bound = tuple([Axis(name, n, "", 0, t) for (name, n), t in zip(shape, tokens, strict=True)])

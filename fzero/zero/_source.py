@@ -209,17 +209,18 @@ def trace_init(init: Callable[[], Any]) -> TracedInit:
         DataDependentError: if it reads a tensor's value.
         RuntimeError: if it seeds a random generator after drawing from it: the graph runs all draws after the seeds.
     """
-    result: list[Any] = []
+    leaves: list[Any] = []
+    structure: Any = None  # a trace returns tensors only
 
     def flat() -> list[torch.Tensor]:
-        result[:] = tree.flatten(init())
-        return [x for x in result[0] if isinstance(x, torch.Tensor)]
+        nonlocal leaves, structure
+        leaves, structure = tree.flatten(init())
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
 
     with _torch.TRACING, _watch_seeds() as methods:
         graph = _torch.trace(flat, [])
     if methods:
         raise RuntimeError("it seeds a random generator again after drawing from it")
-    leaves, structure = result
     output = next(n for n in graph.graph.nodes if n.op == "output")
     positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     nodes: dict[Node, list[int]] = {}
