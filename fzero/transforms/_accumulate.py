@@ -47,20 +47,20 @@ def accumulate(
 
     def forward(j: torch.Tensor) -> tuple[torch.Tensor, Any]:
         auxes: list[Any] = []
-        outputs: Any = torch.func.vjp(_with_tensors(loss_of(j), j, auxes), variables, has_aux=True)
-        return widen(outputs[0]), _with(outputs[2], auxes.pop())
+        outputs: Any = torch.func.vjp(_loss_and_tensors(loss_of(j), j, auxes), variables, has_aux=True)
+        return widen(outputs[0]), _put_tensors(outputs[2], auxes.pop())
 
     if is_looped:
         return _in_a_loop(run, forward, dtypes, micro_batches)
     total, aux, gradients = run(0)
     auxes = [aux]
     if micro_batches > 1:  # later gradients are cast to these dtypes as they are added
-        _in_place(gradients, lambda g, dtype: g.to(dtype), dtypes)
+        _replace_each(gradients, lambda g, dtype: g.to(dtype), dtypes)
     for j in range(1, micro_batches):
         value, aux, new = run(j)
         total = total + value
         auxes.append(aux)
-        _in_place(gradients, torch.add, new)
+        _replace_each(gradients, torch.add, new)
     return total, auxes[0] if micro_batches == 1 else tree.map(_stack, *auxes), gradients
 
 
@@ -77,7 +77,7 @@ def _in_a_loop(
         return loop.LoopSum.with_share(share, iteration, dtype).after()
 
     value, aux, gradients = run(iteration)
-    _in_place(gradients, add_up, list(dtypes))
+    _replace_each(gradients, add_up, list(dtypes))
     total = add_up(value, value.dtype)
     stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
@@ -114,17 +114,17 @@ def _value_and_grad(
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, aux and gradients of micro-batch j."""
     auxes: list[Any] = []  # the full aux: torch.func returns only its tensors
-    gradients, (value, tensors) = torch.func.grad_and_value(_with_tensors(loss_of, j, auxes), has_aux=True)(variables)
-    return value, _with(tensors, auxes.pop()), gradients
+    gradients, (value, tensors) = torch.func.grad_and_value(_loss_and_tensors(loss_of, j, auxes), has_aux=True)(variables)
+    return value, _put_tensors(tensors, auxes.pop()), gradients
 
 
-def _with(tensors: list[torch.Tensor], aux: Any) -> Any:
+def _put_tensors(tensors: list[torch.Tensor], aux: Any) -> Any:
     """Replace the tensors of a tree by `tensors`, in order."""
     new, (leaves, structure) = iter(tensors), tree.flatten(aux)
     return tree.unflatten(structure, [next(new) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
-def _with_tensors(
+def _loss_and_tensors(
     loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]], j: int | torch.Tensor, auxes: list[Any]
 ) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[torch.Tensor]]]:
     """Make a function `variables -> (loss, tensors of aux)` of micro-batch j, which appends its aux to `auxes`."""
@@ -137,7 +137,7 @@ def _with_tensors(
     return loss_and_tensors
 
 
-def _in_place(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
+def _replace_each(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
     """Replace each x by `f(x, y)`, one at a time. The list `ys` is emptied, so each x and y is freed at once."""
     stack = ys[::-1]
     ys.clear()
