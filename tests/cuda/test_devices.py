@@ -52,7 +52,7 @@ def test_a_batch_that_is_taken_ahead_has_a_stream_of_its_own(kind):
 def test_what_is_left_on_the_cpu_is_named(kind):
     messages = found("elsewhere")[kind]
     for name, leaf in {
-        "params": "argument 0, leaf 'b'",
+        "params": "argument 0, leaf 'w'",
         "state": "argument 1, leaf '1",
         "batch": "argument 2, leaf 'x'",
     }.items():
