@@ -257,7 +257,7 @@ def profile(
     activities = {torch.profiler.ProfilerActivity.CPU}
     if torch.accelerator.is_available():
         activities |= torch.profiler.supported_activities()
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:  # without, torch 2.11 warns
         for _ in range(steps):
             run()
     if trace is not None:
