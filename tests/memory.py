@@ -8,7 +8,9 @@ import torch
 
 def peak_bytes(f: Callable[[], Any]) -> int:
     """Return the largest number of bytes that `f()` held at once above what was held before."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         f()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

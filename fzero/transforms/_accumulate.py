@@ -114,7 +114,9 @@ def _value_and_grad(
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, aux and gradients of micro-batch j."""
     auxes: list[Any] = []  # the full aux: torch.func returns only its tensors
-    gradients, (value, tensors) = torch.func.grad_and_value(_loss_and_tensors(loss_of, j, auxes), has_aux=True)(variables)
+    gradients, (value, tensors) = torch.func.grad_and_value(_loss_and_tensors(loss_of, j, auxes), has_aux=True)(
+        variables
+    )
     return value, _put_tensors(tensors, auxes.pop()), gradients
 
 

@@ -33,7 +33,7 @@ def test_what_fails_ends_it():
 
 
 def test_the_users_profiler_goes_on():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         with allocations() as found:
             torch.ones(10)
         assert profiling()

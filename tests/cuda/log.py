@@ -89,7 +89,7 @@ PROFILED_COPIES = {
 def _profiled(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         out = run()
         torch.profiler.record_function("end of the run").__enter__().__exit__(None, None, None)
         torch.cuda.synchronize()
