@@ -27,6 +27,7 @@ from fzero._torch.compiler import (
 from fzero._torch.dcp import load_metadata
 from fzero._torch.decisions import FixedSizeError, decisions
 from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, has_recordable_collectives
+from fzero._torch.flops import flop_formulas, with_query_heads
 from fzero._torch.levels import (
     in_transform,
     is_tracing,
@@ -95,6 +96,7 @@ __all__ = [
     "default_store",
     "fake_like",
     "fakes_on",
+    "flop_formulas",
     "fork_random_state",
     "functionalize",
     "graph_of",
@@ -132,5 +134,6 @@ __all__ = [
     "user_line",
     "view_of",
     "wait_for_device",
+    "with_query_heads",
     "without_function_modes",
 ]

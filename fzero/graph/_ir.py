@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero._torch import OneNode, OpOverload, c10d, graph_of
+from fzero._torch import OneNode, OpOverload, c10d, flop_formulas, graph_of, with_query_heads
 from fzero.axes import PLANNED
 from fzero.collectives import gloo
 from fzero.graph._ops import changes_layout, is_known_cheap, is_view, is_view_operation
@@ -210,7 +210,7 @@ def is_cheap(node: Node) -> bool:
 def _is_cheap(operation: Any) -> bool:
     if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_view_operation(operation):
         return True
-    if isinstance(operation, OpOverload) and operation.overloadpacket in _flop_formulas():
+    if isinstance(operation, OpOverload) and operation.overloadpacket in flop_formulas():
         return False
     if not isinstance(operation, OpOverload | OneNode):
         return False
@@ -306,19 +306,11 @@ def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> 
     return order
 
 
-@functools.cache
-def _flop_formulas() -> Mapping[Any, Any]:
-    """Return torch's formulas for FLOPs. On CUDA builds their module imports triton, so it is imported when used."""
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
-
-
 def flops(node: Node) -> int:
     """Count the floating-point operations of a matrix product, a convolution or attention; 0 for other nodes."""
     packet = getattr(node.target, "overloadpacket", None)
     packet = ATTENTION.get(packet, packet)
-    if packet not in _flop_formulas():
+    if packet not in flop_formulas():
         return 0
 
     def val(x: Any) -> Any:
@@ -327,9 +319,9 @@ def flops(node: Node) -> int:
     cached = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
     if cached and cached[0] is node.target:
         return cached[1]
-    args = map_arg(node.args, val)
+    args = with_query_heads(packet, map_arg(node.args, val))
     kwargs = map_arg(node.kwargs, val)
-    count = int(_flop_formulas()[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    count = int(flop_formulas()[packet](*args, **kwargs, out_val=node.meta.get("val")))
     node.meta["flops"] = (node.target, count)
     return count
 

@@ -98,7 +98,8 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
     To draw different numbers for the samples of a `torch.vmap` inside `f`, map another seeded function over
     `split(key, n)`. With `randomness="same"` all samples draw the same numbers. Under torch.compile nothing is refused:
-    a function without a draw by key draws from torch's generator there, and samples draw the same numbers.
+    a function without a draw by key draws from torch's generator there, and samples draw the same numbers. With torch
+    2.11 those are also `torch.rand` and the others that take no tensor, which Dynamo 2.12 shows to `seeded`.
 
     Args:
         f: any function of torch code.

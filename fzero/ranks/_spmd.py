@@ -33,7 +33,7 @@ __all__ = ["Spmd", "check_rank_dimension"]
 Names = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls before it has its attributes
 class Spmd:
     """A rank program on a mesh. Call it with the program's arguments.
 
