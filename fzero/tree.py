@@ -78,8 +78,17 @@ def _flatten_without_names(tree: Any, is_leaf: Callable[[Any], bool] | None) -> 
 
 
 def identity(x: Any) -> Any:
-    """Return a key that identifies an object: its id, or a tensor itself under torch.compile, which guards on ids."""
-    return x if isinstance(x, torch.Tensor) and torch.compiler.is_compiling() else id(x)
+    """Return a key that identifies an object: its id.
+
+    torch.compile guards on ids, and Dynamo of torch 2.11 knows none of computed tensors and numbers. So under
+    torch.compile the key of a tensor is the tensor, and that of a number its type and value.
+    """
+    if torch.compiler.is_compiling():
+        if isinstance(x, torch.Tensor):
+            return x
+        if isinstance(x, bool | int | float):
+            return type(x), x
+    return id(x)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

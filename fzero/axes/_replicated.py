@@ -85,13 +85,16 @@ def check_replicated(
     axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any], varies: Sequence[tuple[str, ...]]
 ) -> list[Any]:
     """Check that results differ only along the axes that their boxes name; tied results stay tied."""
-    checked: dict[tuple[int, tuple[str, ...]], Any] = {}
+    checked: dict[tuple[Any, tuple[str, ...]], Any] = {}
     results = []
     for path, x, names in zip(paths, leaves, varies, strict=True):
-        key = (id(x), names)
+        if not isinstance(x, torch.Tensor):
+            results.append(x)
+            continue
+        key = (tree.identity(x), names)
         if key not in checked:
             checked[key] = x
-            for axis in axes if isinstance(x, torch.Tensor) else ():
+            for axis in axes:
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
                     checked[key] = _as_replicated(

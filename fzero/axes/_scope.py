@@ -218,7 +218,7 @@ def varying_axes(storage: int) -> tuple[str, ...]:
 
 def in_loss() -> bool:
     """Return whether the loss function of a `value_and_grad` is running, and so is differentiated."""
-    return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
+    return len(_SCOPES.stack) > 0 and _SCOPES.stack[-1].in_loss
 
 
 def call_as_invariant_loss(invariant_loss: InvariantLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -340,7 +340,7 @@ def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
     return any(a.group for a in axes) and not is_tracing()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # as Spmd, for Dynamo of torch 2.11
 class _Loss:
     """The loss as a function of the variables of all gradient groups.
 
