@@ -19,6 +19,10 @@ def either(few: T, many: T) -> T:
     return many if os.environ.get("HYPOTHESIS_PROFILE") == "all" else few
 
 
+# torch 2.11 multiplies no matrices with a symbol for a size, so there fzero traces each length
+needs_symbols = pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch's products need numbers for sizes")
+
+
 def examples(few: int, many: int) -> settings:
     """So many examples of a law in `make test`, and in `make test-all`; 0 stands for those of `@example` alone."""
     number = either(few, many)

@@ -15,7 +15,7 @@ from fzero import optim
 from fzero.graph import _any_length as _formula
 from fzero.graph._pass_manager import Knobs
 from tests.graph.run.test_lengths import STEPS, tokens, tokens_loss, tokens_params
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
 
 lengths_of_calls = st.lists(st.integers(5, 60), min_size=6, max_size=8, unique=True)
 
@@ -47,6 +47,7 @@ ODD: dict[str, Callable[..., Any]] = {
 }
 
 
+@needs_symbols
 @examples(6, 150)
 @given(names=st.lists(st.sampled_from([*STEPS, *ODD]), min_size=1, max_size=4), lengths=lengths_of_calls)
 def test_a_function_at_any_length_equals_itself(names, lengths):
@@ -65,6 +66,7 @@ def _applied(names: Sequence[str], x: torch.Tensor, w: torch.Tensor) -> torch.Te
     return x
 
 
+@needs_symbols
 @pytest.mark.parametrize(
     ("name", "traces"), [("branch", 4), ("half", 7), ("fraction", 7), ("python", 7), ("window", 4), ("cubes", 7)]
 )
@@ -190,6 +192,7 @@ def batch(n: int, k: int, length: int) -> Any:
     return {"x": torch.randint(11, (n * k, length), generator=torch.Generator().manual_seed(length))}
 
 
+@needs_symbols
 @examples(0, 60)
 @given(
     n=st.integers(1, 3),
@@ -270,6 +273,7 @@ def test_a_tensor_that_is_captured_anew_at_each_length_is_not_kept():
     assert run.traces == 5
 
 
+@needs_symbols
 def test_donated_state_is_gone_at_an_untraced_length_too():
     run, state = steps(2, 3, 1, "fx")
     for length in (10, 12, 14, 16):
@@ -280,6 +284,7 @@ def test_donated_state_is_gone_at_an_untraced_length_too():
     assert run.traces == 3
 
 
+@needs_symbols
 def test_an_untraced_length_can_be_planned_and_run_by_another_step(tmp_path):
     run, state = steps(2, 3, 1, "fx", dump=tmp_path)
     plans = [run.plan(*state, run.mesh.split(tokens(length))) for length in (10, 12, 14, 16, 18)]

@@ -24,7 +24,7 @@ from fzero.graph.run._segment import _key
 from tests.graph.run.test_borders import traced
 from tests.graph.run.test_fallback import in_inductors_place, interpreted
 from tests.graph.test_compile import needs_compiler
-from tests.helpers import examples, train_step_for
+from tests.helpers import examples, needs_symbols, train_step_for
 
 
 @pytest.fixture(autouse=True)
@@ -233,6 +233,7 @@ class Counted:
         patch.setattr(templates, "inductor_for_lengths", many)
 
 
+@needs_symbols
 @needs_compiler
 def test_one_compiled_segment_serves_all_lengths():
     known, runs = Lengths(), None
@@ -264,6 +265,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
     fzero.testing.assert_trees_close(params, whole, 1e-6)
 
 
+@needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
     monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
@@ -302,6 +304,7 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
     assert [e.options.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
 
+@needs_symbols
 def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
 
