@@ -18,6 +18,9 @@ import pytest
 import torch
 
 import fzero
+from fzero import optim
+from fzero.graph._pass_manager import PASSES
+from fzero.parallel.schedules._builders import NAMES
 from tests.distributed.launch import world as processes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -159,6 +162,34 @@ def described() -> set[str]:
 def test_every_name_of_the_top_level_is_in_the_reference():
     names = {f"fzero.{x}" for x in fzero.__all__ if not inspect.ismodule(getattr(fzero, x))}
     assert names - described() == set(), "docs/api/fzero.md: add a line `::: NAME` for each"
+
+
+# Names of fzero.optim that other rooms use, and no reader of the reference.
+INTERNAL = {"as_optimizer", "check_pair", "torch_optimizer_message"}
+
+
+def test_every_name_of_optim_is_in_the_reference():
+    names = {x for x in optim.__all__ if not inspect.ismodule(getattr(optim, x))} - INTERNAL
+    missing = sorted(x for x in names if not {f"fzero.optim.{x}", f"fzero.{x}"} & described())
+    assert not missing, f"docs/api/optim.md: a line `::: fzero.optim.NAME` for each of {missing}"
+
+
+def first_cells(page: str, header: str) -> list[str]:
+    """Return the first cells of a page's table, without backticks."""
+    table = (DOCS / page).read_text().partition(f"| {header} |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+
+
+def test_every_pass_is_in_the_table_of_its_page():
+    assert first_cells("jit.md", "pass") == [row.name for row in PASSES], (
+        'docs/jit.md, "The passes": a row for each pass, in the order of PASSES'
+    )
+
+
+def test_every_named_schedule_is_in_the_table_of_its_page():
+    assert first_cells("schedules.md", "name") == [f'"{name}"' for name in NAMES], (
+        'docs/schedules.md, "Which schedule to use": a row for each schedule, in the order of NAMES'
+    )
 
 
 def test_every_name_that_a_guide_uses_is_in_the_reference():

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fzero
 from fzero.parallel.schedules import Action, Message, Schedule, check, greedy, schedule
+from fzero.parallel.schedules._builders import NAMES
 from tests.helpers import examples
 from tests.parallel.schedules.strategies import durations, schedules
 
@@ -21,6 +23,16 @@ KNOWN = [
     ("zbv", 2),
 ]
 counts = st.integers(1, 8)
+
+
+def test_each_named_schedule_has_a_row():
+    assert {name for name, _ in KNOWN} == {*NAMES}, f"KNOWN in {__file__}: add a row (name, stages per rank)"
+
+
+@pytest.mark.parametrize("function", [schedule, fzero.pipeline, fzero.tune], ids=lambda f: f.__name__)
+def test_each_named_schedule_is_in_the_docstrings(function):
+    missing = [name for name in NAMES if f'"{name}"' not in function.__doc__]
+    assert not missing, f"the docstring of {function.__module__}.{function.__name__}: add {missing}"
 
 
 @given(schedules())
@@ -51,8 +63,9 @@ def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(k
         "interleaved": lambda r: (stages - 1) * group + 2 * (ranks - 1 - r) + 1,
         "zb": lambda r: stages * ranks if stages == 1 or micro_batches % ranks == 0 else stages * group + ranks,
         "zbv": lambda r: 2 * ranks,
-    }[name]
-    assert all(made.in_flight(rank) <= least(rank) for rank in range(ranks))
+    }
+    assert name in least, f"`least` in {__file__}: add the most forward passes in flight on rank r of {name!r}"
+    assert all(made.in_flight(rank) <= least[name](rank) for rank in range(ranks))
 
 
 @examples(40, 100)
@@ -264,6 +277,7 @@ def test_memory_and_messages_are_the_formulas_of_the_page(name, stages):
         "interleaved": lambda r: (ranks * (v + 1) - 2 * r - 1) / v,
         "zb": lambda r: ranks,
         "zbv": lambda r: ranks,
-    }[name]
-    assert [made.in_flight(r) / v for r in range(ranks)] == [kept(r) for r in range(ranks)]
+    }
+    assert name in kept, f"`kept` in {__file__}: add the formula of {name!r} in docs/schedules.md"
+    assert [made.in_flight(r) / v for r in range(ranks)] == [kept[name](r) for r in range(ranks)]
     assert len(made.messages) == (4 * m * (ranks - 1) if name == "zbv" else 2 * m * (v * ranks - 1))
