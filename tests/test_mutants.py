@@ -12,7 +12,16 @@ import pytest
 import fzero
 from tests.helpers import either
 from tests.mutants import MUTANTS, Mutant
-from tests.mutants.__main__ import KILLED, NOT_APPLICABLE, SURVIVED, Verdict, not_applicable, summary
+from tests.mutants.__main__ import (
+    KILLED,
+    NOT_APPLICABLE,
+    SURVIVED,
+    Verdict,
+    not_applicable,
+    summary,
+    with_failing_tests,
+    without_faults,
+)
 from tests.mutants.changes import (
     Change,
     after,
@@ -220,6 +229,18 @@ def test_a_fault_without_a_place_is_told(tmp_path):
     assert "fzero/a.py has no 'h'" in found[1].by and "b.py" in found[2].by
     found += [Verdict(mutants[0], KILLED, "a test"), Verdict(mutants[0], SURVIVED, "exit code 0")]
     assert summary(found) == "5 faults: 1 killed, 1 survived, 3 not applicable"
+
+
+def test_a_fault_whose_tests_fail_without_it_is_told():
+    rows = [Fault("one", "f", never("A")), Fault("two", "f", never("B")), Fault("three", "f", never("C"), ("y",))]
+    mutants = File("a.py", ("x",)).faults(*rows)
+    bare_runs = without_faults(mutants)
+    assert [m.tests for m in bare_runs] == [("x",), ("y",)] and all(m.planted(TEXT) == TEXT for m in bare_runs)
+    for outcome, by in ((KILLED, "x::test_f"), (SURVIVED, "exit code 2: no such file")):
+        healthy = Verdict(bare_runs[1], SURVIVED, "exit code 0: 3 passed")
+        found = with_failing_tests(mutants, [Verdict(bare_runs[0], outcome, by), healthy])
+        assert [(v.mutant.name, v.outcome) for v in found] == [("one", NOT_APPLICABLE), ("two", NOT_APPLICABLE)]
+        assert found[0].by == f"the tests fail without the fault: {by}"
 
 
 def test_each_fault_has_a_name_of_its_own():

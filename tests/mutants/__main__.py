@@ -2,8 +2,9 @@
 
 python -m tests.mutants [NAME ...]      (`make mutants`)
 
-A fault is killed if a test fails, has survived if none does, and is not applicable if the place that it names is not
-found any more. Only if all are killed is the exit code 0.
+A fault is killed if a test fails, and has survived if none does. It is not applicable if the place that it names is not
+found any more, or if its tests fail without it: each set of tests runs once without a fault, first. Only if all are
+killed is the exit code 0.
 
 Each fault gets a copy of the project, and a process that runs its tests there until one fails. The processes are
 forked from this one, which has imported torch and runs nothing: fzero they import themselves, from their copy.
@@ -123,6 +124,18 @@ def verdicts(mutants: list[Mutant], project: pathlib.Path) -> Iterator[Verdict]:
         time.sleep(0.05)
 
 
+def without_faults(mutants: list[Mutant]) -> list[Mutant]:
+    """Return a row that changes nothing for each set of tests."""
+    return [*{m.tests: m._replace(name=f"no fault: {' '.join(m.tests)}", changes=()) for m in mutants}.values()]
+
+
+def with_failing_tests(mutants: list[Mutant], found: list[Verdict]) -> list[Verdict]:
+    """Tell which faults have tests that fail without the fault, from the verdicts of `without_faults`."""
+    failing = {v.mutant.tests: v.by for v in found if not v.by.startswith("exit code 0")}
+    why = "the tests fail without the fault: {}"
+    return [Verdict(m, NOT_APPLICABLE, why.format(failing[m.tests])) for m in mutants if m.tests in failing]
+
+
 def chosen(names: list[str]) -> list[Mutant]:
     """Return the mutants of these names, or all."""
     unknown = set(names) - {m.name for m in MUTANTS}
@@ -167,8 +180,10 @@ def main() -> None:
         project = pathlib.Path(folder)
         copy(ROOT, project)  # as it is now, whatever is edited meanwhile
         found = not_applicable(mutants, project)
-        lost = [v.mutant for v in found]
-        for i, v in enumerate(verdicts([m for m in mutants if m not in lost], project), 1):
+        rest = [m for m in mutants if m not in [v.mutant for v in found]]
+        found += with_failing_tests(rest, [*verdicts(without_faults(rest), project)])
+        rest = [m for m in mutants if m not in [v.mutant for v in found]]
+        for i, v in enumerate(verdicts(rest, project), 1):
             outcome = v.outcome if v.outcome == KILLED else v.outcome.upper()
             console.print(f"{i:>4} {outcome:<8} {v.mutant.name}", highlight=False, markup=False)
             found.append(v)
