@@ -15,8 +15,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 def local_accelerator() -> torch.device | None:
     """Return this process's accelerator with its number; None if the machine has none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def wait_for_device(device: torch.device | None = None) -> None:
@@ -32,11 +32,11 @@ def wait_for_device(device: torch.device | None = None) -> None:
 
 def autocast_kinds() -> tuple[str, str]:
     """Return the types of the devices whose autocast settings a trace notes: the host's and the accelerator's."""
-    found = torch.accelerator.current_accelerator()
-    return ("cpu", "cuda" if found is None else found.type)
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda" if accelerator is None else accelerator.type)
 
 
 def fork_random_state(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Keep the random states of the host and of the accelerators among devices, for a `with` block."""
-    found = sorted({d for d in devices if is_accelerator(d)}, key=str)
-    return torch.random.fork_rng(found, device_type=found[0].type if found else "cuda")
+    accelerators = sorted({d for d in devices if is_accelerator(d)}, key=str)
+    return torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else "cuda")

@@ -23,8 +23,8 @@ __all__ = [
     "RankCancelled",
     "RankGroup",
     "RankStatus",
+    "RankThreads",
     "Tensors",
-    "Threads",
     "describe",
     "group_of",
     "process_threads",
@@ -33,7 +33,7 @@ __all__ = [
 # The threads of ranks in lockstep, and the state that all runs of a process share.
 
 
-class Threads:
+class RankThreads:
     """A process's threads for ranks, shared by its active runs; runs may be nested, or in several threads.
 
     Attributes:
@@ -50,7 +50,7 @@ class Threads:
         self.changes: set[str] = set()
         self._lock = threading.Lock()
         self._end_event = threading.Event()
-        self._keeper: Future[None] = Future()
+        self._forward_level_future: Future[None] = Future()
 
     @contextmanager
     def run_context(self) -> Iterator[None]:
@@ -75,12 +75,12 @@ class Threads:
         load_forward_mode()
         self.saved_settings, self.changes, self._end_event = settings(), set(), threading.Event()
         ready: Future[None] = Future()
-        self._keeper = self.pool.submit(_hold_forward_level, ready, self._end_event)
+        self._forward_level_future = self.pool.submit(_hold_forward_level, ready, self._end_event)
         ready.result()
 
     def _end(self) -> None:
         self._end_event.set()
-        self._keeper.result()
+        self._forward_level_future.result()
         write_settings({name: self.saved_settings[name] for name in self.changes})
 
 
@@ -103,13 +103,13 @@ def _hold_forward_level(ready: Future[None], end: threading.Event) -> None:
         ready.set_exception(error)
 
 
-_THREADS: dict[int, Threads] = {}
+_THREADS: dict[int, RankThreads] = {}
 
 
-def process_threads() -> Threads:
+def process_threads() -> RankThreads:
     """Return this process's threads; a fork has none of its parent's."""
     pid = os.getpid()
-    return _THREADS.get(pid) or _THREADS.setdefault(pid, Threads())
+    return _THREADS.get(pid) or _THREADS.setdefault(pid, RankThreads())
 
 
 Tensors = Sequence[torch.Tensor]
@@ -172,7 +172,7 @@ class RankGroup:
         axis: the name of the axes.
         members: the ranks, in order.
         inputs: for each rank that waits in a collective, its tensors.
-        mail: the messages that were sent and not yet received, in the order of sending.
+        messages: the messages that were sent and not yet received, in the order of sending.
         expected: for each rank that waits for a message, the message's key.
     """
 
@@ -180,7 +180,7 @@ class RankGroup:
     axis: str
     members: list[int]
     inputs: dict[int, Tensors] = field(default_factory=dict)
-    mail: dict[MessageKey, deque[torch.Tensor]] = field(default_factory=dict)
+    messages: dict[MessageKey, deque[torch.Tensor]] = field(default_factory=dict)
     expected: dict[int, MessageKey] = field(default_factory=dict)
 
 

@@ -216,7 +216,7 @@ def send(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:
         del g.expected[receiver]
         g.run.deliver(receiver, x.detach().clone())
     else:
-        g.mail.setdefault(key, deque()).append(x.detach().clone())
+        g.messages.setdefault(key, deque()).append(x.detach().clone())
 
 
 def receive(group: str, rank: int, source: int, tag: int, like: torch.Tensor) -> torch.Tensor:
@@ -234,8 +234,8 @@ def receive(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
         DivergedError: if no rank sends the message.
     """
     g, key = group_of(group), MessageKey(source, rank, tag)
-    if g.mail.get(key):
-        x = g.mail[key].popleft()
+    if g.messages.get(key):
+        x = g.messages[key].popleft()
     else:
         me = g.members[rank]
         name = (
@@ -260,7 +260,7 @@ def _check_received(groups: Iterable[RankGroup]) -> None:
         DivergedError: if a message was not received. The text names its sender and receiver.
     """
     for g in groups:
-        for key, messages in g.mail.items():
+        for key, messages in g.messages.items():
             if messages:
                 raise DivergedError(
                     f"ranks diverged: rank {g.members[key.sender]} sent rank {g.members[key.receiver]} a message "

@@ -207,7 +207,7 @@ class StoreChannel:
 
     def _wait_for_readers(self) -> None:
         """Wait until the other ranks have read the result, because this process may hold the store and end now."""
-        keys = [self._key("heard", r) for r in range(1, self._ranks)]
+        keys = [self._key("acknowledged", r) for r in range(1, self._ranks)]
         end = time.monotonic() + min(self._timeout, 10)
         while keys and not self._store.check(keys) and time.monotonic() < end:
             time.sleep(_POLL)
@@ -225,5 +225,5 @@ class StoreChannel:
         }
         self.publish("done", json.dumps(report))
         text = self.wait_for("committed", 0, time.monotonic() + self._timeout + 30)
-        self.publish("heard", "")
+        self.publish("acknowledged", "")
         return text

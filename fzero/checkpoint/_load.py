@@ -299,7 +299,8 @@ def _views(
 
 def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
     """Name the first leaves that lie in a range of bytes of a file."""
-    at, names = manifest.base(rank), []
+    at = manifest.base(rank)
+    names = []
     for piece in manifest.layout.owned_pieces(rank):
         leaf = manifest.layout.leaves[piece.leaf]
         end = at + piece.numel * leaf.dtype.itemsize

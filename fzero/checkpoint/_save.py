@@ -211,7 +211,8 @@ def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
 def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
     """Copy the ranges into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
-    buffer, at = staging.room(sum(sizes)), 0
+    buffer = staging.room(sum(sizes))
+    at = 0
     copies: dict[int, list[_TensorRange]] = {}
     for rank, rows in ranges.items():
         copies[rank] = []
@@ -284,7 +285,8 @@ def _is_data_file(name: str) -> bool:
 
 def _write(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
     """Write a file, and compute the checksum of each block."""
-    size, sums = 0, list[str]()
+    size = 0
+    sums: list[str] = []
 
     def blocks() -> Iterator[list[memoryview]]:
         nonlocal size

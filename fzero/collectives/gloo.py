@@ -69,7 +69,8 @@ def all_gather_into(
 
         return [PendingMessages([], partial(copied, leaf, i)) for leaf, i in zip(leaves, offsets, strict=True)]
     x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(group_of(group))
-    inputs, pending = [x] * len(leaves), []
+    inputs = [x] * len(leaves)
+    pending = []
 
     def finish(leaf: torch.Tensor) -> torch.Tensor:
         inputs.pop()

@@ -163,10 +163,10 @@ def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: 
     if not isinstance(buckets, int):
         result = tuple(sorted({int(n) for n in buckets}))
         if not result or result[0] < 1:
-            raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more")
+            raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more, such as (128, 256, 512)")
         return result
     if isinstance(buckets, bool) or buckets < 1:
-        raise ValueError(f"buckets={buckets!r}: expected the number of lengths, or the lengths")
+        raise ValueError(f"buckets={buckets!r}: expected the number of lengths, such as 4, or the lengths")
     while len(candidates := _candidates(lengths, multiple)) > MAX_CANDIDATES:
         multiple *= 2
     return _best_buckets(candidates, _chances(lengths, candidates, batch), buckets)

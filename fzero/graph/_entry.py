@@ -21,7 +21,7 @@ from fzero.graph._pass_manager import Knobs, PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
-from fzero.graph.loop._scan import NotScannable, graphs_in, record_loops
+from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._plan import Plan, Rejected, plan_of
 from fzero.graph.run._backends import LoweringOptions, lower
@@ -292,7 +292,7 @@ def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], opti
     try:
         with record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
             return trace(f, fakes, labels)
-    except NotScannable as error:
+    except NotScannableError as error:
         warn_once(
             f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"

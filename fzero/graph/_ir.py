@@ -184,10 +184,10 @@ def nbytes(*xs: torch.Tensor) -> int:
 
 def users_through_views(node: Node) -> list[Node]:
     """List the nodes, other than views, that use a node or a view of it."""
-    found = list(node.users)
-    for user in found:  # grows as it goes
-        found += list(user.users) if is_view(user) else []
-    return [u for u in found if not is_view(u)]
+    users = list(node.users)
+    for user in users:  # grows as it goes
+        users += list(user.users) if is_view(user) else []
+    return [u for u in users if not is_view(u)]
 
 
 def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
@@ -232,13 +232,13 @@ def parameter_gathers(graph: Graph) -> list[Node]:
 
 def feeding_work(graph: Graph) -> set[Node]:
     """List the nodes that are not cheap, such as matrix products, and all nodes that these depend on."""
-    found: set[Node] = set()
+    feeding: set[Node] = set()
     for n in reversed(graph.nodes):
         if n.op == "call_function" and not is_cheap(n):
-            found.add(n)
-        if n in found:
-            found.update(n.all_input_nodes)
-    return found
+            feeding.add(n)
+        if n in feeding:
+            feeding.update(n.all_input_nodes)
+    return feeding
 
 
 def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:

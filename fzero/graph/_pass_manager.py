@@ -195,7 +195,8 @@ class PassManager:
         The bodies of loops are scheduled after the last pass over each graph, so that passes over loops find scheduled
         bodies.
         """
-        graph, states = self.traced, []
+        graph = self.traced
+        states = []
         for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
             arguments = row.arguments(settings, self.context)
             if row.runs_on_loops:

@@ -56,11 +56,11 @@ def on_host(nodes: Iterable[Node]) -> set[Node]:
     if not any(is_move(n) or _is_host_input(n) for n in order):
         return set()
     spaces = _spaces(order)
-    found = {n for n, space in spaces.items() if space == "host"}
+    host_values = {n for n, space in spaces.items() if space == "host"}
     for n in reversed(order):  # a value without operands lies where it is used
-        if n.op == "call_function" and spaces[n] is None and n.users and all(u in found for u in n.users):
-            found.add(n)
-    return found
+        if n.op == "call_function" and spaces[n] is None and n.users and all(u in host_values for u in n.users):
+            host_values.add(n)
+    return host_values
 
 
 def check_spaces(graph: Graph) -> None:

@@ -68,10 +68,10 @@ class _Forward:
         """Run the block on copies of its statistics, since it runs twice and would update them twice."""
         new = {name: buffers[name].clone() for name in sorted(self.mutable)}
         state = {f"block.{name}": x for name, x in {**params, **buffers, **new}.items()}
-        return torch.func.functional_call(_Bare(self.block, self.run), state, args, kwargs), new
+        return torch.func.functional_call(_OriginalForward(self.block, self.run), state, args, kwargs), new
 
 
-class _Bare(torch.nn.Module):
+class _OriginalForward(torch.nn.Module):
     """Runs a block's original forward, which a `_Forward` has replaced."""
 
     def __init__(self, block: torch.nn.Module, run: Callable[..., Any] | None) -> None:

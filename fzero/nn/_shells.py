@@ -43,12 +43,19 @@ class StopForward(Exception):
 class HandoffError(Exception):
     """Raised where the module changes a block's output before the next block, or reads it in another form."""
 
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} the module changes the value between blocks, or takes more than one tensor from a block. A "
+            "pipeline passes on one tensor, unchanged: have forward give each block's output to the next block as it "
+            "is, and move other computation into the blocks or after the last one"
+        )
+
 
 class BlockOrderError(ValueError):
     """Raised where the module calls its blocks in an order that no pipeline can run."""
 
 
-class _First(tuple[Any, ...]):
+class _FirstValueOnly(tuple[Any, ...]):
     """A tuple from which a module may read the first value only; asking for its length or for more is an error."""
 
     def __getitem__(self, at: Any) -> Any:
@@ -72,7 +79,7 @@ class OutputForm(enum.Enum):
 
     def wrap(self, x: Any) -> Any:
         """Wrap a value in this form."""
-        return {OutputForm.TENSOR: x, OutputForm.FIRST: _First((x,)), OutputForm.ONE: (x,)}[self]
+        return {OutputForm.TENSOR: x, OutputForm.FIRST: _FirstValueOnly((x,)), OutputForm.ONE: (x,)}[self]
 
 
 class BlockArguments(NamedTuple):

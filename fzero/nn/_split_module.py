@@ -290,11 +290,7 @@ class SplitModule:
                 raise ValueError(_missing_block_message(self.names, records.count))
         if not isinstance(first_error, HandoffError):
             raise first_error or AssertionError
-        raise ValueError(
-            f"{first_error} the module changes the value between blocks, or takes more than one tensor "
-            "from a block. A pipeline passes on one tensor, unchanged: have forward give each block's output to the "
-            "next block as it is, and move other computation into the blocks or after the last one"
-        )
+        raise ValueError(str(first_error))
 
     def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, handler: BlockHandler) -> Any:
         args, kwargs = _arguments(batch)

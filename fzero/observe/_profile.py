@@ -225,10 +225,10 @@ def profile(
 
     Example:
         >>> import fzero, torch
-        >>> found = fzero.profile(fzero.jit(lambda x: x @ x, backend="fx"), torch.ones(64, 64))
-        >>> [c.name for c in found.kinds]
+        >>> profile = fzero.profile(fzero.jit(lambda x: x @ x, backend="fx"), torch.ones(64, 64))
+        >>> [c.name for c in profile.kinds]
         ['compute', 'compiled', 'collectives', 'waits', 'copies', 'Python']
-        >>> next(c.calls for c in found.operations if c.name == "aten::mm")
+        >>> next(c.calls for c in profile.operations if c.name == "aten::mm")
         1.0
     """
     _check(step, steps, warmup, trace)

@@ -108,10 +108,8 @@ def _map_shards(
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
     for a in rest[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
         xs = [_along(a, "all_gather", x) for x in xs]
-    ranks, sizes = (
-        first.size,
-        tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes]),
-    )
+    ranks = first.size
+    sizes = tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes])
     matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.spec_id, indices[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
@@ -123,7 +121,9 @@ def _map_shards(
 
     (parts,) = apply(first.token, "shards_to_parts", first.binding, options, *xs)
     stacks = apply(first.token, "parts_to_matrices", first.binding, options, exchange(parts))
-    results = [_map_stack_of_owner(f, stack, kind) for stack, kind in zip(stacks, _kinds(assignment), strict=True)]
+    results = [
+        _map_stack_of_owner(f, stack, split) for stack, split in zip(stacks, _stack_splits(assignment), strict=True)
+    ]
     (parts,) = apply(first.token, "matrices_to_parts", first.binding, options, *results)
     xs = apply(first.token, "parts_to_shards", first.binding, options, exchange(parts))
     for a in rest:
@@ -136,33 +136,34 @@ def _along(axis: Any, name: str, x: torch.Tensor, dim: int = -1) -> torch.Tensor
     return y
 
 
-def _kinds(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ...]]:
-    return [kind for _, _, kind in assignment.stacks]
+def _stack_splits(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ...]]:
+    return [split for _, _, split in assignment.stacks]
 
 
-def _map_stack_of_owner(f: MatrixFunction, stack: torch.Tensor, kind: Sequence[tuple[str, int]]) -> torch.Tensor:
-    """Apply `f` to a stack `[q, r, c]` of the owner's matrices; each rank of the axes in `kind` has a part of each."""
-    for axis, dim in reversed(kind):
+def _map_stack_of_owner(f: MatrixFunction, stack: torch.Tensor, split: Sequence[tuple[str, int]]) -> torch.Tensor:
+    """Apply `f` to a stack `[q, r, c]` of the owner's matrices; each rank of the axes in `split` has a part of each."""
+    for axis, dim in reversed(split):
         stack = all_gather(stack, axis, dim=dim)
     stack = _map_stack(f, stack)
-    for axis, dim in kind:
+    for axis, dim in split:
         stack = own_part(stack, axis, dim=dim)
     return stack
 
 
 def _matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
-    """List the matrices of a unit, the assignment's number `unit`; the kind of a matrix says how its leaf is split."""
-    spec, matrices = traced_spec(spec_id), []
+    """List the matrices of a unit, the assignment's number `unit`; the split of a matrix says how its leaf is split."""
+    spec = traced_spec(spec_id)
+    matrices: list[Matrix] = []
     for index, shape in enumerate(spec.shapes):
         size = math.prod(shape)
         if index not in indices or not size:
             continue
         rows, columns = shape[-2:]
         # a leaf [.., r, c] that is split along another dimension, as experts are, has full matrices
-        kind = [(s.axis, s.dims[index] - len(shape)) for s in spec.split if s.dims[index] >= len(shape) - 2]
+        split = [(s.axis, s.dims[index] - len(shape)) for s in spec.split if s.dims[index] >= len(shape) - 2]
         first = spec.offsets[index]
         starts = range(first, first + size, rows * columns)
-        matrices += [Matrix(unit, start, rows, columns, tuple(kind)) for start in starts]
+        matrices += [Matrix(unit, start, rows, columns, tuple(split)) for start in starts]
     return matrices
 
 

@@ -347,13 +347,14 @@ def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.
     total = squares.new_zeros((u.first[-1] + 1) * _EXPERT_LANES).index_add(
         0, _row_ids(u) * _EXPERT_LANES + lane, squares
     )
-    rows, found = total.view(-1, _EXPERT_LANES).sum(1), []
+    rows = total.view(-1, _EXPERT_LANES).sum(1)
+    sums: list[tuple[tuple[str, ...], str, torch.Tensor]] = []
     for i, layer in enumerate(u.layers):
         if layer is not None:
             # along the axes that split dimension 0 each rank has other experts
             axes = [s.axis for s in spec.split if s.dims[i] != 0]
-            found.append(((*spec.axes, *axes), layer, rows[u.first[i] : u.first[i + 1]]))
-    return found
+            sums.append(((*spec.axes, *axes), layer, rows[u.first[i] : u.first[i + 1]]))
+    return sums
 
 
 def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Number) -> dict[str, torch.Tensor]:

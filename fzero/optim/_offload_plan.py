@@ -19,11 +19,11 @@ from fzero.sharding import (
     intern_parts,
     is_box,
     join_pieces,
-    on_host,
     shard_to_device,
     spec_of,
     split_shard,
     traced_spec,
+    with_host_share,
 )
 from fzero.tree import Tree
 
@@ -162,7 +162,7 @@ class OffloadPlan:
         for i, x in enumerate(out):
             if not isinstance(x, Shard | Slot):
                 continue
-            unit_id, spec = on_host(x.spec_id, 0), spec_of(x.spec_id)
+            unit_id, spec = with_host_share(x.spec_id, 0), spec_of(x.spec_id)
             if isinstance(x, Shard):
                 data = shard_to_device(x, self.device).data
                 if not spec.varies:
@@ -222,14 +222,14 @@ class OffloadPlan:
                 )
 
     def _expected_spec_id(self, x: Shard | Slot) -> int:
-        return self._spec_id_in_pieces(on_host(x.spec_id, 0))
+        return self._spec_id_in_pieces(with_host_share(x.spec_id, 0))
 
 
 # ---------------------------------------------------------------- the share of each unit
 
 
 def _with_share(unit_id: int, share: Fraction) -> int:
-    return on_host(unit_id, share.numerator, share.denominator) if share else unit_id
+    return with_host_share(unit_id, share.numerator, share.denominator) if share else unit_id
 
 
 def _host_text(spec_id: int) -> str:
@@ -273,7 +273,7 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     order = {path: i for i, path in enumerate(paths)}
     first_paths = {
-        on_host(x.spec_id, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)
+        with_host_share(x.spec_id, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)
     }
     units = sorted(
         [spec_id for spec_id, path in first_paths.items() if path in order],
@@ -294,9 +294,9 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
     seen: dict[Any, UnitLeaf] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            unit_leaves.append(UnitLeaf(on_host(x.spec_id, 0), 0, True, None))
+            unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), 0, True, None))
         elif isinstance(x, Slot):
-            unit_leaves.append(UnitLeaf(on_host(x.spec_id, 0), x.index, False, None))
+            unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the pair, such as its rate
         elif tree.identity(x) in seen:

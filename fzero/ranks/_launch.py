@@ -201,10 +201,10 @@ def find_device(device: str | None, world: World | None) -> torch.device:
     kind = "cpu" if accelerator is None else accelerator.type
     if device not in (None, "cpu", "meta", kind):
         count = torch.accelerator.device_count()
-        found = "no accelerator" if kind == "cpu" else f"{count} device{'s' * (count != 1)} of type {kind!r}"
+        available = "no accelerator" if kind == "cpu" else f"{count} device{'s' * (count != 1)} of type {kind!r}"
         choices = '"cpu"' if kind == "cpu" else f'"cpu" or "{kind}"'
         raise ValueError(
-            f"device={device!r}: expected {choices}, since torch sees {found} here; leave device out to use an "
+            f"device={device!r}: expected {choices}, since torch sees {available} here; leave device out to use an "
             "accelerator where there is one: each process takes the one of its LOCAL_RANK"
         )
     if (

@@ -38,7 +38,6 @@ from fzero.sharding._spec import (
     intern,
     intern_parts,
     item_of,
-    on_host,
     path_on_rank,
     prefix_of,
     sharded_over,
@@ -48,6 +47,7 @@ from fzero.sharding._spec import (
     unit_axes,
     unit_index,
     with_cast,
+    with_host_share,
 )
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
 from fzero.sharding._units import (
@@ -102,7 +102,6 @@ __all__ = [
     "map_spaces",
     "map_units",
     "mark_donated",
-    "on_host",
     "path_on_rank",
     "per_leaf",
     "prefix_of",
@@ -123,5 +122,6 @@ __all__ = [
     "unwrap_per_rank",
     "view_leaves",
     "with_cast",
+    "with_host_share",
     "zero_padding",
 ]

@@ -17,7 +17,7 @@ from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
 from fzero.axes import current_device
 from fzero.collectives import to_device
-from fzero.sharding._spec import Spec, intern, on_host, spec_of, traced_spec
+from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, with_host_share
 from fzero.tree import Tree, is_box
 
 __all__ = [
@@ -345,7 +345,8 @@ def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.T
     """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
     if box.spec_id == spec_id:
         return box
-    x, pieces = box.data, []
+    x = box.data
+    pieces = []
     for piece in traced_spec(spec_id).pieces:
         is_all = piece.stop - piece.start == x.shape[-1]
         data = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
@@ -383,7 +384,7 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     devices = [x.device for space, x in pieces if space == "device"]
     target = device or (devices[0] if devices else current_device())
     moved = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(join_pieces(moved), on_host(box.spec_id, 0))
+    return Shard(join_pieces(moved), with_host_share(box.spec_id, 0))
 
 
 def boxes_to_device(values: Tree) -> Tree:
@@ -393,7 +394,7 @@ def boxes_to_device(values: Tree) -> Tree:
         if isinstance(x, Shard):
             entries[i] = shard_to_device(x)
         elif isinstance(x, Slot):
-            entries[i] = Slot(on_host(x.spec_id, 0), x.index)
+            entries[i] = Slot(with_host_share(x.spec_id, 0), x.index)
     return tree.unflatten(structure, entries)
 
 

@@ -82,7 +82,8 @@ def _view_by_strides(buffer: torch.Tensor, sizes: list[int], shapes: list[list[i
     """Do the same as `view_ranges`, on a stand-in: with one operation for each part."""
     if buffer.dim() > 1 or not buffer.is_contiguous():
         return view_ranges.f(buffer, sizes, shapes)
-    at, parts = buffer.storage_offset(), []
+    at = buffer.storage_offset()
+    parts: list[torch.Tensor] = []
     for size, shape in zip(sizes, shapes, strict=True):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         parts.append(buffer.as_strided(shape, strides, at))
@@ -93,7 +94,9 @@ def _view_by_strides(buffer: torch.Tensor, sizes: list[int], shapes: list[list[i
 @partial(OneNode, on_stand_ins=_view_by_strides)
 def view_ranges(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
     """View consecutive ranges of a buffer `[.., n]` as tensors `[.., *shape]`."""
-    leading_shape, at, parts = buffer.shape[:-1], 0, []
+    leading_shape = buffer.shape[:-1]
+    at = 0
+    parts: list[torch.Tensor] = []
     for size, shape in zip(sizes, shapes, strict=True):
         parts.append(buffer.narrow(len(leading_shape), at, size).view((*leading_shape, *shape)))
         at += size
@@ -106,7 +109,8 @@ def flatten_by_copies(leaves: list[torch.Tensor], leading: int, padding: int) ->
         return flatten_leaves.f(leaves, leading, padding)
     leading_shape = leaves[0].shape[:leading]
     sizes = [x.shape[leading:].numel() for x in leaves]
-    buffer, at = leaves[0].new_empty((*leading_shape, sum(sizes) + padding)), 0
+    buffer = leaves[0].new_empty((*leading_shape, sum(sizes) + padding))
+    at = 0
     for x, size in zip(leaves, sizes, strict=True):
         buffer.narrow(leading, at, size).view(x.shape).copy_(x)
         at += size

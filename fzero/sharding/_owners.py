@@ -28,29 +28,29 @@ __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 
 
 class Matrix(NamedTuple):
-    """A matrix that a rank will own: its unit, its offset there, its shape and its kind.
+    """A matrix that a rank will own: its unit, its offset there, its shape and its split.
 
     Attributes:
         unit: the number of its unit in the assignment.
         start: the index of its first element in the flat unit.
         rows: its height.
         columns: its width.
-        kind: a label. Only matrices of one shape and one kind share a stack.
+        split: a label. Only matrices of one shape and one split share a stack.
     """
 
     unit: int
     start: int
     rows: int
     columns: int
-    kind: tuple[tuple[str, int], ...] = ()
+    split: tuple[tuple[str, int], ...] = ()
 
     @property
     def stack(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
-        """The rows, columns and kind that all matrices of a stack share."""
-        return (self.rows, self.columns, self.kind)
+        """The rows, columns and split that all matrices of a stack share."""
+        return (self.rows, self.columns, self.split)
 
 
-class _Piece(NamedTuple):
+class _OwnedRange(NamedTuple):
     """The piece of a matrix that one rank holds.
 
     Attributes:
@@ -82,7 +82,7 @@ class OwnerAssignment:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, int, tuple[tuple[str, int], ...]], ...]:
-        """The rows, columns and kind of each stack."""
+        """The rows, columns and split of each stack."""
         return tuple(dict.fromkeys(m.stack for m in self.matrices))
 
     @cached_property
@@ -112,16 +112,16 @@ class OwnerAssignment:
         return {i: r for r, stacks in enumerate(self.owner_stacks) for stack in stacks for i in stack if i is not None}
 
     @cached_property
-    def pieces(self) -> tuple[tuple[tuple[_Piece, ...], ...], ...]:
+    def pieces(self) -> tuple[tuple[tuple[_OwnedRange, ...], ...], ...]:
         """The pieces that each rank sends to each owner."""
-        table: list[list[list[_Piece]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
+        table: list[list[list[_OwnedRange]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
         for i, m in enumerate(self.matrices):
             k, stop = self.shards[m.unit], m.start + m.rows * m.columns
             for sender in range(m.start // k, -(-stop // k)) if stop > m.start else ():
                 first, last = max(m.start, sender * k), min(stop, sender * k + k)
                 part = table[sender][self.owner[i]]
                 offset = part[-1].offset + part[-1].size if part else 0
-                part.append(_Piece(i, first - sender * k, last - first, offset))
+                part.append(_OwnedRange(i, first - sender * k, last - first, offset))
         return tuple(tuple(tuple(part) for part in parts) for parts in table)
 
     @cached_property

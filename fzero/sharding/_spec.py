@@ -25,7 +25,6 @@ __all__ = [
     "intern",
     "intern_parts",
     "item_of",
-    "on_host",
     "path_on_rank",
     "prefix_of",
     "sharded_over",
@@ -35,6 +34,7 @@ __all__ = [
     "unit_axes",
     "unit_index",
     "with_cast",
+    "with_host_share",
 ]
 
 # How a unit is sharded. Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
@@ -243,7 +243,7 @@ def with_cast(spec_id: int, wire: torch.dtype, grad: torch.dtype) -> int:
 
 
 @assume_constant_result
-def on_host(spec_id: int, part: int, of: int = 1) -> int:
+def with_host_share(spec_id: int, part: int, of: int = 1) -> int:
     """Return the spec_id of the same unit with the last `part / of` of each rank's shard in host memory."""
     return intern(replace(spec_of(spec_id), host=Fraction(part, of)))
 

@@ -92,11 +92,11 @@ def _check_alike(aux: Any, other: Any) -> None:
     """Check that two micro-batches return trees of one structure, with equal values in all leaves but tensors."""
     (leaves, structure), (other_leaves, other_structure) = tree.flatten(aux), tree.flatten(other)
     if structure != other_structure:
-        raise loop.NotScannable("the aux of the second micro-batch differs in structure from the first one's")
+        raise loop.NotScannableError("the aux of the second micro-batch differs in structure from the first one's")
     for a, b in zip(leaves, other_leaves, strict=True):
         are_tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
         if are_tensors != (True, True) and (any(are_tensors) or not _equal(a, b)):
-            raise loop.NotScannable(f"the aux of the second micro-batch has {b!r} where the first one's has {a!r}")
+            raise loop.NotScannableError(f"the aux of the second micro-batch has {b!r} where the first one's has {a!r}")
 
 
 def _equal(a: Any, b: Any) -> bool:

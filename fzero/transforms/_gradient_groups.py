@@ -1,7 +1,7 @@
 """Gradient groups: the leaves of a differentiated argument, in groups that are differentiated and reduced together.
 
-A group determines which tensors torch.func differentiates for its leaves, how the loss function's leaves are computed
-from them, and how their gradient becomes the argument's gradient.
+A group determines which tensors torch.func differentiates for its leaves. It computes the loss function's leaves from
+them, and turns their gradient into the argument's gradient.
 """
 
 from collections.abc import Sequence

@@ -331,9 +331,9 @@ class Vjp:
                     deferred.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 
-            _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore
+            _, vjp_fn = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore
             # frees each operation's residuals once it has run, unless this is differentiated again
-            return pull(tuple(tensors[self.num_inputs :]), retain_graph=torch.is_grad_enabled())
+            return vjp_fn(tuple(tensors[self.num_inputs :]), retain_graph=torch.is_grad_enabled())
 
         return vjp
 

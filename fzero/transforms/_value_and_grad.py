@@ -243,7 +243,10 @@ def value_and_grad(
 
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in nums):
-            raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
+            raise ValueError(
+                f"argnums={argnums}: the function was called with {len(args)} positional arguments; pass the "
+                "arguments that argnums names positionally, or name others"
+            )
         axes = resolve_axes(axis)
         batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}

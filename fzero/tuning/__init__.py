@@ -10,7 +10,7 @@ from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
-from fzero.tuning._watch import Hint, Reading, WatchedStep, watch
+from fzero.tuning._watch import Hint, StepMeasurement, WatchedStep, watch
 
 __all__ = [
     "A100",
@@ -27,8 +27,8 @@ __all__ = [
     "OffloadWork",
     "PeerEstimate",
     "RatioTrial",
-    "Reading",
     "Skipped",
+    "StepMeasurement",
     "Table",
     "TableRow",
     "WatchedStep",

@@ -68,7 +68,8 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
         fitting: all rows that fit, the fastest first.
         devices_per_host: the number of devices of a host.
     """
-    context, results = RuleContext(best, fitting, devices_per_host), []
+    context = RuleContext(best, fitting, devices_per_host)
+    results = []
     for rule in RULES:
         expected = rule.expected(context)
         if expected:

@@ -35,7 +35,7 @@ from fzero.tuning._row import (
 from fzero.tuning._space import Configuration, Space
 
 __all__ = [
-    "Measure",
+    "ConfigurationPlanner",
     "PlanCache",
     "Skipped",
     "Start",
@@ -165,14 +165,14 @@ def _source() -> str:
 #
 # Plans of these numbers of blocks are extrapolated to more blocks. With fewer blocks, not all prefetches would have
 # begun. Where every second block may be of another kind, an odd depth needs odd numbers, and an even depth even ones.
-SHALLOW = {1: (3, 5), 0: (4, 6)}
-ALIKE = (4, 5)
+DEPTHS_BY_PARITY = {1: (3, 5), 0: (4, 6)}
+DEPTHS_IF_UNIFORM = (4, 5)
 
 PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
 
 
 @dataclass(frozen=True)
-class Measure:
+class ConfigurationPlanner:
     """Plans one configuration.
 
     Attributes:
@@ -198,7 +198,7 @@ class Measure:
 
     def _row(self, config: Configuration) -> TableRow:
         shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
-        summaries = None if shallow is None else self._by_two(config, shallow)
+        summaries = None if shallow is None else self._extrapolated(config, shallow)
         in_full = summaries is None
         return row_of(config, self._plan(config) if summaries is None else summaries, in_full)
 
@@ -206,7 +206,7 @@ class Measure:
         settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
         return row_of(row.config, self._plan(row.config, settings), in_full=True)
 
-    def _by_two(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
+    def _extrapolated(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
         """Extrapolate all schedules, and summarize the one that fzero.jit would choose; None without a common one."""
         assert config.depth is not None
         plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
@@ -251,7 +251,7 @@ def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | N
         return None
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     each, rest = divmod(config.depth, stages)
-    few, many = ALIKE if alike else SHALLOW[each % 2]
+    few, many = DEPTHS_IF_UNIFORM if alike else DEPTHS_BY_PARITY[each % 2]
     return (few * stages + rest, many * stages + rest) if each > many else None
 
 
@@ -302,11 +302,11 @@ class Skipped(NamedTuple):
 
     Attributes:
         config: the configuration that was not planned.
-        as_little_as: a planned one whose parameters, optimizer state and activations alone exceed the budget.
+        smaller: a planned one whose parameters, optimizer state and activations alone exceed the budget.
     """
 
     config: Configuration
-    as_little_as: Configuration
+    smaller: Configuration
 
 
 def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:

@@ -14,7 +14,7 @@ from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._rules import Verdict, verdicts
-from fzero.tuning._search import Measure, PlanCache, Skipped, in_order, pool_of, refine, rows_of
+from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, pool_of, refine, rows_of
 from fzero.tuning._space import Configuration, TuneOptions, space_of
 
 __all__ = ["Best", "Table", "tune"]
@@ -97,11 +97,11 @@ class Table(FigureReport):
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
             return Best(row, "No planned configuration is faster")
-        lacks, kind = faster[0].peak_bytes - self.budget, _largest(faster[0])
+        excess, largest = faster[0].peak_bytes - self.budget, _largest(faster[0])
         return Best(
             row,
             f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
-            f"{format_bytes(lacks)} too large: it holds {kind}",
+            f"{format_bytes(excess)} too large: it holds {largest}",
         )
 
     def rules(self) -> list[Verdict]:
@@ -183,9 +183,7 @@ class Table(FigureReport):
         try:
             data = json.loads(text)
             rows = [row_from(r) for r in data["rows"]]
-            skipped = [
-                Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in data["skipped"]
-            ]
+            skipped = [Skipped(Configuration(**s["config"]), Configuration(**s["smaller"])) for s in data["skipped"]]
             return cls(tuple(rows), tuple(skipped), Machine(**data["machine"]), data["memory"], data["budget"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
@@ -325,8 +323,8 @@ def tune(
         raise ValueError(f"workers={workers!r}: expected an int, at least 1")
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
-    measure = Measure(make_step, machine, None if key is None else PlanCache(key, machine))
-    with pool_of(workers, measure) as start:
+    planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
+    with pool_of(workers, planner) as start:
         results: list[TableRow | Skipped] = []
         for x in rows_of(space, start, workers, budget):
             results.append(x)

@@ -16,7 +16,7 @@ from fzero.observe import Rows
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
 
-__all__ = ["Hint", "Measurement", "Meter", "Reading", "WatchedStep", "hints_of", "meter_of", "watch"]
+__all__ = ["Hint", "Measurement", "Meter", "StepMeasurement", "WatchedStep", "hints_of", "meter_of", "watch"]
 
 # Meters measure one call of a step with the counters of its device, without waiting for the device.
 
@@ -126,7 +126,7 @@ MIN_BYTES = 1 << 20  # smaller differences deserve no hint
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepMeasurement:
     """The measurement of one call of a step, and its plan.
 
     Attributes:
@@ -212,17 +212,17 @@ class Hint(NamedTuple):
         return f"{self.name}: {self.text}"
 
 
-def hints_of(readings: Sequence[Reading]) -> list[Hint]:
-    """List hints for the last of some consecutive readings.
+def hints_of(measurements: Sequence[StepMeasurement]) -> list[Hint]:
+    """List hints for the last of some consecutive measurements.
 
     Args:
-        readings: readings of consecutive calls. The memory of the last call was measured.
+        measurements: measurements of consecutive calls. The memory of the last call was measured.
     """
-    last = readings[-1]
-    return [*_memory_hints(last), *_allocator_hints(last, readings[0]), *_time_hints(readings)]
+    last = measurements[-1]
+    return [*_memory_hints(last), *_allocator_hints(last, measurements[0]), *_time_hints(measurements)]
 
 
-def _memory_hints(last: Reading) -> list[Hint]:
+def _memory_hints(last: StepMeasurement) -> list[Hint]:
     """Return hints if the bytes before the step, or those that it adds, exceed the plan."""
     plan, added = last.plan, last.measurement.added_bytes
     if plan is None or added is None:
@@ -253,7 +253,7 @@ def _memory_hints(last: Reading) -> list[Hint]:
     return hints
 
 
-def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
+def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
     reserved, peak = last.measurement.reserved_bytes, last.peak_bytes
     hints = []
@@ -279,9 +279,9 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
     return hints
 
 
-def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
+def _time_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
     """Return hints on idle time and slow steps, by the medians of all calls without compilation."""
-    steady = [r for r in readings if not r.has_compilation]
+    steady = [r for r in measurements if not r.has_compilation]
     if len(steady) < MIN_CALLS:
         return []
     seconds, idle = (
@@ -376,7 +376,7 @@ class WatchedStep:
         hints: the hints of that reading.
     """
 
-    last: Reading | None
+    last: StepMeasurement | None
     hints: list[Hint]
 
     def __init__(
@@ -398,7 +398,7 @@ class WatchedStep:
         self._has_compiled = (
             False  # whether the last call was traced, so that the next one is the first without compilation
         )
-        self._pending: list[Reading] = []  # readings that are not written yet
+        self._pending: list[StepMeasurement] = []  # measurements that are not written yet
         self._due_count = 0  # how many of them the next write covers
         self._plans: dict[int, Plan] = {}  # by the id of the step's plan: the same plan with the machine's seconds
         self._reported: set[str] = set()
@@ -436,7 +436,9 @@ class WatchedStep:
         out, measurement = self._meter(lambda: self.step(*args, **kwargs), memory)
         self._has_compiled = self.step.traces > traces
         self._pending.append(
-            Reading(self._first + self._calls, measurement, self._plan(plan), self._has_machine, self._has_compiled)
+            StepMeasurement(
+                self._first + self._calls, measurement, self._plan(plan), self._has_machine, self._has_compiled
+            )
         )
         self._calls += 1
         if memory or every:
@@ -458,25 +460,25 @@ class WatchedStep:
         return next(reversed(self._plans.values()), None)
 
     def flush(self) -> None:
-        """Write the pending readings, and report the last measured one. Waits for the device."""
+        """Write the pending measurements, and report the last measured one. Waits for the device."""
         self._write(len(self._pending))
 
     def _write(self, count: int) -> None:
-        """Write the first `count` pending readings, and report the last measured one of them."""
-        readings, self._pending, self._due_count = (
+        """Write the first `count` pending measurements, and report the last measured one of them."""
+        measurements, self._pending, self._due_count = (
             self._pending[:count],
             self._pending[count:],
             max(self._due_count - count, 0),
         )
         measured = [
-            i for i, r in enumerate(readings) if r.measurement.added_bytes is not None and not r.has_compilation
+            i for i, r in enumerate(measurements) if r.measurement.added_bytes is not None and not r.has_compilation
         ]
         if measured:
-            self.last = readings[measured[-1]]
-            self.hints = hints_of(readings[: measured[-1] + 1])
-        if not readings or not self._is_leader:
+            self.last = measurements[measured[-1]]
+            self.hints = hints_of(measurements[: measured[-1] + 1])
+        if not measurements or not self._is_leader:
             return
-        rows = [(r.step, r.scalars()) for r in readings]
+        rows = [(r.step, r.scalars()) for r in measurements]
         for writer in self._writers:
             writer(rows)
         if measured and self._print is not None:
@@ -489,7 +491,7 @@ class WatchedStep:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write the pending readings, and close the writers."""
+        """Write the pending measurements, and close the writers."""
         try:
             self.flush()
         finally:

@@ -211,7 +211,9 @@ def _plan(args: argparse.Namespace) -> int:
     required = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
     missing = [f"--{name}" if name != "model" else "MODEL" for name in required if getattr(args, name) is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)} missing; fzero plan --help shows an example of each")
+        raise ValueError(
+            f"{', '.join(missing)} missing: for example, fzero plan llama-3-8b --world 64 --batch 512 --length 8192"
+        )
     make_step, shape = _make_step_of(args)
     depth = shape.depth if shape and args.depth is None else args.depth
     if args.ep is None:

@@ -88,9 +88,10 @@ def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None
         expected = rules.stacked(item_paths, dict(mesh.shape)).get(s.axis)
         if expected != s.stacked:
             raise ValueError(
-                f"{where} is of the list {s.stacked.key!r}, which was stacked with the items {_rows(s.stacked)} on the "
-                f"ranks along {s.axis!r}, and this step expects the items {_rows(expected)} there: unstack it with the "
-                "loss that stacked it, or save it and load it into a state of this step"
+                f"{where} is of the list {s.stacked.key!r}, which was stacked with the items "
+                f"{_items_text(s.stacked)} on the ranks along {s.axis!r}, and this step expects the items "
+                f"{_items_text(expected)} there: unstack it with the loss that stacked it, or save it and load it into "
+                "a state of this step"
             )
 
 
@@ -120,7 +121,7 @@ def _check_device(path: str, x: Any, mesh: Mesh) -> None:
             )
 
 
-def _rows(stacked: StackedList | None) -> str:
+def _items_text(stacked: StackedList | None) -> str:
     """Show the items of each rank."""
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 

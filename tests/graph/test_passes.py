@@ -101,7 +101,7 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
     }
 
 
-def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
+def selected_passes(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     asked = {
         "drop_lone_collectives": lambda g: drop_lone_collectives(g, ("g", "h") if sample.n == 1 else ()),
@@ -127,7 +127,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def passed(sample: Sample, how: dict[str, Any]) -> Graph:
     graph = sample.graph
-    for _, f in asked_of(sample, how):
+    for _, f in selected_passes(sample, how):
         graph = f(graph)
     return graph
 
@@ -161,7 +161,7 @@ def test_every_pass_keeps_the_results_to_the_bit(make, how):
     sample = make()
     expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
     graph, donated = sample.graph, False
-    for name, f in asked_of(sample, how):
+    for name, f in selected_passes(sample, how):
         graph = f(graph)
         donated = donated or name == "donate"
         for late in (False, True):
@@ -173,7 +173,7 @@ def test_every_pass_keeps_the_results_to_the_bit(make, how):
 def test_a_pass_leaves_its_graph_as_it_was(make, how):
     sample = make()
     graph = sample.graph
-    for _, f in asked_of(sample, how):
+    for _, f in selected_passes(sample, how):
         before = snapshot(graph)
         out = f(graph)
         assert snapshot(graph) == before
@@ -197,7 +197,7 @@ def test_a_pass_depends_on_the_graph_alone(make, how):
 def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
     sample = make()
     graph = sample.graph
-    for _, f in asked_of(sample, how):
+    for _, f in selected_passes(sample, how):
         graph = f(graph)
         graph.lint()
         nodes = list(graph.nodes)

@@ -21,17 +21,17 @@ MUTANTS = [
     ),
     *File("collectives/_moves.py").faults(
         Fault("nobody receives from others", "", bare("A.transpose(0, B.dim)")),
-        Fault("the way back is the way there", "", becomes("(to, A)", "(A, to)")),
+        Fault("ppermute's transpose is not inverted", "", becomes("(to, A)", "(A, to)")),
         Fault("a broadcast's gradient goes to all", "_only", becomes("A == B", "A >= 0")),
     ),
     *File("collectives/gloo.py", GLOO).faults(
         Fault(
-            "a message is another rank's",
+            "a rank is sent the entry of another rank",
             "_exchange",
             becomes("to", "source", at="3 of 4"),
             ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
         ),
-        Fault("messages have the tags of a user's", "TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
+        Fault("internal messages have tags that users may use", "TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
         Fault("every reduction is a sum", "reduce_scatter", dropped("A != 'sum'")),
         Fault("a wait for two messages", "wait", becomes("while A.works: ...", "for _ in range(2): ...")),
         Fault("parts are not summed", "reduce_scatter", becomes("A(B, rank)", "B[0]")),

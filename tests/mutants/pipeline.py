@@ -49,7 +49,9 @@ MUTANTS = [
         Fault("a graph forgets the loss scale", "RowRecorder._stage", becomes("A(B, self.C)", "A(B, None)"), PROCESSES),
         Fault("a micro-batch's gradient replaces the others", "_RowExecutor._add", bare("self.grads[B].add_(A)")),
         Fault("gradients are handed out unscaled", "_RowExecutor.scaled_grads", bare("A * B.to(A.dtype)")),
-        Fault("residuals are kept", "_RowExecutor._backward", becomes("self.pulls.pop((A, B))", "self.pulls[A, B]")),
+        Fault(
+            "residuals are kept", "_RowExecutor._backward", becomes("self.vjp_fns.pop((A, B))", "self.vjp_fns[A, B]")
+        ),
         Fault("the second half adds nothing", "_RowExecutor._act", skipped("self.A(stage, B)")),
         Fault("sums keep the last total", "_RowExecutor._forward", bare("B + A")),
         Fault(
@@ -89,7 +91,7 @@ MUTANTS = [
     ),
     *File("axes/lockstep.py", MESSAGES).faults(
         Fault("a message is not kept", "send", bare("A().clone", at="2 of 2")),
-        Fault("the last message goes first", "receive", becomes("A.mail[B].popleft", "A.mail[B].pop")),
+        Fault("the last message goes first", "receive", becomes("A.messages[B].popleft", "A.messages[B].pop")),
         Fault("another shape is taken", "receive", dropped("A.shape != B.shape")),
         Fault("what nobody received is forgotten", "run", skipped("A(B.values())")),
     ),

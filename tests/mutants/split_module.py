@@ -57,7 +57,7 @@ MUTANTS = [
         Fault("listening draws the step's numbers", "calls_of", becomes("A(B(0), C)", "C()")),
         Fault(
             "how many values a block has goes unseen",
-            "_First.__len__",
+            "_FirstValueOnly.__len__",
             becomes("raise A('where it asks how many values a block returns,')", "return 1"),
         ),
         Fault("shells copy their blocks", "Shell.__deepcopy__", renamed("copied"), PIPELINE),

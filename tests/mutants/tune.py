@@ -31,8 +31,12 @@ MUTANTS = [
         ),
         Fault("what fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
         Fault("nothing is skipped", "rows_of", never("A.B > C")),
-        Fault("two blocks say what many take", "SHALLOW", becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}")),
-        Fault("the schedule of few blocks stays", "Measure._by_two", never("replans")),
+        Fault(
+            "two blocks say what many take",
+            "DEPTHS_BY_PARITY",
+            becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}"),
+        ),
+        Fault("the schedule of few blocks stays", "ConfigurationPlanner._extrapolated", never("replans")),
         Fault("no row is planned in full", "refine", always("not rough")),
         Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
         Fault("stages come to be even", "depths_of", becomes("few * A + B", "few * A"), PARALLELISM),
@@ -164,7 +168,7 @@ MUTANTS = [
     ),
     *File("tuning/_watch.py", WATCH).faults(
         Fault("a workspace is a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
-        Fault("what was there before is forgotten", "Reading.peak_bytes", bare("A + B")),
+        Fault("what was there before is forgotten", "StepMeasurement.peak_bytes", bare("A + B")),
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the compiled call is not", "WatchedStep.__call__", bare("A or self.B")),
         Fault("all calls have the last plan", "WatchedStep._plan", never("A is not None")),

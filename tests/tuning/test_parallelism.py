@@ -14,7 +14,7 @@ from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
 from fzero.tuning._row import PlanSummary, ScheduleCost, row_of
-from fzero.tuning._search import Measure, depths_of, fullest_of
+from fzero.tuning._search import ConfigurationPlanner, depths_of, fullest_of
 from fzero.tuning._space import TuneOptions, space_of
 from fzero.tuning.command import page, recipe
 from tests.helpers import cases, either
@@ -112,8 +112,8 @@ def test_the_best_is_that_of_trying_all(table):
         if fits:
             assert str(tuned.best().config) == min(fits)[2]
         for s in tuned.skipped:
-            assert s.config.holds_no_less_than(s.as_little_as)
-            assert (s.config.tp, s.config.pp) == (s.as_little_as.tp, s.as_little_as.pp)
+            assert s.config.holds_no_less_than(s.smaller)
+            assert (s.config.tp, s.config.pp) == (s.smaller.tp, s.smaller.pp)
 
 
 def test_two_runs_say_the_same_on_any_number_of_processes(table):
@@ -147,7 +147,7 @@ def test_a_row_takes_what_the_slowest_rank_does():
 @pytest.mark.parametrize("schedule", ("gpipe", "interleaved", "zb"))
 def test_no_rank_of_a_longer_pipeline_is_fuller(schedule):
     config = Configuration(1, 8, 8, ranks=1, depth=8, pp=4, schedule=schedule)
-    row = Measure(make_step, CPU)(config)
+    row = ConfigurationPlanner(make_step, CPU)(config)
     plans = ranks_of(config)
     assert row.peak_bytes == max(p.peak_bytes for p in plans) and row.seconds == max(p.seconds for p in plans)
 
@@ -167,9 +167,9 @@ def test_few_blocks_leave_each_stage_as_uneven_as_it_is():
 
 def check_few_blocks(step: Any, config: Configuration) -> None:
     """Tell a row from few blocks, and hold it beside its plan."""
-    measure = Measure(step, H100)
-    row = measure(config)
-    full = measure(row)
+    planner = ConfigurationPlanner(step, H100)
+    row = planner(config)
+    full = planner(row)
     assert not row.in_full and full.in_full and (row.rank, row.settings) == (full.rank, full.settings)
     assert row.peak_bytes == pytest.approx(full.peak_bytes, rel=0.005)
     assert row.moved == full.moved and row.flops == full.flops

@@ -67,8 +67,8 @@ def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, work
     assert {r.config for r in rows} == {*one.started} <= {*many.started}
     assert {r.config for r in rows} | {s.config for s in skipped} == {*SPACE}
     for s in skipped:
-        assert row(s.as_little_as).at_least > budget and s.config.holds_no_less_than(s.as_little_as)
-        assert row(s.config).at_least > budget and s.as_little_as in one.started
+        assert row(s.smaller).at_least > budget and s.config.holds_no_less_than(s.smaller)
+        assert row(s.config).at_least > budget and s.smaller in one.started
     left = len([*SPACE]) - len(many.started) - len(skipped)
     assert many.idle <= workers * workers or left == 0  # but for the last tasks, none waits
 
@@ -78,7 +78,7 @@ def test_a_row_that_comes_to_be_skipped_is_left_out():
         many = Processes(8, lambda _: 0, patch)
         found = [*rows_of(SPACE, many.start, 8, 1.0)]  # nothing fits
     assert len(many.started) > sum(isinstance(x, TableRow) for x in found) == 2  # the leanest of both precisions
-    assert all(isinstance(x, TableRow) or x.as_little_as.stage == 3 for x in found)
+    assert all(isinstance(x, TableRow) or x.smaller.stage == 3 for x in found)
 
 
 def without_threads() -> None:

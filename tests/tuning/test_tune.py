@@ -66,7 +66,7 @@ def test_the_best_is_that_of_trying_all(share, at):
             with pytest.raises(ValueError, match="no configuration fits"):
                 table.best()
         for skipped in table.skipped:
-            assert skipped.config.holds_no_less_than(skipped.as_little_as)
+            assert skipped.config.holds_no_less_than(skipped.smaller)
 
 
 def test_something_is_skipped():

@@ -11,7 +11,7 @@ import torch
 import fzero
 from fzero import optim, tuning
 from fzero._torch import profiling
-from fzero.tuning import CPU, Reading
+from fzero.tuning import CPU, StepMeasurement
 from fzero.tuning._watch import Measurement, hints_of, meter_of
 
 
@@ -163,9 +163,9 @@ WITH_WORKSPACE: Any = SimpleNamespace(**{**vars(PLAN), "workspace_bytes": 1_000_
 
 def reading(
     seconds: float = 1.0, idle_seconds: float = 0.0, first: bool = False, plan: Any = PLAN, **measurement: Any
-) -> Reading:
+) -> StepMeasurement:
     usual = {"added_bytes": 6_000_000_000, "before_bytes": 4_000_000_000, "reserved_bytes": 10_200_000_000}
-    return Reading(
+    return StepMeasurement(
         3,
         Measurement(lambda: seconds, lambda: idle_seconds, lambda: True, **{**usual, **measurement}),
         plan,
@@ -174,7 +174,7 @@ def reading(
     )
 
 
-CASES: dict[str, tuple[list[Reading], list[str]]] = {
+CASES: dict[str, tuple[list[StepMeasurement], list[str]]] = {
     "all as planned": ([reading()], []),
     "a little more": ([reading(added_bytes=6_300_000_000)], []),
     "a second copy": ([reading(before_bytes=5_000_000_000, reserved_bytes=11_000_000_000)], ["outside the step"]),
@@ -204,8 +204,8 @@ CASES: dict[str, tuple[list[Reading], list[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hint_names_the_cause(name):
-    readings, names = CASES[name]
-    assert [h.name for h in hints_of(readings)] == names
+    measurements, names = CASES[name]
+    assert [h.name for h in hints_of(measurements)] == names
 
 
 def test_hints_say_by_how_much_and_what_to_do():

@@ -60,7 +60,7 @@ def test_what_cannot_be_counted_is_not_checked(free):
     init(optim.offload(optim.adam(0.1), 1.0))
 
 
-def test_a_chain_is_as_its_parts(free):
+def test_a_chain_is_checked_for_the_host_memory_of_its_links(free):
     free(0)
     with pytest.raises(MemoryError):
         init(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(optim.adam(0.1), 0.5)))

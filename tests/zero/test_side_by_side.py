@@ -49,7 +49,7 @@ def test_partition_lays_them_so_too():
 
 
 @given(st.integers(1, 4), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_tied_and_integer_and_empty_leaves_keep_what_they_are(blocks, tied, dtype):
+def test_init_keeps_tied_integer_and_empty_leaves(blocks, tied, dtype):
     values = {
         str(i): {"w": torch.full((2, 3), float(i)), "e": torch.zeros(0, 2), "s": torch.tensor(1.0)}
         for i in range(blocks)

@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_the_unsharded_step(write, simulate, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_torch_does_not_count_is_right_or_an_error(stage):
+def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
     train_step, mesh = writing("through .data"), mesh_of("lockstep")
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     state = step.init(PARAMS, OPT)

@@ -20,7 +20,7 @@ from fzero.graph.loop._rank_schedule import (
     RankSchedule,
     rank_schedule_of,
 )
-from fzero.graph.loop._scan import Loop, LoopSlice, NotScannable, loop_of, new_loop_function
+from fzero.graph.loop._scan import Loop, LoopSlice, NotScannableError, loop_of, new_loop_function
 
 __all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "move_sends_first", "rank_schedule_at", "rename_nodes"]
 
@@ -138,8 +138,8 @@ def insert_loops(graph: Graph) -> Graph:
         graph: a traced graph, which is changed.
 
     Raises:
-        NotScannable: if an iteration returns a value that is neither a sum nor a row, or if the next iteration would
-            run other operations.
+        NotScannableError: if an iteration returns a value that is neither a sum nor a row, or if the next iteration
+            would run other operations.
     """
     drop_shapes_only(graph)
     for start in [n for n in graph.nodes if n.target is ITERATION]:
@@ -178,7 +178,7 @@ def _compare(graph: Graph, iteration: _TracedIteration) -> None:
     again = next((n for n in iteration.start.users if n.target is RUN_AGAIN), None)
     end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
     if again is None or end is None:
-        raise NotScannable("the step drops the loss, which is needed to compare two micro-batches")
+        raise NotScannableError("the step drops the loss, which is needed to compare two micro-batches")
     all_nodes = list(graph.nodes)
     nodes_again = all_nodes[all_nodes.index(again) + 1 : all_nodes.index(end)]
     x, _, results, second_results = end.args
@@ -193,11 +193,11 @@ def _compare(graph: Graph, iteration: _TracedIteration) -> None:
         depends_on_first = any(a in varying for a in n.all_input_nodes)  # state that the first micro-batch left behind
         if match is None or depends_on_first or any(u not in removable for u in n.users):
             where = line_of(n) or str(n.target)
-            raise NotScannable(f"the second micro-batch computes something other than the first at {where}")
+            raise NotScannableError(f"the second micro-batch computes something other than the first at {where}")
         same[n] = match
     pairs: Any = zip(results, second_results, strict=True)  # pyright: ignore[reportArgumentType]
     if any(same.get(a, a) is not same.get(b, b) or b in varying for a, b in pairs):
-        raise NotScannable("the second micro-batch returns something other than the first")
+        raise NotScannableError("the second micro-batch returns something other than the first")
     end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
     graph.erase_node(end)
     for n in reversed(nodes_again):  # unused random draws among them
@@ -236,7 +236,7 @@ def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
     hoisted = set[Any]([n.args[0] for n in iteration.parts])
     for n in reversed(iteration.nodes):
         if n not in outputs and any(u not in members for u in n.users):
-            raise NotScannable(
+            raise NotScannableError(
                 f"the value of {line_of(n) or 'an operation'} leaves the loop, and is neither a sum nor a row"
             )
         if n in hoisted:

@@ -17,7 +17,7 @@ __all__ = [
     "Loop",
     "LoopSlice",
     "LoopSum",
-    "NotScannable",
+    "NotScannableError",
     "check_equal_runs",
     "graphs_in",
     "is_part",
@@ -134,7 +134,7 @@ def new_loop_function() -> Callable[..., Any]:
 # user's, the mapped dimension goes first. So a sum has the same strides before and after an iteration.
 
 
-class NotScannable(RuntimeError):
+class NotScannableError(RuntimeError):
     """Iterations differ by more than their data, or return more than sums and rows."""
 
 
@@ -223,11 +223,11 @@ class LoopSum(NamedTuple):
 
     Attributes:
         before: the sum over earlier iterations.
-        now: the sum with this iteration's share.
+        updated: the sum with this iteration's share.
     """
 
     before: torch.Tensor
-    now: torch.Tensor
+    updated: torch.Tensor
 
     @staticmethod
     def with_share(share: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> "LoopSum":
@@ -243,7 +243,7 @@ class LoopSum(NamedTuple):
 
     def after(self) -> torch.Tensor:
         """Pass the sum on to the next iteration, and return the sum after the last one."""
-        return sum_after(self.now, self.before)
+        return sum_after(self.updated, self.before)
 
 
 def is_part(node: Node) -> bool:

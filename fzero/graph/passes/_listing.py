@@ -30,8 +30,8 @@ from fzero.graph._storages import Storages
 from fzero.graph.loop._rank_schedule import is_marker
 
 __all__ = [
+    "NodeRoles",
     "OrderRules",
-    "Roles",
     "input_only_nodes",
     "list_nodes",
     "readers_of_overwritten",
@@ -44,7 +44,7 @@ __all__ = [
 # Roles: each node of a graph is work, or runs late or early.
 
 
-class Roles(NamedTuple):
+class NodeRoles(NamedTuple):
     """The nodes of a graph, except its inputs and its output, by their role.
 
     Attributes:
@@ -58,14 +58,14 @@ class Roles(NamedTuple):
     early: set[Node]
 
 
-def roles(graph: Graph) -> Roles:
+def roles(graph: Graph) -> NodeRoles:
     """Give each node of a graph its role."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
     late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
     late |= _waiting(nodes, feeds_work, late)
     early = _early(nodes, feeds_work, late)
-    return Roles([n for n in nodes if n not in late and n not in early], late, early)
+    return NodeRoles([n for n in nodes if n not in late and n not in early], late, early)
 
 
 def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
@@ -87,14 +87,14 @@ def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> s
     otherwise the new states of all units would wait for the check at once.
     """
     before = collectives_before(nodes)
-    found: set[Node] = set()
+    postponed: set[Node] = set()
     for n in reversed(nodes):
         if n in feeds_work or n in late or not is_cheap(n) or is_wait(n) or is_collective(n) or is_write(n):
             continue
-        users = [u for u in n.users if u not in found]  # the output has no count, so its operands never wait
+        users = [u for u in n.users if u not in postponed]  # the output has no count, so its operands never wait
         if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
-            found.add(n)
-    return {n for part in _connected_parts(nodes, found) if _grows(part, late) for n in part}
+            postponed.add(n)
+    return {n for part in _connected_parts(nodes, postponed) if _grows(part, late) for n in part}
 
 
 def _connected_parts(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
@@ -121,12 +121,12 @@ def _grows(part: set[Node], late: set[Node]) -> bool:
 
 def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
     """List the cheap nodes that depend on inputs alone, through cheap nodes."""
-    found: set[Node] = set()
+    input_only: set[Node] = set()
     for n in nodes:
         movable = is_cheap(n) and not is_reduction(n) and not is_write(n)
-        if movable and all(is_input(a) or a in found for a in n.all_input_nodes):
-            found.add(n)
-    return found
+        if movable and all(is_input(a) or a in input_only for a in n.all_input_nodes):
+            input_only.add(n)
+    return input_only
 
 
 def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
@@ -173,15 +173,15 @@ def _is_needed(node: Node, work: set[Node]) -> bool:
 
 def _bases(node: Node) -> set[Node]:
     """Return the values that a node's arguments are or view."""
-    found = set()
+    bases = set()
     for a in node.all_input_nodes:
         while is_view(a):
             a = a.all_input_nodes[0]
-        found.add(a)
-    return found
+        bases.add(a)
+    return bases
 
 
-# Listing: put the nodes of a graph into a list one by one, by their roles and dependencies.
+# The list scheduler: put the nodes of a graph into a list one by one, by their roles and dependencies.
 
 
 class OrderRules(NamedTuple):
@@ -200,7 +200,7 @@ class OrderRules(NamedTuple):
 
     nodes: list[Node]
     index: dict[Node, int]
-    roles: Roles
+    roles: NodeRoles
     work: list[Node]
     readers: dict[Node, list[Node]]
     writes: dict[Node, list[Node]]
@@ -213,7 +213,7 @@ class OrderRules(NamedTuple):
 
 
 @dataclass
-class Listing:
+class ListSchedulerState:
     """The state of an order under construction.
 
     Attributes:
@@ -250,7 +250,7 @@ def rules_of(graph: Graph, memory: Storages) -> OrderRules:
 
 def list_nodes(rules: OrderRules) -> list[Node]:
     """List a graph's nodes in an order that obeys the rules."""
-    state = Listing(_missing(rules))
+    state = ListSchedulerState(_missing(rules))
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
@@ -280,13 +280,13 @@ def _missing(rules: OrderRules) -> dict[Node, int]:
     return missing
 
 
-def _require(rules: OrderRules, state: Listing, needed: Sequence[Node]) -> None:
+def _require(rules: OrderRules, state: ListSchedulerState, needed: Sequence[Node]) -> None:
     """Run nodes in this order, and stack the nodes that become ready, so that the first of them runs first."""
     for n in needed:
         state.ready = _emit(rules, state, n) + state.ready
 
 
-def _run_ready(rules: OrderRules, state: Listing) -> None:
+def _run_ready(rules: OrderRules, state: ListSchedulerState) -> None:
     """Run all ready nodes, and the nodes that become ready, depth first."""
     stack, state.ready = state.ready, []
     while stack:
@@ -302,7 +302,7 @@ def _run_ready(rules: OrderRules, state: Listing) -> None:
             stack += _emit(rules, state, needed)
 
 
-def _due_waits(rules: OrderRules, state: Listing) -> list[Node]:
+def _due_waits(rules: OrderRules, state: ListSchedulerState) -> list[Node]:
     """Return the waits of the oldest collective, as a stack, if more than `in_flight` collectives are in flight."""
     starts = list(dict.fromkeys(map(start_of, state.pending)))
     due = [w for w in state.pending if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
@@ -310,20 +310,20 @@ def _due_waits(rules: OrderRules, state: Listing) -> list[Node]:
     return due[::-1]
 
 
-def _unmet(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+def _unmet(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
     """List a node and the nodes that it needs and that have not run, in an order that can run."""
-    found: dict[Node, None] = {}
+    unmet: dict[Node, None] = {}
     stack = [node]
     while stack:
         n = stack.pop()
-        if n not in state.members and n not in found:
-            found[n] = None
+        if n not in state.members and n not in unmet:
+            unmet[n] = None
             stack += n.all_input_nodes
             stack += rules.readers.get(n, ())
-    return sorted(found, key=rules.index.__getitem__)
+    return sorted(unmet, key=rules.index.__getitem__)
 
 
-def _emit(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+def _emit(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
     """Append the gathers that start ahead of a node to the order, and then the node.
 
     Returns:
@@ -336,7 +336,7 @@ def _emit(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     return released + _append(rules, state, node)
 
 
-def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+def _append(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
     """Append a node to the order, and return the nodes that become ready, as a stack."""
     if node in state.members:
         return []
@@ -353,10 +353,10 @@ def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _ready_after(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+def _ready_after(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
     """List the early nodes whose arguments have all run now that this late node has; they may free its value."""
-    found = [u for u in node.users if u in rules.roles.early and u not in state.members and not state.missing[u]]
-    return [u for u in found if all(a in state.members for a in u.all_input_nodes)]
+    candidates = [u for u in node.users if u in rules.roles.early and u not in state.members and not state.missing[u]]
+    return [u for u in candidates if all(a in state.members for a in u.all_input_nodes)]
 
 
 def readers_of_overwritten(graph: Graph, memory: Storages) -> dict[Node, list[Node]]:

@@ -56,12 +56,12 @@ def keep_on_host(graph: Graph) -> Graph:
 
 def _gathered(graph: Graph) -> set[Node]:
     """List the inputs, and the values that only gather, cast or view them."""
-    found: set[Node] = set()
+    gathered: set[Node] = set()
     for n in graph.nodes:
         is_light = is_view(n) or is_gather(n) or is_wait(n) or n.target in CASTS
-        if is_input(n) or (is_light and n.all_input_nodes and all(a in found for a in n.all_input_nodes)):
-            found.add(n)
-    return found
+        if is_input(n) or (is_light and n.all_input_nodes and all(a in gathered for a in n.all_input_nodes)):
+            gathered.add(n)
+    return gathered
 
 
 # early_move: a value is copied to the host before it is scaled, so that the copy need not wait for the factor.

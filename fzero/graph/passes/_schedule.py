@@ -80,7 +80,8 @@ def fit_prefetches(
         For some nodes, the gathers that start right before them.
     """
     position = {n: i for i, n in enumerate(order)}
-    live, found = list(live), {}
+    live = list(live)
+    gathers_before: dict[Node, list[Node]] = {}
     first: dict[Node, int] = {}  # the earliest position at which each gather may start
     for before, gathers in ahead.items():
         for g in gathers:
@@ -93,8 +94,8 @@ def fit_prefetches(
         start = next((i for i in range(start, until) if _communicates(order[i - 1]) or _communicates(order[i])), until)
         if start < until:
             live[start:until] = [x + size for x in live[start:until]]
-            found.setdefault(order[start], []).append(g)
-    return found
+            gathers_before.setdefault(order[start], []).append(g)
+    return gathers_before
 
 
 def _communicates(node: Node) -> bool:

@@ -39,14 +39,14 @@ def with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
         graph: the segment.
         fakes: stand-ins of its arguments.
     """
-    odd: list[int] | None = None
+    mismatched: list[int] | None = None
 
     def run(args: list[Any]) -> Sequence[Any]:
-        nonlocal odd
-        if odd is None:
-            odd = _mismatches(args, fakes)
-            _check_not_written(graph, odd)
-        for i in odd:
+        nonlocal mismatched
+        if mismatched is None:
+            mismatched = _mismatches(args, fakes)
+            _check_not_written(graph, mismatched)
+        for i in mismatched:
             fake = fakes[i]
             args[i] = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=args[i].device).copy_(
                 args[i]
@@ -61,7 +61,7 @@ def _mismatches(args: Sequence[Any], fakes: Sequence[Any]) -> list[int]:
     return [i for i, (x, fake) in pairs if isinstance(fake, torch.Tensor) and not have_equal_strides(x, fake)]
 
 
-def _check_not_written(graph: Graph, odd: Sequence[int]) -> None:
+def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
     """Check that the segment writes into no argument that is copied.
 
     Raises:
@@ -69,7 +69,7 @@ def _check_not_written(graph: Graph, odd: Sequence[int]) -> None:
     """
     inputs = [n for n in graph.nodes if is_input(n)]
     written: set[Node] = {source_of(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
-    if any(inputs[i] in written for i in odd):
+    if any(inputs[i] in written for i in mismatched):
         raise RuntimeError(
             "fzero.jit: the memory layout of an argument that the step writes into differs from the traced layout; "
             'please report this. backend="fx" runs without a compiler'

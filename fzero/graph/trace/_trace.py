@@ -98,7 +98,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         RuntimeError: if `f` reads the value of a tensor in Python, or writes into an argument. The message names the
             line.
         ValueError: if `f` captures a tensor that requires grad.
-        NotScannable: if a recorded loop returns more than sums and rows. Trace it again without loops.
+        NotScannableError: if a recorded loop returns more than sums and rows. Trace it again without loops.
     """
 
     def pure(*xs: torch.Tensor) -> Any:

@@ -162,7 +162,10 @@ def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
         label = f"bias is {describe(bias)}" if isinstance(bias, torch.Tensor) else f"bias={bias!r}"
         raise TypeError(f"{label}: expected a floating-point tensor [{count}], one number per expert")
     if bias.shape != (count,):
-        raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{count}], one number per expert")
+        raise ValueError(
+            f"bias has the shape {list(bias.shape)}: expected [{count}], one number per expert; make it with "
+            f"torch.zeros({count})"
+        )
 
 
 def _check_choices(count: int, k: Any, groups: Any) -> None:

@@ -44,7 +44,7 @@ def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Ten
     if order is None or order > 1 or (is_tracing() and not (order and loop.records_pipelines())):
         return run_ticks(stages, slots, rest)
     if is_tracing() and isinstance(micro_batch(), torch.Tensor):
-        raise loop.NotScannable("the loss holds a pipeline, which has its own micro-batches")
+        raise loop.NotScannableError("the loss holds a pipeline, which has its own micro-batches")
     return run_table(stages, slots, rest, backward=order == 1)
 
 
@@ -128,12 +128,12 @@ class RowRecorder:
         loop.begin_phase("F", stage)
         inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
         f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
-        outputs, pull, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
+        outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
             loop.send("F", stage, list(outputs))
         loop.begin_phase("B", stage)
         cotangent: Any = loss_cotangent(outputs, self.scale) if last else _receive("G", stage + 1, leaves, spec.device)
-        grads, x = pull(cotangent, retain_graph=False)
+        grads, x = vjp_fn(cotangent, retain_graph=False)
         if stage:
             loop.send("G", stage, list(x))
         for index, g in zip(indices, grads, strict=True):
@@ -177,7 +177,7 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
     params = Params.of(slots, rest)
     scale = current_loss_scale()
     row = RowRecorder(stages, params, scale) if is_tracing() else _RowExecutor(stages, params, backward, scale)
-    return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
+    return _RowLoss.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
 
 
 def _check_same_schedule(stages: Stages, device: torch.device) -> None:
@@ -204,7 +204,7 @@ def _check_same_schedule(stages: Stages, device: torch.device) -> None:
     stages.cache.checked_groups.add(binding.group)
 
 
-class _Table(torch.autograd.Function):
+class _RowLoss(torch.autograd.Function):
     """The loss of a row. Its forward pass computes the gradients, and its backward pass scales and returns them."""
 
     @staticmethod
@@ -231,7 +231,7 @@ class _RowExecutor:
         backward: whether backward passes run too.
         scale: the loss scale, by which gradients are multiplied from the backward passes until they are returned.
         grads: by the index of a parameter, the gradient so far; None once the gradients are returned.
-        pulls: by stage and micro-batch, the function of the backward pass. It holds the residuals.
+        vjp_fns: by stage and micro-batch, the function of the backward pass. It holds the residuals.
         deferred_grads: by stage and micro-batch, the gradients that "I" computed, which "W" will add.
         sums: the total and the weight so far.
     """
@@ -241,7 +241,7 @@ class _RowExecutor:
     backward: bool
     scale: torch.Tensor | None = None
     grads: dict[int, torch.Tensor] | None = field(default_factory=dict)
-    pulls: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
+    vjp_fns: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
     deferred_grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)
     sums: list[torch.Tensor] = field(default_factory=list)
 
@@ -297,8 +297,8 @@ class _RowExecutor:
     def _forward(self, stage: int, m: int, f: Callable[..., Any], weights: Tensors, inputs: Tensors) -> Tensors:
         """Run a stage on a micro-batch, and return the output for the next stage."""
         if self.backward:
-            outputs, pull, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
-            self.pulls[stage, m] = pull
+            outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
+            self.vjp_fns[stage, m] = vjp_fn
         else:
             outputs, aux = f(weights, inputs)
         if stage < self.stages.last:
@@ -309,7 +309,7 @@ class _RowExecutor:
     def _backward(self, stage: int, m: int, inputs: Tensors, is_input_only: bool) -> Tensors:
         """Run a stage backward, and return the gradient of its input. Its residuals are freed."""
         cotangent: Any = loss_cotangent(self.sums[0], self.scale) if stage == self.stages.last else inputs
-        weight_grads, x = self.pulls.pop((stage, m))(cotangent, retain_graph=False)
+        weight_grads, x = self.vjp_fns.pop((stage, m))(cotangent, retain_graph=False)
         if is_input_only:
             self.deferred_grads[stage, m] = list(weight_grads)
         else:

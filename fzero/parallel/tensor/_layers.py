@@ -301,7 +301,8 @@ def _style(name: str, style: Any) -> Style | None:
 def _param_splits(
     module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapping[str, str]
 ) -> dict[str, ParamSplit]:
-    modules, splits = dict(module.named_modules()), {}
+    modules = dict(module.named_modules())
+    splits = {}
     for name, style in styles.items():
         layer = modules[name]
         parent, _, last = name.rpartition(".")

@@ -1,6 +1,6 @@
 """Plan a step of a Llama of 6.7 billion parameters for 64 ranks, without its memory: docs/plan.md shows the result.
 
-python docs/_seven.py
+python docs/_plan_llama_7b.py
 """
 
 import pathlib
