@@ -1,12 +1,14 @@
 """Check a change while it is made: lint and types of the changed files, and the tests that mirror them. `make check`.
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
-faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. After 40 seconds no further test
-begins, and what is left out is said: `make test` runs all.
+faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. Changed files of tests run first, then
+the tests of the house and of the reference, then the mirrors. After 40 seconds no further test begins. A warning names
+each changed file whose tests were left out: `make test` runs all.
 """
 
 import argparse
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -49,6 +51,26 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
     return [str(x.relative_to(root)) for x in dict.fromkeys(next(filter(None, choices), []))]
 
 
+def ordered(files: Iterable[str]) -> list[str]:
+    """List the tests of changed files: those that changed, those of the whole project that are quick, the mirrors."""
+    tests = [test for file in files for test in mirrored(file)]
+    pages = "tests/docs/test_docs.py"
+    quick = re.findall(r"^def (test_(?:every|links)_\w+)", (ROOT / pages).read_text(), re.MULTILINE)
+    own = [test for test in tests if test in files]
+    chosen = dict.fromkeys([*own, "tests/test_house.py", *[f"{pages}::{name}" for name in quick], *tests])
+    return [test for test in chosen if test in own or test.split("::")[0] not in own]
+
+
+def warnings(files: Iterable[str], left: Iterable[str]) -> list[str]:
+    """Tell of which changed files some tests were left out, and how to run them."""
+    found = []
+    for file in files:
+        tests = [test for test in mirrored(file) if any(name.startswith(test) for name in left)]
+        if tests:
+            found.append(f"warning: not all tests of {file} have run: python -m pytest -n0 {' '.join(tests)}")
+    return found
+
+
 class Deadline:
     """A plugin of pytest: no test begins after a time, and the tests that were not run are counted."""
 
@@ -84,16 +106,16 @@ def main() -> int:
         print("nothing has changed")
         return 0
     started = lint_and_types(files)
-    chosen = list(dict.fromkeys(test for file in files for test in mirrored(file)))
-    deadline, failed = Deadline(SECONDS), False
-    if chosen:
-        print("tests:", *chosen, sep="\n  ")
-        code = pytest.main(["-q", "-n0", "-x", "--show-capture=no", *chosen], plugins=[deadline])
-        failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
+    chosen, deadline = ordered(files), Deadline(SECONDS)
+    print("tests:", *chosen, sep="\n  ")
+    code = pytest.main(["-q", "-n0", "-x", "--show-capture=no", *chosen], plugins=[deadline])
+    failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
     wrong = [p.args for p in started if p.wait()]
     if deadline.left:
         print(f"{len(deadline.left)} tests were left out, since {SECONDS:g} s had passed: make test runs them")
-    if not chosen:
+    for warning in warnings(files, deadline.left):
+        print(warning)
+    if not any(map(mirrored, files)):
         print("no test mirrors these files: make test runs all")
     return int(failed or bool(wrong))
 
