@@ -36,7 +36,7 @@ def test_the_list_has_every_pass_once():
     assert all(row.apply is getattr(passes, row.name) for row in PASSES)
 
 
-LAST = f"{len(PASSES) - 1}_schedule.txt"
+LAST = f"{[row.name for row in PASSES].index('schedule') + 1:02}_schedule.txt"
 
 
 def one_after_the_other(graph: Graph, settings: PassSettings, context: PassContext) -> Graph:
@@ -129,9 +129,11 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
     found = candidates(sample.graph, context, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.pass_settings.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
-    before = dict.fromkeys(
-        ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "slice_of_gather"), reuses
-    )
+    settings = found[0].pass_settings._replace(recast=True)  # candidates try it
+    names = [row.name for row in PASSES if not row.runs_on_loops and row.arguments(settings, context) is not None]
+    hoist = names.index("hoist")  # the first pass that `max_reuse_bytes` sets
+    before = {name: 1 if i < hoist else reuses for i, name in enumerate(names)}
+    assert {"recast", "donate", "slice_of_gather", "schedule"} <= {*names}
     assert ran == before | {"schedule": len(found)}
 
 
@@ -204,9 +206,9 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     titles = ["00_traced", *[f"{i:02}_{row.name}" for i, row in enumerate(PASSES, 1)]]
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
-    assert left_out == {
-        *("01_drop_lone_collectives", "02_keep_on_host", "07_recast", "08_early_move", "15_carry"),
-        *([] if plan.settings["recompute"] else ["04_recompute"]),
+    assert {title[3:] for title in left_out} == {
+        *("drop_lone_collectives", "keep_on_host", "recast", "early_move", "carry"),
+        *([] if plan.settings["recompute"] else ["recompute"]),
     }
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]

@@ -98,8 +98,8 @@ MUTANTS = [
             "leaves are gathered into before they are donated",
             "PASSES",
             becomes(
-                "(A, B, C, D, E, F, G, H, I, J, K, L, M, N('schedule', O, P, Q), R)",
-                "(A, B, C, D, E, F, G, H, J, K, I, L, M, N('schedule', O, P, Q), R)",
+                "(..., A('donate', B, C), ..., A('gather_into', D, E), ...)",
+                "(..., ..., A('gather_into', D, E), A('donate', B, C), ...)",
             ),
         ),
         Fault("every choice runs every pass", "PassManager._after", always("key not in self.A")),
