@@ -124,6 +124,17 @@ def test_a_page_runs_and_prints_what_it_shows(page, world):
             check_output(page, block, launch(block.body))
 
 
+def test_the_faults_of_the_collective_recipe_find_their_places():
+    page = ROOT / "CONTRIBUTING.md"
+    code, rows = (next(b for b in blocks(page) if word in b.body) for word in ("MIRROR = ", "faults = "))
+    names: dict = {}
+    run(page, rows, names)
+    result, sender = (fault.planted(code.body) for fault in names["faults"])
+    printed = run(page, code._replace(body=result.replace("preverse", "preverse_with_fault")), {})
+    assert re.findall(r"\d", printed) == ["0", "1", "2"] != re.findall(r"\d", code.output)
+    assert "_local" in sender and "binding.size - 1 - binding.rank" not in sender
+
+
 @pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
 def test_a_tutorial_ends_in_a_comparison(page):
     last = [b for b in blocks(page) if b.runs][-1]
