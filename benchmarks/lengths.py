@@ -91,7 +91,7 @@ def child(asked: argparse.Namespace) -> None:
         other, others, _ = step_of(asked.layers, asked.ranks, asked.backend, False)
         at = used[-1]
         seconds_of(other, others, buffers, at)
-        rounds = [(seconds_of(run, state, buffers, at), seconds_of(other, others, buffers, at)) for _ in range(61)]
+        rounds = [(seconds_of(run, state, buffers, at), seconds_of(other, others, buffers, at)) for _ in range(201)]
         ratios = sorted(a / b for a, b in rounds[1:])
         found["steps"] = [statistics.median(b for _, b in rounds), *statistics.quantiles(ratios, n=4)]
     if os.environ.get("RANK", "0") == "0":
