@@ -75,7 +75,7 @@ cuda: .venv-cuda/stamp ## the laws of the GPU, without one or on one; makes .ven
 	$(PYTHON) -m venv .venv-cuda
 	@sed 's/^torch==.*/torch==$(CUDA_TORCH)/' constraints.txt > .venv-cuda/constraints.txt
 	$(CUDA_PIP) torch numpy hatchling editables
-	$(CUDA_PIP) --quiet --no-build-isolation --editable '.[testing]' pytest pytest-xdist
+	$(CUDA_PIP) --quiet --no-build-isolation --editable '.[testing,examples,finetune]' pytest pytest-xdist
 	@touch $@
 
 # The variable silences an advertisement; --strict makes every warning an error.
