@@ -168,7 +168,8 @@ def _axes_of(
     run: LockstepRun, groups: dict[str, RankGroup], number: int, shape: Sequence[tuple[str, int]], rank: int
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Return a rank's axes, and an axis for each combination of several axes of the mesh."""
-    rest, coordinates = rank, []
+    rest = rank
+    coordinates: list[int] = []
     for _, size in reversed(shape):
         rest, i = divmod(rest, size)
         coordinates.insert(0, i)

@@ -266,7 +266,8 @@ def _by_block(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadR
             if at // BLOCK != block:
                 if parts:
                     yield block, parts
-                block, parts = at // BLOCK, []
+                block = at // BLOCK
+                parts = []
             n = min(request.offset + request.nbytes, (block + 1) * BLOCK) - at
             parts.append(ReadRequest(at, n, request.tensor, start))
             at, start = at + n, start + n // request.tensor.element_size()

@@ -120,9 +120,15 @@ def check_sized(dataset: Any) -> None:
 def check_padding(pad: Padding | None, dataset: Any, global_batch: int) -> None:
     """Check that a padding was made for this data set and batch. If not, raise a ValueError."""
     if pad is not None and len(pad.lengths) != len(dataset):
-        raise ValueError(f"pad has the lengths of {len(pad.lengths):,} examples, but the data set has {len(dataset):,}")
+        raise ValueError(
+            f"pad has the lengths of {len(pad.lengths):,} examples, but the data set has {len(dataset):,}: make it "
+            "with fzero.data.padding and the length of each example of this data set"
+        )
     if pad is not None and pad.global_batch != global_batch:
-        raise ValueError(f"pad was made for global_batch={pad.global_batch}, not for global_batch={global_batch}")
+        raise ValueError(
+            f"pad was made for global_batch={pad.global_batch}, not for global_batch={global_batch}: make it with "
+            f"fzero.data.padding(..., global_batch={global_batch})"
+        )
 
 
 def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: Mapping[str, Any]) -> None:

@@ -121,7 +121,7 @@ class Padding:
         }
         sequences = {name: x for name, x in tensors.items() if x.dim()}
         if not sequences:
-            raise ValueError(f"an example has no sequence to pad: {sorted(example)}")
+            raise ValueError(f"an example has no sequence to pad: {sorted(example)}; leave pad out")
         tokens = len(next(iter(sequences.values())))
         padded = {name: self._pad(name, x, length) for name, x in sequences.items() if len(x) == tokens}
         result = {**example, **tensors, **padded}

@@ -107,7 +107,7 @@ def jit(
     if not callable(step):
         raise TypeError(f"step is {step!r}: expected a function")
     if isinstance(step, Jitted):
-        raise TypeError(f"step is jitted already: {step!r}")
+        raise TypeError(f"step is jitted already: {step!r}; call it, or jit the function that it was made from")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     if not isinstance(loop, bool):

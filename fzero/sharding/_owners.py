@@ -180,7 +180,8 @@ def _parts_to_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> lis
             by_unit[assignment.matrices[p.matrix].unit].append((p.start, p.size, owner, p.offset))
     shards = []
     for k, pieces in zip(assignment.shards, by_unit, strict=True):
-        end, parts = 0, []
+        end = 0
+        parts: list[torch.Tensor] = []
         for start, size, owner, offset in sorted(pieces):
             if start > end:
                 parts.append(buffer.new_zeros((*buffer.shape[:-2], start - end)))

@@ -308,7 +308,7 @@ def _check_values(word: str, values: Any, allows: Any, expected: str) -> None:
         if not is_allowed:
             raise ValueError(f"{word}={tuple(values)}: {x!r} is not allowed: expected {expected}")
     if len(set(values)) < len(values):
-        raise ValueError(f"{word}={tuple(values)}: a value occurs twice")
+        raise ValueError(f"{word}={tuple(values)}: a value occurs twice; leave one out")
 
 
 def _divisors(n: int) -> str:

@@ -294,11 +294,14 @@ class ModelStep:
     def _check(self, config: Configuration, depth: int) -> None:
         shape = self.shape
         if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
-            raise ValueError(f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}")
+            raise ValueError(
+                f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}: choose a divisor, or "
+                "ep=1 for a model without experts"
+            )
         sizes = {"heads": shape.heads, "heads of keys and values": shape.kv_heads or shape.heads}
         for name, n in (*sizes.items(), ("hidden units", shape.mlp)):
             if n % config.tp:
-                raise ValueError(f"tp={config.tp} does not divide the {n} {name} of {shape.name}")
+                raise ValueError(f"tp={config.tp} does not divide the {n} {name} of {shape.name}: choose a divisor")
         if config.pp * config.pipeline_stages > depth:
             raise ValueError(
                 f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, "

@@ -40,7 +40,8 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     """
     if space not in (None, "device", "host"):
         raise ValueError(f'state_bytes: space={space!r}: expected "device", "host" or None')
-    total, seen = 0, set()
+    total = 0
+    seen = set()
     for x in tree.flatten(values, is_box)[0]:
         leaves = tree.flatten(x)[0]
         pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", leaves)]

@@ -101,15 +101,15 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
     }
 
 
-def selected_passes(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
-    """List the passes that `how` tells of, in jit's order."""
-    asked = {
+def selected_passes(sample: Sample, choices: dict[str, Any]) -> list[tuple[str, Any]]:
+    """List the passes that `choices` selects, in jit's order."""
+    functions = {
         "drop_lone_collectives": lambda g: drop_lone_collectives(g, ("g", "h") if sample.n == 1 else ()),
         "keep_on_host": keep_on_host,
-        "hoist": lambda g: hoist(g, how["reuse"]),
+        "hoist": lambda g: hoist(g, choices["reuse"]),
         "recompute": lambda g: recompute(g, 1),
-        "regather": lambda g: regather(g, how["reuse"]),
-        "bucket": lambda g: bucket(g, how["bucket_bytes"]),
+        "regather": lambda g: regather(g, choices["reuse"]),
+        "bucket": lambda g: bucket(g, choices["bucket_bytes"]),
         "recast": lambda g: recast(g, 1),
         "early_move": early_move,
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
@@ -117,12 +117,12 @@ def selected_passes(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]
         "gather_into": gather_into,
         "slice_of_gather": lambda g: slice_of_gather(g, PLACES),
         "mark_fused": mark_fused,
-        "schedule": lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"]),
+        "schedule": lambda g: schedule(g, choices["prefetch"], choices["in_flight"], choices["limit"]),
         "carry": lambda g: carry(g, 1),  # these have no loops: see test_carry.py
     }
-    assert [*asked] == [row.name for row in PASSES], "a pass that no law sees"
-    chosen = {*how["passes"], *(["donate"] if how["donate"] else [])}
-    return [(row.name, asked[row.name]) for row in PASSES if row.name in chosen]
+    assert [*functions] == [row.name for row in PASSES], "a pass that no law sees"
+    chosen = {*choices["passes"], *(["donate"] if choices["donate"] else [])}
+    return [(row.name, functions[row.name]) for row in PASSES if row.name in chosen]
 
 
 def passed(sample: Sample, how: dict[str, Any]) -> Graph:

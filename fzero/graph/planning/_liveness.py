@@ -327,7 +327,9 @@ def iteration_ranges(loop: Loop) -> list[Range]:
 def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     """Return ranges for the memory that other iterations hold during each phase of a pipeline's iteration."""
     nodes = list(loop.body.nodes)
-    live, peaks, added = live_bytes(ranges, len(nodes)), peak_by_phase(loop, _last_uses_of), []
+    live = live_bytes(ranges, len(nodes))
+    peaks = peak_by_phase(loop, _last_uses_of)
+    added: list[Range] = []
     for phase, region in regions(nodes).items():
         size = peaks.get(phase, 0) - max([live[i] for i in region], default=0)
         if size > 0:

@@ -294,7 +294,9 @@ class _LeafText(NamedTuple):
 
 
 def _leaves(key: Key) -> list[_LeafText]:
-    values, texts, known_numbers = iter(key.values), [], set()
+    values = iter(key.values)
+    texts: list[_LeafText] = []
+    known_numbers: set[int] = set()
     for number in key.tensor_indices:
         if number is None:
             kind, value = next(values)
