@@ -87,9 +87,9 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
         >>> import fzero, tempfile, torch
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = fzero.jit(lambda x: (x + 1).sum(), dump=folder).plan(torch.ones(2))
-        ...     print(*[file[3:] for file in sorted(os.listdir(folder))][:3])
+        ...     print(min(os.listdir(folder)), max(os.listdir(folder)))
         ...     print(Path(folder, "00_traced.txt").read_text().splitlines()[5].split("  #")[0])
-        traced.txt hoist.txt regather.txt
+        00_traced.txt peaks.txt
              1               16  float32[2]                   add = aten.add.Tensor(arg0_1, 1)
     """
     folder.mkdir(parents=True, exist_ok=True)
