@@ -186,10 +186,11 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
-        out = _on_plain(pair.init, entries)
+        states = _on_plain(pair.init, entries)
         for unit in sharded_units(paths, entries):
-            _put_state(out, paths, unit, [pair.init(p) for p in _leaves(unit.shard)])
-        return tree.unflatten(structure, out)
+            for position, state in _shard_states(paths, unit, [pair.init(p) for p in _leaves(unit.shard)]).items():
+                states[position] = state
+        return tree.unflatten(structure, states)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         paths, entries, structure = tree.flatten_with_paths(grads, is_box)
@@ -203,7 +204,10 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
         results = _on_plain(update_leaf, entries, states, param_entries)
         updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
         for unit in sharded_units(paths, entries):
-            _update_unit(update_leaf, unit, paths, (states, param_entries), (updates, new))
+            unit_updates, unit_states = _update_unit(update_leaf, unit, paths, states, param_entries)
+            replace_unit(updates, unit.members, unit_updates)
+            for position, state in unit_states.items():
+                new[position] = state
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
     return _exact_on_shards(wrap_pairs(init, update, pair))
@@ -232,11 +236,10 @@ def _update_unit(
     update_leaf: Callable[..., Any],
     unit: ShardedUnit,
     paths: Sequence[str],
-    old: tuple[Sequence[Any], Sequence[Any]],
-    new: tuple[list[Any], list[Any]],
-) -> None:
-    """Gather one unit, update its full leaves, and write its updates and new state into `new`, as shards."""
-    (states, params), (updates, new_states) = old, new
+    states: Sequence[Any],
+    params: Sequence[Any],
+) -> tuple[Shard, dict[int, OptState]]:
+    """Gather one unit and update its full leaves. Return the updates' shard, and the new state of each position."""
     first = unit.members[0][0]
     grads = _leaves(unit.shard)
     full_params = [None] * len(grads) if params[first] is None else _leaves(params[first])
@@ -247,8 +250,8 @@ def _update_unit(
         update_leaf(g, by_position[first_position[i]], p)
         for i, (g, p) in enumerate(zip(grads, full_params, strict=True))
     ]
-    replace_unit(updates, unit.members, _shard(unit.spec_id, [u for u, _ in results]))
-    _put_state(new_states, paths, unit, [s for _, s in results])
+    updates = _shard(unit.spec_id, [u for u, _ in results])
+    return updates, _shard_states(paths, unit, [s for _, s in results])
 
 
 def _leaves(box: Shard) -> list[torch.Tensor]:
@@ -281,16 +284,15 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
 # ---------------------------------------------------------------- the state
 
 
-def _put_state(out: list[Any], paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptState]) -> None:
-    """Shard the states of a unit's leaves over the unit's ranks, and put each at the position of its leaf."""
+def _shard_states(paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptState]) -> dict[int, OptState]:
+    """Shard the states of a unit's leaves over the unit's ranks. Return the state of each position."""
     spec = traced_spec(unit.spec_id)
     rules = LayoutRules(units=lambda path, leaf: spec.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
     assignment = assign_units(by_path, [bound_axis(name) for name in spec.order], rules)
     shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
-    for position, _ in unit.members:
-        out[position] = sharded[paths[position]]
+    return {position: sharded[paths[position]] for position, _ in unit.members}
 
 
 def _gather_state(states: Any) -> Any:
@@ -354,7 +356,7 @@ def inject_hyperparams(
         numbers = {k: v for k, v in dynamic.items() if _is_number(v)}
 
         def values_at(count: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {k: _number(k, schedule(count), count) for k, schedule in schedules.items()}
+            return {k: _scalar_tensor(k, schedule(count), count) for k, schedule in schedules.items()}
 
         def pair_with(hyperparams: dict[str, Any]) -> Optimizer:
             bound = signature.bind(*args, **kwargs)
@@ -363,14 +365,14 @@ def inject_hyperparams(
 
         def init(params: Params) -> InjectHyperparamsState:
             count = torch.zeros((), dtype=torch.int64, device="cpu")
-            hyperparams = {k: _number(k, v, count) for k, v in numbers.items()} | values_at(count)
+            hyperparams = {k: _scalar_tensor(k, v, count) for k, v in numbers.items()} | values_at(count)
             return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
 
         def update(
             grads: Updates, state: InjectHyperparamsState, params: Params | None = None
         ) -> tuple[Updates, OptState]:
             _check_names(state.hyperparams, {**numbers, **schedules})
-            current = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
+            current = {k: _scalar_tensor(k, v, state.count) for k, v in state.hyperparams.items()}
             hyperparams = {**current, **values_at(state.count)}
             updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
@@ -385,7 +387,10 @@ def inject_hyperparams(
 
 def _check_names(hyperparams: dict[str, Any], expected: dict[str, Any]) -> None:
     if hyperparams.keys() != expected.keys():
-        raise ValueError(f"state.hyperparams has {sorted(hyperparams)}: expected {sorted(expected)}")
+        raise ValueError(
+            f"state.hyperparams has {sorted(hyperparams)}: expected {sorted(expected)}; "
+            "make the state with this optimizer's `init`"
+        )
 
 
 def _is_number(value: object) -> bool:
@@ -393,7 +398,7 @@ def _is_number(value: object) -> bool:
     return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-def _number(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+def _scalar_tensor(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     if not _is_number(value):
         raise ValueError(
             f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; name a "

@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("padding of a shard is sent", "_parts_to_shards", never("A > B")),
     ),
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
-        Fault("the state of a whole pair is kept whole", "_put_state", never("A.ndim")),
+        Fault("the state of a whole pair is kept whole", "_shard_states", never("A.ndim")),
         Fault("a mask of whole units", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
@@ -42,7 +42,7 @@ MUTANTS = [
         Fault("an average shares memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
     *File("optim/_wrappers.py", PAIRS).faults(
-        Fault("hyperparameters in float32", "_number", becomes("torch.float64", "torch.float32")),
+        Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
         Fault("sharded means are on the default device", "_zeros", becomes("A.data.device", "None")),
