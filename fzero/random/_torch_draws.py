@@ -1,7 +1,7 @@
 """torch's random functions with draws by key: new and filled tensors, dropouts, attention with dropout."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ __all__ = [
     "bernoulli_",
     "dropout",
     "exponential_",
+    "factory_like_of",
+    "factory_of",
     "feature_alpha_dropout",
     "feature_dropout",
     "in_place",
@@ -23,8 +25,6 @@ __all__ = [
     "init_normal",
     "init_uniform",
     "native_dropout",
-    "new",
-    "new_like",
     "normal",
     "normal_",
     "randint",
@@ -57,25 +57,23 @@ def _finish(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Ten
     return x.requires_grad_() if requires_grad else x
 
 
-def _shape(size: tuple[Any, ...], options: dict[str, Any]) -> list[int]:
-    size = size or (options.pop("size"),)
+def _shape(size: tuple[Any, ...]) -> list[int]:
     return list(size[0] if len(size) == 1 and not isinstance(size[0], int | torch.SymInt) else size)
 
 
-def new(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Return the counterpart of torch.rand or torch.randn for a distribution."""
 
     def make(draw: Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         if out is not None or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
-        return _finish(
-            f(draw(), _shape(size, options), _dtype_or_default(dtype), _device_or_default(device)), **options
-        )
+        x = f(draw(), _shape(size or (options["size"],)), _dtype_or_default(dtype), _device_or_default(device))
+        return _finish(x, **options)
 
     return make
 
 
-def new_like(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def make(draw: Draw, x: torch.Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         dtype = dtype or x.dtype
         if dtype not in _draws.BITS:
@@ -88,22 +86,22 @@ def new_like(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def randint(draw: Draw, *args: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
-    size = options.pop("size") if "size" in options else args[-1]
-    low, high = _bounds([x for x in args if isinstance(x, int)], options)
+    low, high = _bounds([x for x in args if isinstance(x, int)], **options)
+    size = options["size"] if "size" in options else args[-1]
     x = _draws.randint(draw(), low, high, size, _device_or_default(device))
     return _finish(x.to(dtype or torch.int64), **options)
 
 
-def _bounds(numbers: list[int], options: dict[str, Any]) -> tuple[int, int]:
-    high = options.pop("high", None)
-    high = numbers.pop() if high is None else high
-    return (numbers[0] if numbers else options.pop("low", 0)), high
+def _bounds(numbers: Sequence[int], low: int = 0, high: int | None = None, **_: Any) -> tuple[int, int]:
+    """Return the bounds of integers: of the arguments by position, and those by name."""
+    *lows, high = numbers if high is None else (*numbers, high)
+    return lows[0] if lows else low, high
 
 
 def randint_like(draw: Draw, x: torch.Tensor, *args: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
         return NotImplemented
-    low, high = _bounds(list(args), options)
+    low, high = _bounds(args, **options)
     return _finish(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
 
 
@@ -125,7 +123,7 @@ def normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any 
         return NotImplemented
     tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
     if not tensors:
-        return mean + std * new(_draws.normal)(draw, size, **options)
+        return mean + std * factory_of(_draws.normal)(draw, size, **options)
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     return mean + std * _draws.normal(draw(), shape, tensors[0].dtype, tensors[0].device)
 
