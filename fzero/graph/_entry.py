@@ -251,16 +251,15 @@ def _pass_context(
 ) -> PassContext:
     """Return what the passes need to know of a call."""
     mesh = options.step.mesh
-    functional = options.backend == "inductor-whole"  # Inductor itself decides which values are overwritten
     return PassContext(
-        tuple(sorted(overwrites.items())),
-        tuple(donated),
-        functional,
-        () if mesh is None else mesh.group_ranks(),
-        has_moves(traced.graph),
-        options.device,
-        _groups_of_one(mesh),
-        options.backend == "inductor",
+        overwrites=tuple(sorted(overwrites.items())),
+        donated=tuple(donated),
+        functional=options.backend == "inductor-whole",  # Inductor itself decides which values are overwritten
+        group_ranks=() if mesh is None else mesh.group_ranks(),
+        has_moves=has_moves(traced.graph),
+        device=options.device,
+        lone_groups=_groups_of_one(mesh),
+        fuses=options.backend == "inductor",
     )
 
 

@@ -110,14 +110,9 @@ def jit(
         raise TypeError(f"step is jitted already: {step!r}; call it, or jit the function that it was made from")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
-    if not isinstance(loop, bool):
-        raise ValueError(f"loop={loop!r}: expected True or False")
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict={strict!r}: expected True or False")
-    if not isinstance(dynamic, bool):
-        raise ValueError(f"dynamic={dynamic!r}: expected True or False")
-    if not isinstance(device_graph, bool):
-        raise ValueError(f"device_graph={device_graph!r}: expected True or False")
+    for name, value in (("loop", loop), ("strict", strict), ("dynamic", dynamic), ("device_graph", device_graph)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: expected True or False")
     if device_graph and backend == "auto":
         raise ValueError(
             'device_graph=True: backend="auto" changes its code while the step runs; use "inductor" or "fx"'
@@ -127,7 +122,12 @@ def jit(
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else make_folder(dump)
     return Jitted(
-        *(step, _positions(donate), backend, knobs.checked(), folder, loop),
+        step=step,
+        donate=_positions(donate),
+        backend=backend,
+        knobs=knobs.checked(),
+        dump=folder,
+        loop=loop,
         strict=strict,
         dynamic=dynamic,
         device_graph=device_graph,
@@ -219,9 +219,15 @@ class Jitted:
     @cached_property
     def _options(self) -> JitOptions:
         return JitOptions(
-            *(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device),
-            self.strict,
-            [] if self.device_graph else None,
+            step=step_of(self.step),
+            donate=self.donate,
+            backend=self.backend,
+            knobs=self.knobs,
+            dump=self.dump,
+            loop=self.loop,
+            device=self.device,
+            strict=self.strict,
+            recordings=[] if self.device_graph else None,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
