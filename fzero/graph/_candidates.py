@@ -1,9 +1,10 @@
 """Candidate schedules of one step, and the choice between them."""
 
+import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph, Node
@@ -21,6 +22,7 @@ __all__ = ["Candidate", "candidates", "choose"]
 SLACK = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
 
 T = TypeVar("T")
+Rate = Callable[[Graph], tuple[int, float]]  # returns the peak in bytes and the duration in seconds
 
 
 class Candidate(NamedTuple):
@@ -50,7 +52,12 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     Each combination of recompute, re-gather and buckets is first scheduled for the least memory. Those that fit are
     then also scheduled in orders that start collectives ahead.
     """
-    passes, ratings = PassManager(graph, context), dict[Graph, tuple[int, float]]()
+    passes = PassManager(graph, context)
+
+    @functools.cache  # equal results share one rating
+    def rate(scheduled: Graph) -> tuple[int, float]:
+        return peak_bytes(scheduled), seconds(scheduled, context.device)
+
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
     (prefetch, in_flight), *other_overlaps = _overlaps(
         knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
@@ -58,7 +65,7 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     leanest = [
         settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, knobs)
     ]
-    first = _with_recast(passes, knobs, [_candidate(passes, settings, ratings) for settings in leanest], ratings)
+    first = _with_recast(passes, knobs, [_candidate(passes, settings, rate) for settings in leanest], rate)
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
     prefetch_budget = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(prefetch_budget, _limit(first, knobs.memory_budget))
@@ -66,14 +73,14 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
         _candidate(
             passes,
             c.pass_settings._replace(prefetch=prefetch, in_flight=in_flight, prefetch_budget=prefetch_budget),
-            ratings,
+            rate,
         )
         for c in first
         if c.peak_bytes <= limit
         for prefetch, in_flight in other_overlaps
     ]
     carried = [
-        _candidate(passes, c.pass_settings._replace(across_iterations=True), ratings)
+        _candidate(passes, c.pass_settings._replace(across_iterations=True), rate)
         for c in first + later
         if c.pass_settings.in_flight and c.peak_bytes <= limit and knobs.across_iterations is not False
     ]
@@ -82,15 +89,13 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     return [c for c in schedules if knobs.prefetch in ("auto", c.pass_settings.prefetch)] or first
 
 
-def _with_recast(
-    passes: PassManager, knobs: Knobs, schedules: list[Candidate], ratings: dict[Graph, tuple[int, float]]
-) -> list[Candidate]:
+def _with_recast(passes: PassManager, knobs: Knobs, schedules: list[Candidate], rate: Rate) -> list[Candidate]:
     """Add the schedules in which `recast` saves memory; `knobs.recast` may force or forbid them."""
     if knobs.recast is False:
         return schedules
     tries = [c.pass_settings._replace(recast=True) for c in schedules]
     recasts = [
-        _candidate(passes, settings, ratings) if passes.changed_by(settings, "recast") else None for settings in tries
+        _candidate(passes, settings, rate) if passes.changed_by(settings, "recast") else None for settings in tries
     ]
     if knobs.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
@@ -133,12 +138,10 @@ def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
     return list(itertools.product(prefetch, in_flight))
 
 
-def _candidate(passes: PassManager, settings: PassSettings, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
-    """Schedule a graph with some settings, and rate the result; equal results share one rating."""
+def _candidate(passes: PassManager, settings: PassSettings, rate: Rate) -> Candidate:
+    """Schedule a graph with some settings, and rate the result."""
     scheduled = passes.schedule_with(settings)
-    if scheduled not in ratings:
-        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.context.device)
-    return Candidate(settings, scheduled, *ratings[scheduled])
+    return Candidate(settings, scheduled, *rate(scheduled))
 
 
 def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
