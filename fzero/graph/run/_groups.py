@@ -87,7 +87,7 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
     """
     groups: list[list[Node]] = []
     scalar_groups: list[int] = []  # the indices of the groups of scalars; there is one before each compiled group
-    group_of: dict[Node, int] = {}
+    group_index: dict[Node, int] = {}
     nodes = list(nodes)
     scalars, host = scalars_of(nodes), on_host(nodes)
     block, begins_group, space = "", True, False
@@ -95,16 +95,19 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            group_of[n] = group_of[n.all_input_nodes[0]]
-            groups[group_of[n]].append(n)
+            group_index[n] = group_index[n.all_input_nodes[0]]
+            groups[group_index[n]].append(n)
             continue
         if runs_alone(n):
-            group_of[n] = len(groups)
+            group_index[n] = len(groups)
             groups.append([n])
             begins_group = True
             continue
-        if n in scalars and (index := _scalar_group_of(n, groups, scalar_groups, group_of, begins_group)) is not None:
-            group_of[n] = index
+        if (
+            n in scalars
+            and (index := _scalar_group_of(n, groups, scalar_groups, group_index, begins_group)) is not None
+        ):
+            group_index[n] = index
             groups[index].append(n)
             continue
         argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
@@ -117,14 +120,14 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
         if begins_group:
             _begin_scalars(groups, scalar_groups)
             groups.append([])
-        group_of[n] = len(groups) - 1
+        group_index[n] = len(groups) - 1
         groups[-1].append(n)
         begins_group = False
-    _move_to_readers(groups, group_of, scalars)
+    _move_to_readers(groups, group_index, scalars)
     return [group for group in groups if group]
 
 
-def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], scalars: AbstractSet[Node]) -> None:
+def _move_to_readers(groups: list[list[Node]], group_index: dict[Node, int], scalars: AbstractSet[Node]) -> None:
     """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
 
     So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
@@ -134,11 +137,15 @@ def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], scalar
         written = {storage_id(x) for n in groups[i] if n.target is COPY for x in stand_ins_of(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
-            if not users or any(group_of.get(u) != j for u in users) or not _may_run_later(node, written, j, group_of):
+            if (
+                not users
+                or any(group_index.get(u) != j for u in users)
+                or not _may_run_later(node, written, j, group_index)
+            ):
                 continue
             groups[i].remove(node)
             groups[j].insert(0, node)
-            group_of[node] = j
+            group_index[node] = j
 
 
 def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
@@ -156,7 +163,7 @@ def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) ->
     return found[::-1]
 
 
-def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: Mapping[Node, int]) -> bool:
+def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_index: Mapping[Node, int]) -> bool:
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
         return False
@@ -166,20 +173,20 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: 
     ends = [
         a
         for a in inputs
-        if not is_input(a) and all(group_of.get(u, later) == later or u is node for u in users_through_views(a))
+        if not is_input(a) and all(group_index.get(u, later) == later or u is node for u in users_through_views(a))
     ]
     return nbytes(*[x for a in ends for x in stand_ins_of(a)]) <= nbytes(*stand_ins_of(node))
 
 
 def _scalar_group_of(
-    node: Node, groups: list[list[Node]], scalar_groups: list[int], group_of: dict[Node, int], begins_group: bool
+    node: Node, groups: list[list[Node]], scalar_groups: list[int], group_index: dict[Node, int], begins_group: bool
 ) -> int | None:
     """Return the index of the scalar group for a scalar; None if the scalar needs the unfinished group.
 
     It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A write
     goes to the last scalar group, since all readers of the overwritten value must come before.
     """
-    needed = max([group_of.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+    needed = max([group_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
     is_open = not begins_group and bool(groups)
     if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
         return None
@@ -311,15 +318,15 @@ def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> s
 
 def exports(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
     """List for each group the values that later groups or the caller need."""
-    group_of = {n: i for i, group in enumerate(groups) for n in group}
+    group_index = {n: i for i, group in enumerate(groups) for n in group}
     found: list[dict[Node, None]] = [{} for _ in groups]
     for i, group in enumerate(groups):
         for x in sources(operands(group)):
-            if x in group_of and group_of[x] != i:
-                found[group_of[x]][x] = None
+            if x in group_index and group_index[x] != i:
+                found[group_index[x]][x] = None
     for x in sources(results):
-        if x in group_of:
-            found[group_of[x]][x] = None
+        if x in group_index:
+            found[group_index[x]][x] = None
     return [list(e) for e in found]
 
 
