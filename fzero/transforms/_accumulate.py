@@ -55,12 +55,12 @@ def accumulate(
     total, aux, gradients = run(0)
     auxes = [aux]
     if micro_batches > 1:  # later gradients are cast to these dtypes as they are added
-        _replace_each(gradients, lambda g, dtype: g.to(dtype), dtypes)
+        _consume_into(gradients, lambda g, dtype: g.to(dtype), dtypes)
     for j in range(1, micro_batches):
         value, aux, new = run(j)
         total = total + value
         auxes.append(aux)
-        _replace_each(gradients, torch.add, new)
+        _consume_into(gradients, torch.add, new)
     return total, auxes[0] if micro_batches == 1 else tree.map(_stack, *auxes), gradients
 
 
@@ -77,7 +77,7 @@ def _in_a_loop(
         return loop.LoopSum.with_share(share, iteration, dtype).after()
 
     value, aux, gradients = run(iteration)
-    _replace_each(gradients, add_up, list(dtypes))
+    _consume_into(gradients, add_up, list(dtypes))
     total = add_up(value, value.dtype)
     stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
@@ -139,8 +139,8 @@ def _loss_and_tensors(
     return loss_and_tensors
 
 
-def _replace_each(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
-    """Replace each x by `f(x, y)`, one at a time. The list `ys` is emptied, so each x and y is freed at once."""
+def _consume_into(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
+    """Empty `ys` into `xs`: replace each x by `f(x, y)`, one at a time, so that each x and y is freed at once."""
     stack = ys[::-1]
     ys.clear()
     for i in range(len(xs)):
