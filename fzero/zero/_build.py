@@ -41,15 +41,13 @@ def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh
         check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
     filler = _Filler(label, template, source, mesh, like)
     sums: list[Any] = [None] * len(source.leaves)
-
-    def take(positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
+    for positions, leaf, may_keep in source.run():
         if mesh.distributed and isinstance(source, TracedInit):
             total = checksum(leaf)
             for i in positions:
                 sums[i] = total
         filler.take(positions, leaf, may_keep)
-
-    source.run(take)
+        del leaf  # before the source makes the next one
     if isinstance(source, TracedInit):
         check_equal(label, tree.unflatten(source.structure, source.leaves), mesh, sums)
     return filler.tree()
@@ -179,7 +177,7 @@ def lay_side_by_side(leaves: list[Any], sharded: Any) -> None:
         by_index = {index: leaves[position] for position, index in unit.members}
         if len(by_index) > 1 and _are_alike(by_index.values()):
             by_index.clear()
-            _fill(leaves, unit)
+            _pack_unit(leaves, unit)
 
 
 def _are_alike(leaves: Any) -> bool:
@@ -187,7 +185,7 @@ def _are_alike(leaves: Any) -> bool:
     return all(isinstance(x, torch.Tensor) for x in leaves) and len({(x.dtype, x.device) for x in leaves}) == 1
 
 
-def _fill(leaves: list[Any], unit: ShardedUnit) -> None:
+def _pack_unit(leaves: list[Any], unit: ShardedUnit) -> None:
     """Copy the leaves of a unit into one buffer, and replace them in `leaves` by views of it."""
     spec = spec_of(unit.spec_id)
     first = leaves[unit.members[0][0]]

@@ -61,6 +61,7 @@ class ShardedStep:
     param_argnums: tuple[int, ...]
     rules: LayoutRules = DEFAULT_RULES
     check: Literal["first"] | bool = "first"
+    # one entry after the first checked call: a list can change, a field of a frozen dataclass cannot
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
     @property

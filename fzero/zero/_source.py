@@ -41,11 +41,11 @@ class LeafSupply:
     tensors: list[Any]
     notes: Sequence[str]
 
-    def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
-        """Pass each leaf to `take`, and drop it.
+    def run(self) -> Iterator[tuple[list[int], torch.Tensor, bool]]:
+        """Drop each leaf as it is passed on.
 
-        Args:
-            take: called with each leaf's positions, the leaf, and whether the result may keep the leaf's memory.
+        Yields:
+            A leaf's positions, the leaf, and whether the result may keep the leaf's memory.
         """
         positions: dict[int, list[int]] = {}  # id of a leaf -> its positions
         for i, x in enumerate(self.leaves):
@@ -60,7 +60,7 @@ class LeafSupply:
                 self.tensors[i] = None
             if self.notes and not x.is_meta:
                 x = donate_memory(x, self.notes[at[0]])
-            take(at, x, bool(self.notes) and is_writable and owns_storage)
+            yield at, x, bool(self.notes) and is_writable and owns_storage
             del x  # before the next leaf is copied
 
 
@@ -137,12 +137,12 @@ class TracedInit:
     _graph: GraphModule
     _nodes: dict[Node, list[int]]  # the node that computes a leaf -> the leaf's positions
 
-    def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
+    def run(self) -> Iterator[tuple[list[int], torch.Tensor, bool]]:
         """Compute the leaves in the order of the function, random numbers included.
 
-        Args:
-            take: called with a leaf's positions, the leaf, and False, as soon as no operation changes or reads the leaf
-                any more. False: its memory may be part of a larger tensor, or the caller's, so `take` must copy it.
+        Yields:
+            A leaf's positions, the leaf, and False, as soon as no operation changes or reads the leaf any more. False:
+            its memory may be part of a larger tensor, or the caller's, so it must be copied.
         """
         expires = self._last_touches()
         env: dict[Node, Any] = {}
@@ -156,7 +156,7 @@ class TracedInit:
             for expired in expires.get(n, ()):
                 value = env.pop(expired, None)
                 if expired in self._nodes:
-                    take(self._nodes[expired], value, False)
+                    yield self._nodes[expired], value, False
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:
@@ -320,7 +320,7 @@ def initializer(
                 m._parameters[key] = params[id(p)]
             if len(tied) < len(own_params):
                 old_values = [p.detach().clone() for p in tied]
-                _fill(name, m, init)
+                _initialize_submodule(name, m, init)
                 for p, values in zip(tied, old_values, strict=True):  # the first submodule's values stay
                     p.detach().copy_(values)
         return {name: p.detach() for name, p in clone.named_parameters() if p.requires_grad}
@@ -328,7 +328,7 @@ def initializer(
     return make
 
 
-def _fill(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None) -> None:
+def _initialize_submodule(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None) -> None:
     fill = init or getattr(type(module), "reset_parameters", None)
     if fill is None:
         parameters = ", ".join([key for key, _ in module.named_parameters(recurse=False)])

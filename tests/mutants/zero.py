@@ -38,8 +38,10 @@ MUTANTS = [
         Fault("a shape error does not say that it counts ranks", "Spmd.__call__", swapped(">", "<")),
     ),
     *File("zero/_build.py", SIDE_BY_SIDE).faults(
-        Fault("every leaf lies where the unit begins", "_fill", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")),
-        Fault("tied leaves come apart", "_fill", always("A not in B")),
+        Fault(
+            "every leaf lies where the unit begins", "_pack_unit", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")
+        ),
+        Fault("tied leaves come apart", "_pack_unit", always("A not in B")),
         Fault("all old leaves live on", "lay_side_by_side", becomes("A.clear()", "leaves.append([*A.values()])")),
         Fault("replicated leaves are the caller's", "_Filler.take", always("A and B == C[0]"), BUILD),
         Fault("donated leaves are copied", "_Filler.take", never("may_keep"), BUILD),
