@@ -65,7 +65,8 @@ def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Return the counterpart of torch.rand or torch.randn for a distribution."""
 
     def make(draw: Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-        if out is not None or _dtype_or_default(dtype) not in _draws.BITS:
+        has_size = bool(size) or "size" in options  # torch names the mistake of a call without
+        if out is not None or not has_size or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
         x = f(draw(), _shape(size or (options["size"],)), _dtype_or_default(dtype), _device_or_default(device))
         return _finish(x, **options)

@@ -374,6 +374,11 @@ def test_what_runs_again_can_draw_again():
     assert after.equal(random.seeded(lambda: (torch.rand(()), torch.rand(3))[1])(random.key(0)))
 
 
+def test_a_draw_without_a_size_is_torchs_error(untouched):
+    with pytest.raises(TypeError, match="rand"):
+        random.seeded(lambda: torch.rand())(random.key(0))
+
+
 DRAWS_OF_NOTHING = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo 2.11 hides torch.rand from modes")
 
 
