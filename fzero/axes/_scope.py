@@ -218,6 +218,7 @@ def varying_axes(storage: int) -> tuple[str, ...]:
 
 def in_loss() -> bool:
     """Return whether the loss function of a `value_and_grad` is running, and so is differentiated."""
+    # not bool(stack), which Dynamo of torch 2.11 cannot trace
     return len(_SCOPES.stack) > 0 and _SCOPES.stack[-1].in_loss
 
 
