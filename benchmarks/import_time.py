@@ -25,7 +25,7 @@ from benchmarks.report import publish, quartiles, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOAL = 0.4  # seconds above `import torch`
-ROOMS = ("checkpoint", "data", "errors", "nn", "observe", "parallel.experts", "parallel.tensor", "tuning", "testing")
+PACKAGES = ("checkpoint", "data", "errors", "nn", "observe", "parallel.experts", "parallel.tensor", "tuning", "testing")
 SCRIPT = """
 import json, sys, time, torch
 {before}
@@ -49,7 +49,7 @@ def imported(tree: pathlib.Path, cache: str, name: str, before: str = "") -> lis
 
 
 def parts(tree: pathlib.Path, cache: str) -> Mapping[str, tuple[float, int]]:
-    """Return the milliseconds and the modules of each part of `import fzero`: a room of fzero, or another package."""
+    """Return the milliseconds and modules of each part of `import fzero`: a package of fzero, or another library."""
     log = run(tree, cache, "-X", "importtime", "-c", "import torch, sys; sys.stderr.write('=\\n'); import fzero").stderr
     found: dict[str, list[float]] = defaultdict(list)
     for own, name in re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", log[log.index("=\n") :]):
@@ -75,7 +75,7 @@ def in_turns(trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
             rows.append([name, *cells, "met" if met else "missed"])
         head = ["`import fzero`", "seconds of the processor", "by the clock", "first import", "modules"]
         largest = sorted(parts(ROOT, cache).items(), key=lambda item: -item[1][0])[:12]
-        later = [[f"`fzero.{name}`", *imported(ROOT, cache, f"fzero.{name}", "import fzero")] for name in ROOMS]
+        later = [[f"`fzero.{name}`", *imported(ROOT, cache, f"fzero.{name}", "import fzero")] for name in PACKAGES]
     return [
         f"Above `import torch`, the median and the quartiles of {rounds} rounds in turns. The first import compiles "
         "Python's code.",
@@ -83,7 +83,9 @@ def in_turns(trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
         "The largest parts of this version, by `-X importtime`, which itself takes time.",
         table(["part", "milliseconds", "modules"], [[n, f"{ms:.0f}", count] for n, (ms, count) in largest]),
         "What is imported at its first use, and what that adds to `import fzero`.",
-        table(["room", "seconds of the processor", "modules"], [[n, f"{cpu:.2f}", int(m)] for n, cpu, _, m in later]),
+        table(
+            ["package", "seconds of the processor", "modules"], [[n, f"{cpu:.2f}", int(m)] for n, cpu, _, m in later]
+        ),
     ]
 
 

@@ -62,8 +62,8 @@ __all__ = [
 ]
 
 
-_ROOMS = ("checkpoint", "data", "errors", "nn", "observe", "parallel", "testing", "tuning")
-_ROOM_OF = {
+_LAZY_MODULES = ("checkpoint", "data", "errors", "nn", "observe", "parallel", "testing", "tuning")
+_MODULE_OF = {
     "load": "checkpoint",
     "pipeline": "parallel.pipeline",
     "profile": "observe",
@@ -73,13 +73,13 @@ _ROOM_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a room, or the room of a function, at its first use."""
-    if name not in _ROOMS and name not in _ROOM_OF:
-        rooms = [room for room in __all__ if name in getattr(sys.modules.get(f"fzero.{room}"), "__all__", ())]
-        hint = f": it is {' or '.join([f'fzero.{room}.{name}' for room in rooms])}" if rooms else ""
+    """Import a module, or the module of a function, at its first use."""
+    if name not in _LAZY_MODULES and name not in _MODULE_OF:
+        modules = [x for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
+        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    room = importlib.import_module(f"fzero.{_ROOM_OF.get(name, name)}")
-    value = getattr(room, name) if name in _ROOM_OF else room
+    module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
+    value = getattr(module, name) if name in _MODULE_OF else module
     return globals().setdefault(name, value)  # the next use finds it here
 
 

@@ -2,8 +2,8 @@
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
 faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. Changed files of tests run first, then
-the tests of the house and of the reference, then the mirrors. After 40 seconds no further test begins. A warning names
-each changed file whose tests were left out: `make test` runs all.
+the tests of the structure and of the reference, then the mirrors. After 40 seconds no further test begins. A warning
+names each changed file whose tests were left out: `make test` runs all.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def ordered(files: Iterable[str]) -> list[str]:
     pages = "tests/docs/test_docs.py"
     quick = re.findall(r"^def (test_(?:every|links)_\w+)", (ROOT / pages).read_text(), re.MULTILINE)
     own = [test for test in tests if test in files]
-    chosen = dict.fromkeys([*own, "tests/test_house.py", *[f"{pages}::{name}" for name in quick], *tests])
+    chosen = dict.fromkeys([*own, "tests/test_structure.py", *[f"{pages}::{name}" for name in quick], *tests])
     return [test for test in chosen if test in own or test.split("::")[0] not in own]
 
 

@@ -45,17 +45,18 @@ def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
 def test_changed_tests_run_first_and_the_mirrors_last():
     found = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
     assert (
-        found[:2] == ["tests/test_errors.py", "tests/test_house.py"] and found[-1] == "tests/graph/test_any_length.py"
+        found[:2] == ["tests/test_errors.py", "tests/test_structure.py"]
+        and found[-1] == "tests/graph/test_any_length.py"
     )
     assert {test.split("::")[0] for test in found[2:-1]} == {"tests/docs/test_docs.py"} and len(found) > 5
     of_page = ordered(["docs/jit.md", "tests/docs/test_docs.py"])
-    assert of_page == ["tests/docs/test_docs.py", "tests/test_house.py"], "a file and its tests are the same tests"
+    assert of_page == ["tests/docs/test_docs.py", "tests/test_structure.py"], "a file and its tests are the same tests"
 
 
 def test_a_changed_file_whose_tests_were_left_out_is_named():
     files = ["fzero/graph/_any_length.py", "tests/test_errors.py"]
-    assert warnings(files, []) == [] == warnings(files, ["tests/test_house.py::test_a"])
-    (told,) = warnings(files, ["tests/test_house.py::test_a", "tests/graph/test_any_length.py::test_b[1]"])
+    assert warnings(files, []) == [] == warnings(files, ["tests/test_structure.py::test_a"])
+    (told,) = warnings(files, ["tests/test_structure.py::test_a", "tests/graph/test_any_length.py::test_b[1]"])
     assert told.startswith("warning: not all tests of fzero/graph/_any_length.py have run")
     assert told.endswith("python -m pytest -n0 tests/graph/test_any_length.py")
 

@@ -20,8 +20,8 @@ OF_TORCH = [
     "utils.flop_counter",
 ]
 OTHERS = ["sympy", "rich", "matplotlib", "fsspec", "hypothesis", "transformers", "safetensors", "tensorboard", "triton"]
-ROOMS = ["checkpoint", "data", "nn", "observe", "parallel.experts", "parallel.tensor", "testing", "tuning"]
-LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS, "optree", *[f"fzero.{name}" for name in ROOMS]]
+PACKAGES = ["checkpoint", "data", "nn", "observe", "parallel.experts", "parallel.tensor", "testing", "tuning"]
+LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS, "optree", *[f"fzero.{name}" for name in PACKAGES]]
 
 
 def run(script: str) -> str:
@@ -100,8 +100,8 @@ def test_every_name_is_there_before_and_after_its_first_use():
     run(f"""
 import fzero
 assert {{*fzero.__all__}} <= {{*dir(fzero)}}
-for room in ({names}):
-    assert all(getattr(room, name) is getattr(room, name) for name in room.__all__)
+for package in ({names}):
+    assert all(getattr(package, name) is getattr(package, name) for name in package.__all__)
 """)
 
 

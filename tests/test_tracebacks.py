@@ -152,7 +152,7 @@ def test_a_word_that_is_misspelt_has_the_nearest_beside_it():
     assert "Give each axis a name: fzero.mesh(dp=4)" in caught.value.__notes__
 
 
-def test_a_door_has_the_signature_and_the_help_of_what_is_behind():
+def test_an_api_boundary_has_the_signature_and_the_help_of_its_function():
     assert list(inspect.signature(fzero.shard).parameters)[:3] == ["train_step", "stage", "mesh"]
     assert (inspect.getdoc(fzero.shard) or "").startswith("Shard an unsharded train step")
     assert list(inspect.signature(STEP.init).parameters) == ["params", "opt", "donate"]

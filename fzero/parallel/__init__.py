@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # other rooms import schedules, and the rest import those rooms; so each is imported where it is used
+if TYPE_CHECKING:  # a lower layer imports schedules, and higher layers the rest: each is imported at its first use
     from fzero.parallel import experts, pipeline, schedules, tensor
 
 __all__ = ["experts", "pipeline", "schedules", "tensor"]

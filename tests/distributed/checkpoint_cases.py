@@ -385,7 +385,7 @@ def what_fsdp2_saves_fzero_loads_and_the_reverse(mesh: fzero.ranks.Mesh) -> None
 
 
 @case
-def a_door_that_one_rank_cannot_go_through_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> None:
+def a_call_that_fails_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
     with folder(mesh) as path:
         values = {"w": torch.ones(8)}
@@ -451,10 +451,10 @@ def ranks_that_read_different_things_are_refused(mesh: fzero.ranks.Mesh) -> None
         match = "has another tree, or other names, than rank 0"
         with pytest.raises(fzero.errors.CheckpointError, match=match):
             fzero.load(path / "run", {mine: torch.zeros(4)}, mesh, partial=True)
-        for door in (fzero.checkpoint.hf.read, fzero.checkpoint.dcp.load):
-            where = path / ("hf" if door is fzero.checkpoint.hf.read else "dcp")
+        for read in (fzero.checkpoint.hf.read, fzero.checkpoint.dcp.load):
+            where = path / ("hf" if read is fzero.checkpoint.hf.read else "dcp")
             with pytest.raises(fzero.errors.CheckpointError, match=match):
-                door(where, {"w": torch.zeros(4)}, mesh, name=lambda path: mine, partial=True)
+                read(where, {"w": torch.zeros(4)}, mesh, name=lambda path: mine, partial=True)
         if mesh.rank == 0:
             fzero.checkpoint.hf.write(path / "other hf", {"a": y, "b": x, "c": x.clone()})
         torch.distributed.barrier()

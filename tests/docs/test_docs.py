@@ -175,7 +175,7 @@ def test_every_name_of_the_top_level_is_in_the_reference():
     assert names - described() == set(), "docs/api/fzero.md: add a line `::: NAME` for each"
 
 
-# Names of fzero.optim that other rooms use, and no reader of the reference.
+# Names of fzero.optim that other packages use, and no reader of the reference.
 INTERNAL = {"as_optimizer", "check_pair", "torch_optimizer_message"}
 
 
@@ -229,18 +229,19 @@ def is_function(name: str) -> bool:
     return inspect.isfunction(getattr(importlib.import_module(module), last))
 
 
-def test_the_picture_of_the_house_has_every_room_and_no_circle():
-    spec = importlib.util.spec_from_file_location("house", DOCS / "_house.py")
-    house = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(house)
-    rooms = {room for room in house.imports() if room != "parallel" and house.FZERO.joinpath(*room.split(".")).is_dir()}
-    rooms |= {room for room in house.imports() if room in house.CAPTIONS}
-    drawn, page = (DOCS / "house.svg").read_text(), (DOCS / "architecture.md").read_text()
-    assert rooms == set(house.CAPTIONS)
-    for room in rooms:
-        assert f">{room}<" in drawn, f"python docs/_house.py draws {room}"
-        path = room.replace(".", "/")
-        assert f"`{path}/`" in page or f"`{path}.py`" in page, f"docs/architecture.md: a row for {room}"
-    arrows = {room: others & rooms for room, others in house.imports().items() if room in rooms}
-    levels = house.floors(arrows)
-    assert all(levels[room] > levels[other] for room in arrows for other in arrows[room])
+def test_the_picture_of_the_packages_has_every_package_and_no_circle():
+    spec = importlib.util.spec_from_file_location("diagrams", DOCS / "_diagrams.py")
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    imports, folder = diagrams.imports(), diagrams.FZERO
+    packages = {name for name in imports if name != "parallel" and folder.joinpath(*name.split(".")).is_dir()}
+    packages |= {name for name in imports if name in diagrams.CAPTIONS}
+    drawn, page = (DOCS / "packages.svg").read_text(), (DOCS / "architecture.md").read_text()
+    assert packages == set(diagrams.CAPTIONS)
+    for package in packages:
+        assert f">{package}<" in drawn, f"python docs/_diagrams.py draws {package}"
+        path = package.replace(".", "/")
+        assert f"`{path}/`" in page or f"`{path}.py`" in page, f"docs/architecture.md: a row for {package}"
+    arrows = {package: others & packages for package, others in imports.items() if package in packages}
+    levels = diagrams.layers(arrows)
+    assert all(levels[package] > levels[other] for package in arrows for other in arrows[package])

@@ -7,7 +7,7 @@ MOVES = ("tests/collectives/test_moves.py",)
 OFFLOAD = ("tests/optim/test_offload.py",)
 SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
-ROOM = ("tests/zero/test_host_memory.py",)
+HOST_MEMORY = ("tests/zero/test_host_memory.py",)
 ARENA = ("tests/optim/test_arena.py",)
 COST = ("tests/graph/test_cost.py",)
 
@@ -191,14 +191,14 @@ MUTANTS = [
     *File("graph/_pass_manager.py", REMAT).faults(
         Fault("loops' parameters wait on the host", "PassManager.body", becomes("A(B.C)", "False", at="1 of 2")),
     ),
-    *File("zero/_bytes.py", ROOM).faults(
+    *File("zero/_bytes.py", HOST_MEMORY).faults(
         Fault("the host has always room", "check_host_memory", never("A > B")),
         Fault("one rank's share is the host's", "check_host_memory", bare("B * A")),
         Fault("low parameters take no room", "check_host_memory", never("A.param_offload_ratio")),
         Fault("a group's limit is not read", "free_bytes", bare("min(A, int(B) - C)")),
         Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
-    *File("optim/_base.py", ROOM).faults(
+    *File("optim/_base.py", HOST_MEMORY).faults(
         Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads_state for A in B)", "False")),
     ),
     *File("optim/_base.py", OFFLOAD).faults(

@@ -5,7 +5,7 @@ from tests.mutants.mutant import DONATION, GATHER_TEXTS, HALF, JIT, OWN, WRITES,
 
 MUTANTS = [
     *File("__init__.py", ("tests/test_import.py",)).faults(
-        Fault("rooms are imported with fzero", "", before("import importlib", "import fzero.tuning")),
+        Fault("`import fzero` imports fzero.tuning as well", "", before("import importlib", "import fzero.tuning")),
     ),
     *File("_torch/on_import.py", ("tests/test_import.py",)).faults(
         Fault("Dynamo is imported with fzero", "", before("import importlib.abc", "import torch._dynamo")),

@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/architecture.md: `python docs/_house.py` writes docs/house.svg and docs/way.svg.
+"""Draw the pictures of docs/architecture.md: `python docs/_diagrams.py` writes docs/packages.svg and docs/way.svg.
 
-The rooms and arrows of the first are the folders of fzero/ and their imports, as the code has them now. The second is
-the way of one parameter, in words that stand here.
+The first shows the packages of fzero/ and their imports, as the code has them now. The second is the way of one
+parameter, in words that stand here.
 """
 
 import ast
@@ -18,7 +18,7 @@ DOCS = pathlib.Path(__file__).parent
 FZERO = DOCS.parent / "fzero"
 INK, PAPER, SHADE = "#24292f", "#ffffff", "#eef2f7"
 
-# what stands under a room's name
+# what stands under a package's name
 CAPTIONS = {
     "_torch": "private torch APIs",
     "tree": "flatten, map, paths",
@@ -43,7 +43,7 @@ CAPTIONS = {
     "testing": "laws for your step",
 }
 
-# the way of one parameter at stage 3, jitted: a room, and what happens there
+# the way of one parameter at stage 3, jitted: a package, and what happens there
 WAY = [
     ("zero", "a leaf is made,\nsharded, freed"),
     ("sharding", "its shard waits\nin a Shard box"),
@@ -55,58 +55,58 @@ WAY = [
 ]
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module, named without `fzero.`: a folder, a flat file, or a folder of `parallel`."""
+def package_of(module: str) -> str:
+    """Return the package of a module, without `fzero.`: a folder, a file, or a folder of `parallel`."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "parallel" else 1])
 
 
 def imports() -> dict[str, set[str]]:
-    """Return for each room the rooms that it imports."""
+    """Return for each package the packages that it imports."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(FZERO.rglob("*.py")):
-        room = room_of(".".join(path.relative_to(FZERO).with_suffix("").parts).removesuffix(".__init__"))
-        if room == "__init__":
+        package = package_of(".".join(path.relative_to(FZERO).with_suffix("").parts).removesuffix(".__init__"))
+        if package == "__init__":
             continue
-        found[room] |= set()
+        found[package] |= set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fzero":
                 deep = node.module not in ("fzero", "fzero.parallel")
                 names = [node.module or ""] if deep else [f"{node.module}.{alias.name}" for alias in node.names]
-                found[room] |= {room_of(name.removeprefix("fzero.")) for name in names} - {room}
+                found[package] |= {package_of(name.removeprefix("fzero.")) for name in names} - {package}
     return dict(found)
 
 
-def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
-    """Return the floor of each room: one above the highest that it imports."""
+def layers(arrows: dict[str, set[str]]) -> dict[str, int]:
+    """Return the layer of each package: one above the highest that it imports."""
     levels: dict[str, int] = {}
 
-    def level(room: str) -> int:
-        if room not in levels:
-            levels[room] = 1 + max([level(other) for other in arrows[room]], default=-1)
-        return levels[room]
+    def level(package: str) -> int:
+        if package not in levels:
+            levels[package] = 1 + max([level(other) for other in arrows[package]], default=-1)
+        return levels[package]
 
-    for room in arrows:
-        level(room)
+    for package in arrows:
+        level(package)
     return levels
 
 
 def needed(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """List the arrows that do not follow from others: where a room imports what its imports do not reach."""
+    """List the arrows that do not follow from others: where a package imports one that its imports do not reach."""
 
-    def reach(room: str) -> set[str]:
-        return set().union(*[{other} | reach(other) for other in arrows[room]])
+    def reach(package: str) -> set[str]:
+        return set().union(*[{other} | reach(other) for other in arrows[package]])
 
     return [
-        (room, other)
-        for room, others in arrows.items()
+        (package, other)
+        for package, others in arrows.items()
         for other in others
         if not any(other in reach(between) for between in others)
     ]
 
 
 def box(axes: Any, x: float, y: float, width: float, height: float, title: str, caption: str) -> None:
-    """Draw a room."""
+    """Draw a package."""
     shape = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.08", fc=SHADE, ec=INK, lw=1)
     axes.add_patch(shape)
     axes.text(x + width / 2, y + 0.68 * height, title, ha="center", va="center", weight="bold", color=INK, size=10)
@@ -128,25 +128,25 @@ def arrow(axes: Any, start: tuple[float, float], stop: tuple[float, float]) -> N
     axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=8, color=INK, lw=0.7, alpha=0.6))
 
 
-def draw_house() -> Figure:
-    """Draw the rooms, floor by floor, and the imports between them."""
-    arrows = {room: others for room, others in imports().items() if room in CAPTIONS}
-    arrows = {room: others & set(CAPTIONS) for room, others in arrows.items()}
-    levels = floors(arrows)
-    rows = [sorted(room for room in levels if levels[room] == i) for i in range(max(levels.values()) + 1)]
+def draw_packages() -> Figure:
+    """Draw the packages, layer by layer, and the imports between them."""
+    arrows = {package: others for package, others in imports().items() if package in CAPTIONS}
+    arrows = {package: others & set(CAPTIONS) for package, others in arrows.items()}
+    levels = layers(arrows)
+    rows = [sorted(package for package in levels if levels[package] == i) for i in range(max(levels.values()) + 1)]
     wide, high, gap = 2.0, 0.62, 0.42
     width = max(len(row) for row in rows) * (wide + 0.4) + 0.4
     figure, axes = canvas(width, len(rows) * (high + gap) + gap)
     places = {}
     for i, row in enumerate(rows):
         left = (width - len(row) * wide - (len(row) - 1) * 0.4) / 2
-        for j, room in enumerate(row):
-            places[room] = (left + j * (wide + 0.4), gap + i * (high + gap))
-    for room, other in needed(arrows):
-        (x, y), (u, v) = places[room], places[other]
+        for j, package in enumerate(row):
+            places[package] = (left + j * (wide + 0.4), gap + i * (high + gap))
+    for package, other in needed(arrows):
+        (x, y), (u, v) = places[package], places[other]
         arrow(axes, (x + wide / 2, y), (u + wide / 2, v + high))
-    for room, (x, y) in places.items():
-        box(axes, x, y, wide, high, room, CAPTIONS[room])
+    for package, (x, y) in places.items():
+        box(axes, x, y, wide, high, package, CAPTIONS[package])
     return figure
 
 
@@ -156,8 +156,8 @@ def draw_way() -> Figure:
     width = len(WAY) * (wide + gap) + gap
     figure, axes = canvas(width, high + 0.9)
     lefts = [gap + i * (wide + gap) for i in range(len(WAY))]
-    for x, (room, caption) in zip(lefts, WAY, strict=True):
-        box(axes, x, 0.55, wide, high, room, caption)
+    for x, (package, caption) in zip(lefts, WAY, strict=True):
+        box(axes, x, 0.55, wide, high, package, caption)
     for x in lefts[1:]:
         arrow(axes, (x - gap, 0.55 + high / 2), (x, 0.55 + high / 2))
     first, last = lefts[3] + wide / 2, lefts[-1] + wide / 2
@@ -197,7 +197,7 @@ def draw_idea() -> Figure:
 def main() -> None:
     """Write the pictures."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fzero", "font.family": "sans-serif"}):
-        for name, figure in (("house", draw_house()), ("way", draw_way()), ("idea", draw_idea())):
+        for name, figure in (("packages", draw_packages()), ("way", draw_way()), ("idea", draw_idea())):
             figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None})
 
 

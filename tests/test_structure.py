@@ -1,4 +1,4 @@
-"""The house: imports run one way, public names are documented, files stay small."""
+"""The structure of the code: imports run one way, public names are documented, files stay small."""
 
 import ast
 import importlib
@@ -14,8 +14,8 @@ from tests.mutants import MUTANTS
 ROOT = pathlib.Path(fzero.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# From the ground up: a room imports only from rooms on the floors below its own.
-FLOORS = [
+# From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
+LAYERS = [
     ["_torch", "_notice", "_report", "_donated", "_format", "_registry"],
     ["tree", "_tracebacks", "parallel.schedules"],
     ["axes"],
@@ -31,7 +31,7 @@ FLOORS = [
     ["nn", "errors"],
     ["testing", "__main__"],
 ]
-# Files of a room that others may import beside its face: a namespace of its own, or what is imported when it is used.
+# Files that other packages may import: namespaces of their own, and files that are imported only when they are used.
 OPEN = {
     "axes.lockstep",
     "checkpoint.dcp",
@@ -63,7 +63,7 @@ TOP = [
     "tune",
     "value_and_grad",
 ]
-ROOMS = [
+PACKAGES = [
     "axes",
     "checkpoint",
     "collectives",
@@ -85,18 +85,18 @@ ROOMS = [
 
 
 def module_of(path: pathlib.Path) -> str:
-    """Return what a file is imported as, without `fzero.`: a folder's face by the folder's name."""
+    """Return the name that a file is imported by, without `fzero.`: an `__init__` by its folder's name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room(module: str) -> str:
-    """Return the room of a module: a folder or a flat file of `fzero/`, or a folder of `fzero/parallel/`."""
+def package_of(module: str) -> str:
+    """Return the package of a module: a folder or a file of `fzero/`, or a folder of `fzero/parallel/`."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "parallel" else 1])
 
 
-def floor(module: str) -> int:
-    return next(i for i, row in enumerate(FLOORS) if room(module) in row)
+def layer_of(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if package_of(module) in layer)
 
 
 def imports(path: pathlib.Path) -> list[str]:
@@ -124,23 +124,25 @@ INSIDE = [
 def test_imports_run_one_way(path):
     module = module_of(path)
     for imported in imports(path):
-        assert room(imported) == room(module) or floor(imported) < floor(module), f"{module} imports {imported}"
+        is_below = package_of(imported) == package_of(module) or layer_of(imported) < layer_of(module)
+        assert is_below, f"{module} imports {imported}"
 
 
 @pytest.mark.parametrize("path", INSIDE, ids=module_of)
-def test_other_rooms_are_entered_by_their_face(path):
-    """A room's `__init__` shows all that others may use; the files of `_torch` are ideas of torch, and open."""
+def test_other_packages_are_imported_by_their_public_names(path):
+    """A package's `__init__` lists all that others may use; the files of `_torch` are open to all."""
     module = module_of(path)
     for imported in imports(path):
-        if room(imported) not in (room(module), "_torch"):
-            assert imported == room(imported) or imported in OPEN, f"{module} imports {imported}: use its face"
+        if package_of(imported) not in (package_of(module), "_torch"):
+            is_open = imported == package_of(imported) or imported in OPEN
+            assert is_open, f"{module} imports {imported}: import from its package"
 
 
 @pytest.mark.parametrize("path", [p for p in INSIDE if p.name == "__init__.py"], ids=module_of)
-def test_a_room_has_a_face(path):
-    """Rooms within a room need none, since nobody else enters them."""
+def test_a_package_lists_its_public_names(path):
+    """A folder within a package needs no list, since no other package imports it."""
     module = importlib.import_module(f"fzero.{module_of(path)}")
-    if room(module_of(path)) == module_of(path):
+    if package_of(module_of(path)) == module_of(path):
         assert module.__all__ and sorted(module.__all__) == sorted({*module.__all__})
 
 
@@ -153,16 +155,16 @@ def exported(path: pathlib.Path) -> list[str]:
 
 
 def test_a_private_file_lists_what_other_files_import():
-    faces = {f"fzero.{module_of(p)}": exported(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"}
+    listed = {f"fzero.{module_of(p)}": exported(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module in faces:
-                left_out = {alias.name for alias in node.names} - {*faces[node.module]}
+            if isinstance(node, ast.ImportFrom) and node.module in listed:
+                left_out = {alias.name for alias in node.names} - {*listed[node.module]}
                 assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
 
 
-def test_the_top_level_has_few_names_and_the_rooms():
-    assert sorted(fzero.__all__) == sorted(TOP + ROOMS)
+def test_the_top_level_has_few_names_and_the_packages():
+    assert sorted(fzero.__all__) == sorted(TOP + PACKAGES)
 
 
 def test_one_makers_devices_are_used_in_one_folder():
@@ -184,15 +186,15 @@ PAGES = ROOT.parent / "docs" / "api"
 
 
 def public() -> list[tuple[str, object]]:
-    """Return what the pages of `docs/api` list, each with its name; a room that is listed gives all of its face."""
+    """Return what the pages of `docs/api` list, each with its name; of a package, all of its public names."""
     names = {}
     for page in sorted(PAGES.glob("*.md")):
         for listed in re.findall(r"^::: (fzero[\w.]*)$", page.read_text(), re.MULTILINE):
             try:
                 module = importlib.import_module(listed)
             except ModuleNotFoundError:
-                room, _, name = listed.rpartition(".")
-                names[listed] = getattr(importlib.import_module(room), name)
+                module, _, name = listed.rpartition(".")
+                names[listed] = getattr(importlib.import_module(module), name)
             else:
                 names |= {f"{listed}.{name}": getattr(module, name) for name in module.__all__}
     return [(name, x) for name, x in names.items() if not inspect.ismodule(x)]
