@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero._donated import check_not_donated
-from fzero._torch import children_without_names, pytree
+from fzero._torch import apply_to_groups, can_group, children_without_names, pytree
 
 __all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
@@ -144,6 +144,28 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
             results[key] = f(*xs)
         out.append(results[key])
     return unflatten(structure, out)
+
+
+def elementwise(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply an elementwise `f` like `map`; on an accelerator one launch serves many small tensors.
+
+    `f` computes with `+`, `-`, `*`, `/`, `sqrt` and `to`, on tensors or on a list of them. Its
+    numbers are the same either way.
+    """
+    leaves = flatten(tree)[0]
+    if not can_group(leaves):
+        return map(f, tree, *rest)
+    columns = [leaves, *[leaves_up_to(tree, other) for other in rest]]
+    rows = {
+        tuple([identity(x) for x in xs]): xs for xs in zip(*columns, strict=True) if isinstance(xs[0], torch.Tensor)
+    }
+    found = apply_to_groups(f, rows)
+
+    def result(*xs: Any) -> Any:
+        key = tuple([identity(x) for x in xs])
+        return found[key] if key in found else f(*xs)
+
+    return map(result, tree, *rest)
 
 
 def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -28,6 +28,7 @@ from fzero._torch.dcp import load_metadata
 from fzero._torch.decisions import FixedSizeError, decisions
 from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, has_recordable_collectives
 from fzero._torch.flops import flop_formulas, with_query_heads
+from fzero._torch.foreach import apply_to_groups, can_group
 from fzero._torch.levels import (
     in_transform,
     is_tracing,
@@ -83,10 +84,12 @@ __all__ = [
     "TorchDispatchMode",
     "allocations",
     "allow_in_graph",
+    "apply_to_groups",
     "assume_constant_result",
     "autocast_kinds",
     "buffers_of",
     "c10d",
+    "can_group",
     "can_record",
     "children_without_names",
     "compile_threads",

@@ -91,12 +91,12 @@ def adamw(
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         rate = rate_at(learning_rate, state.count)
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
-        updates = tree.map(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
+        updates = tree.elementwise(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
             if params is None:
                 raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
             decay = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
-            updates = tree.map(
+            updates = tree.elementwise(
                 lambda u, p, d: (u - rate * weight_decay * d * p).to(u.dtype),
                 updates,
                 params,
@@ -138,7 +138,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return (at_least_float32(m) * r1 / (at_least_float32(v).sqrt() * r2 + eps)).to(m.dtype)
 
-        return tree.map(direction, state.mu, state.nu), state
+        return tree.elementwise(direction, state.mu, state.nu), state
 
     return Optimizer(_init, update, exact_on_shards=True)
 
@@ -155,8 +155,8 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
     """
     count = state.count + 1
     t = count.to(torch.float64)
-    mu = tree.map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
-    nu = tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
+    mu = tree.elementwise(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
+    nu = tree.elementwise(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
     return AdamState(count, mu, nu), 1 / (1 - b1**t), (1 - b2**t).rsqrt()
 
 

@@ -232,7 +232,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(0.5)})
         {'w': tensor(1.5000)}
     """
-    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+    return tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
 def chain(*pairs: Pair) -> Optimizer:

@@ -132,7 +132,7 @@ def set_to_zero() -> Optimizer:
 
 
 def _times(grads: Updates, factor: Number) -> Updates:
-    return tree.map(lambda g: (g * factor).to(g.dtype), grads)
+    return tree.elementwise(lambda g: (g * factor).to(g.dtype), grads)
 
 
 # Weight decay.
@@ -170,7 +170,7 @@ def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optim
         if params is None:
             raise ValueError("weight decay needs the parameters: opt.update(grads, state, params)")
         decays = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
-        return tree.map(lambda g, p, d: (g + weight_decay * d * p).to(g.dtype), grads, params, decays), state
+        return tree.elementwise(lambda g, p, d: (g + weight_decay * d * p).to(g.dtype), grads, params, decays), state
 
     return Optimizer(lambda params: (), update, exact_on_shards=True)
 

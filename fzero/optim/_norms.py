@@ -165,7 +165,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         norm = global_norm(grads)
         scale = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
-        return tree.map(lambda g: (g * scale).to(g.dtype), grads), state
+        return tree.elementwise(lambda g: (g * scale).to(g.dtype), grads), state
 
     return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 

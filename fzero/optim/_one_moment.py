@@ -72,9 +72,9 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
         buffers, direction = None, grads
         if has_momentum:
             # the first buffer is zero, so it becomes the gradient, as in torch
-            buffers = tree.map(lambda g, b: (momentum * b + g).to(b.dtype), grads, state.momentum)
-            direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
-        return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
+            buffers = tree.elementwise(lambda g, b: (momentum * b + g).to(b.dtype), grads, state.momentum)
+            direction = tree.elementwise(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
+        return tree.elementwise(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
 
     return Optimizer(init, update, exact_on_shards=True)
 
@@ -129,7 +129,7 @@ def adagrad(
         def direction(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
             return (-rate * at_least_float32(g) / (at_least_float32(s).sqrt() + eps)).to(g.dtype)
 
-        sums = tree.map(lambda g, s: (s + g * g).to(s.dtype), grads, state.sum_of_squares)
+        sums = tree.elementwise(lambda g, s: (s + g * g).to(s.dtype), grads, state.sum_of_squares)
         return tree.map(direction, grads, sums), AdagradState(state.count + 1, sums)
 
     return Optimizer(init, update, exact_on_shards=True)

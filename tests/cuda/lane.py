@@ -82,6 +82,16 @@ def facts(
     return {row["stage"]: row for row in rows}
 
 
+@functools.cache
+def peer(*, compiled: bool) -> dict[str, Any]:
+    """Measure FSDP2 with fused AdamW on the perceptron, at two ranks (`tests.cuda.peer`)."""
+    output = run([sys.executable, "-m", "tests.cuda.peer", *["--compile"] * compiled])
+    (row,) = [json.loads(x.removeprefix("FACTS ")) for x in output.splitlines() if x.startswith("FACTS ")]
+    with MEASURED.open("a") as file:
+        file.write(json.dumps({"peer": "FSDP2 compiled" if compiled else "FSDP2 eager"} | row) + "\n")
+    return row
+
+
 def run(command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanitizer: bool = False) -> str:
     """Run a command in a project, in the lane's environment, and return its output.
 

@@ -15,13 +15,14 @@ MB = 1e6
 
 def write() -> None:
     """Write the tables."""
-    rows = [json.loads(line) for line in lane.MEASURED.read_text().splitlines()]
+    measured = [json.loads(line) for line in lane.MEASURED.read_text().splitlines()]
+    rows, peers = [r for r in measured if "peer" not in r], [r for r in measured if "peer" in r]
     card = torch.cuda.get_device_name() if lane.has_gpu() else "no GPU: the CUDA without one of tests/cuda/runtime"
     parts = [
         f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
         "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
         "## Laws",
-        "Laws of launches beside FSDP2 and of kernels are not written yet.",
+        "Laws of kernels by card are not written yet.",
         _laws(),
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
@@ -30,7 +31,11 @@ def write() -> None:
         _memory(_first([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8])),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
-        _counts(_first([r for r in rows if r["task"] not in SIZES and not r["default"] and not r["graph"]])),
+        _counts(_first([r for r in rows if r["task"] not in SIZES and r["ranks"] == 8 and _is_plain(r)])),
+        "## Launches beside FSDP2",
+        "The perceptron at stage 3 on two ranks, with AdamW and a clip of the norm. FSDP2 has a unit for each layer, "
+        "as fzero has; it has `nn.Linear`, and torch's fused AdamW.",
+        _launches([r for r in rows if r["task"] == "dense" and r["ranks"] == 2 and r["stage"] == 3], peers),
         "## What a recorded step asks of CUDA",
         "`fzero.jit(step, device_graph=True)`: the other kernels copy the batch in and the loss out.",
         _graphs(_first([r for r in rows if r["graph"]])),
@@ -42,12 +47,27 @@ def write() -> None:
     publish(str(lane.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
 
 
+def _is_plain(row: dict[str, Any]) -> bool:
+    return not row["default"] and not row["graph"]
+
+
 def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what another process measured already."""
     found: dict[Any, dict[str, Any]] = {}
     for r in rows:
         found.setdefault((r["task"], r["backend"], r["stage"]), r)
     return [*found.values()]
+
+
+def _launches(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
+    head = ["step", "kernels", "products", "collectives", "copies within the device", "copies to the device", "events"]
+    lines = []
+    for name, r in [(f"fzero {r['backend']}", r) for r in rows] + [(r["peer"], r) for r in peers]:
+        counts = r["counts"]
+        collectives = sum(n for kind, n in counts.items() if kind.startswith("collective"))
+        kinds = ("copy: device to device", "copy: pinned to device", "record event")
+        lines.append([name, counts["kernel"], counts["product"], collectives, *(counts.get(x, 0) for x in kinds)])
+    return table(head, lines)
 
 
 def _graphs(rows: list[dict[str, Any]]) -> str:

@@ -44,6 +44,10 @@ def frees_nothing_early(step: Facts) -> bool:
     return step["early_frees"] == []
 
 
+def launches_for_many_leaves(step: Facts) -> bool:
+    return step["counts"]["kernel"] <= 70
+
+
 ON_ANOTHER_STREAM = """
 side = torch.cuda.Stream()
 with torch.cuda.stream(side):
@@ -74,6 +78,14 @@ FAULTS = {
         "dense",
         "eager",
         never_waits,
+    ),
+    "each unit is updated by launches of its own": LaneFault(
+        "tree.py",
+        "elementwise",
+        becomes("not can_group(A)", "can_group(A)"),
+        "dense",
+        "eager",
+        launches_for_many_leaves,
     ),
     "a collective's result is used before it has come": LaneFault(
         "graph/run/_compiled.py",
