@@ -4,8 +4,11 @@ import functools
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ ENVIRONMENT = ROOT / ".venv-cuda"
 RUNTIME = ENVIRONMENT / "runtime"
 MEASURED = ENVIRONMENT / "measured.jsonl"  # what `python -m tests.cuda` writes benchmarks/cuda.md from
 LAWS = ENVIRONMENT / "laws.json"
+COMPILED = ENVIRONMENT / "compiled"  # what Inductor and Triton make for a card that is shown
 SECONDS = 900
 
 
@@ -54,6 +58,7 @@ def facts(
     root: pathlib.Path = ROOT,
     sanitizer: bool = False,
     device_graph: bool = False,
+    card: str = "",
 ) -> dict[int, dict[str, Any]]:
     """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
 
@@ -66,6 +71,8 @@ def facts(
         default_device: whether the process begins with `torch.set_default_device("cuda")`.
         sanitizer: whether torch's CUDA sanitizer watches; what it watches is not kept for the tables.
         device_graph: whether the step is recorded as a graph of the device.
+        card: the card that is shown, "A100", "H100" or "B200"; what is compiled for it is compiled anew. By default the
+            H100, or the GPU that is there.
         root: the project that is measured; another than this one is not kept for the tables.
 
     Raises:
@@ -73,12 +80,13 @@ def facts(
     """
     command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
     command += ["--default-device"] * default_device + ["--device-graph"] * device_graph
-    output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer)
+    output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer, card)
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
+    compiled = {"card": card, "targets": targets(card)} if card else {}
     with MEASURED.open("a") as file:
         for row in rows if root == ROOT and not sanitizer else ():
             what = {"task": task, "backend": backend, "ranks": ranks, "default": default_device, "graph": device_graph}
-            file.write(json.dumps(what | row) + "\n")
+            file.write(json.dumps(what | compiled | row) + "\n")
     return {row["stage"]: row for row in rows}
 
 
@@ -92,7 +100,15 @@ def peer(*, compiled: bool) -> dict[str, Any]:
     return row
 
 
-def run(command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanitizer: bool = False) -> str:
+def targets(card: str) -> dict[str, int]:
+    """Count what ptxas made for a card that was shown, by architecture."""
+    found = [path for path in COMPILED.joinpath(card).rglob("*.ptx") if path.with_suffix(".cubin").exists()]
+    return dict(Counter(re.findall(r"^\.target (\w+)", path.read_text(), re.M)[0] for path in found))
+
+
+def run(
+    command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanitizer: bool = False, card: str = ""
+) -> str:
     """Run a command in a project, in the lane's environment, and return its output.
 
     Raises:
@@ -100,6 +116,9 @@ def run(command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanit
     """
     env = variables(lazy) | {"PYTHONPATH": str(root)}
     env |= {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+    if card:
+        shutil.rmtree(COMPILED / card, ignore_errors=True)
+        env |= {"CUDA_LOG_CARD": card, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED / card)}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{' '.join(command[1:])}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
     return done.stdout

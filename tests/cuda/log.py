@@ -117,6 +117,11 @@ def _translated(event: Any) -> list[Event]:
     return [Event("product" if is_product else "kernel", "", 0, name)]
 
 
+def is_flash_attention(kernel: str) -> bool:
+    """Whether a kernel is one of attention that never holds the matrix of all pairs: flash's or cuDNN's."""
+    return "flash" in kernel or "cudnn" in kernel
+
+
 def waits(events: Sequence[Event]) -> list[str]:
     """Name the calls in which the host waits, and the copies from or to pageable memory, which wait, too."""
     found = [e.kind for e in events if e.kind in WAITS]

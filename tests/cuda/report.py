@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.report import publish, table
 from tests.cuda import lane
+from tests.cuda.log import is_flash_attention
 from tests.cuda.steps import SIZES
 
 MB = 1e6
@@ -22,7 +23,6 @@ def write() -> None:
         f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
         "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
         "## Laws",
-        "Laws of kernels by card are not written yet.",
         _laws(),
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
@@ -36,6 +36,10 @@ def write() -> None:
         "The perceptron at stage 3 on two ranks, with AdamW and a clip of the norm. FSDP2 has a unit for each layer, "
         "as fzero has; it has `nn.Linear`, and torch's fused AdamW.",
         _launches([r for r in rows if r["task"] == "dense" and r["ranks"] == 2 and r["stage"] == 3], peers),
+        "## Kernels by card",
+        "The toy transformer computes its loss in bfloat16, at stage 3. A card that is shown has the A100's, the "
+        "H100's or the B200's architecture, and nothing more of it. cuDNN's attention is off in the lane.",
+        _kernels([r for r in rows if "card" in r]),
         "## What a recorded step asks of CUDA",
         "`fzero.jit(step, device_graph=True)`: the other kernels copy the batch in and the loss out.",
         _graphs(_first([r for r in rows if r["graph"]])),
@@ -48,7 +52,7 @@ def write() -> None:
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
-    return not row["default"] and not row["graph"]
+    return not row["default"] and not row["graph"] and "card" not in row
 
 
 def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,6 +71,17 @@ def _launches(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
         collectives = sum(n for kind, n in counts.items() if kind.startswith("collective"))
         kinds = ("copy: device to device", "copy: pinned to device", "record event")
         lines.append([name, counts["kernel"], counts["product"], collectives, *(counts.get(x, 0) for x in kinds)])
+    return table(head, lines)
+
+
+def _kernels(rows: list[dict[str, Any]]) -> str:
+    head = ["card", "backend", "attention", "products", "Triton kernels that ptxas made"]
+    lines = []
+    for r in rows:
+        is_flash = any(is_flash_attention(name) for name in r["kernels"])
+        products = [name for name in r["kernels"] if name.startswith("cublas")]
+        made = ", ".join(f"{n} for {target}" for target, n in r["targets"].items())
+        lines.append([r["card"], r["backend"], "flash" if is_flash else "other", ", ".join(products), made or "none"])
     return table(head, lines)
 
 

@@ -94,8 +94,8 @@ SIZES = {
 }
 
 
-def transformer(ranks: int, size: GPT) -> Task:
-    """Make a transformer with AdamW in float32."""
+def transformer(ranks: int, size: GPT, dtype: torch.dtype = torch.float32) -> Task:
+    """Make a transformer with AdamW in float32, whose loss is computed in a dtype."""
     w, opt = size.width, adamw()
 
     def block() -> Any:
@@ -108,13 +108,13 @@ def transformer(ranks: int, size: GPT) -> Task:
         return x.unflatten(-1, (w // 64, 64)).transpose(1, 2)
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
-        x = batch["x"]
-        for p in params["blocks"]:
+        x = batch["x"].to(dtype)
+        for p in tree.map(lambda w: w.to(dtype), params["blocks"]):
             q, k, v = (F.layer_norm(x, (w,), p["ln1"]) @ p["qkv"]).chunk(3, -1)
             attended = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
             x = x + attended.transpose(1, 2).reshape(x.shape) @ p["o"]
             x = x + F.gelu(F.layer_norm(x, (w,), p["ln2"]) @ p["up"]) @ p["down"]
-        return (x**2).mean()
+        return (x.float() ** 2).mean()
 
     return Task(
         {"dp": ranks},
@@ -203,5 +203,6 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "pipeline": pipeline,
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),
+    "toy, bfloat16": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16),
     **{name: lambda ranks, size=size: transformer(ranks, size) for name, size in SIZES.items()},
 }

@@ -54,7 +54,25 @@ thread_local Capture capture = Capture::none;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
 
-constexpr size_t DEVICE_BYTES = 85520809984;  // of an H100 with 80 GB
+constexpr size_t DEVICE_BYTES = 85520809984;  // of an H100 with 80 GB; the other cards are shown with as much
+
+// A card that is shown: CUDA_LOG_CARD names one, else it is the H100.
+struct Card {
+  const char* name;
+  int major, multiprocessors, shared_optin, shared, l2;  // bytes, of a block, of a multiprocessor and of the cache
+};
+constexpr Card CARDS[] = {{"H100", 9, 132, 232448, 233472, 52428800},
+                          {"A100", 8, 108, 166912, 167936, 41943040},
+                          {"B200", 10, 148, 232448, 233472, 132644864}};
+const Card& card() {
+  static const Card* it = [] {
+    const char* name = getenv("CUDA_LOG_CARD");
+    for (auto& c : CARDS)
+      if (name && !strcmp(name, c.name)) return &c;
+    return CARDS;
+  }();
+  return *it;
+}
 
 template <class T>
 void note(const char* kind, T stream, size_t bytes = 0, const char* name = "") {
@@ -292,9 +310,9 @@ API cudaError_t cudaLibraryGetKernel(void** kernel, void*, const char*) {
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
-  a->ptxVersion = a->binaryVersion = 90;
+  a->ptxVersion = a->binaryVersion = 10 * card().major;
   a->numRegs = 32;
-  a->maxDynamicSharedSizeBytes = 232448;
+  a->maxDynamicSharedSizeBytes = card().shared_optin;
   return cudaSuccess;
 }
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
@@ -315,9 +333,9 @@ API cudaError_t cudaGetSymbolAddress(void** p, const void*) {
 
 API int cuda_log_attribute(int attribute) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: return 9;
+    case cudaDevAttrComputeCapabilityMajor: return card().major;
     case cudaDevAttrComputeCapabilityMinor: return 0;
-    case cudaDevAttrMultiProcessorCount: return 132;
+    case cudaDevAttrMultiProcessorCount: return card().multiprocessors;
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
     case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: return 1024;
@@ -326,11 +344,11 @@ API int cuda_log_attribute(int attribute) {
     case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: return 65535;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
     case cudaDevAttrMaxSharedMemoryPerBlock: return 49152;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return 232448;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return 233472;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return card().shared_optin;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return card().shared;
     case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
-    case cudaDevAttrL2CacheSize: return 52428800;
+    case cudaDevAttrL2CacheSize: return card().l2;
     case cudaDevAttrClockRate: return 1980000;
     case cudaDevAttrMemoryClockRate: return 2619000;
     case cudaDevAttrGlobalMemoryBusWidth: return 5120;
@@ -344,18 +362,18 @@ API cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
 }
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "no GPU, shown as an H100");
+  snprintf(p->name, sizeof p->name, "no GPU, shown as a card like the %s", card().name);
   p->totalGlobalMem = DEVICE_BYTES;
-  p->major = 9;
-  p->multiProcessorCount = 132;
+  p->major = card().major;
+  p->multiProcessorCount = card().multiprocessors;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;
   p->sharedMemPerBlock = 49152;
-  p->sharedMemPerBlockOptin = 232448;
-  p->sharedMemPerMultiprocessor = 233472;
+  p->sharedMemPerBlockOptin = card().shared_optin;
+  p->sharedMemPerMultiprocessor = card().shared;
   p->regsPerMultiprocessor = p->regsPerBlock = 65536;
-  p->l2CacheSize = 52428800;
+  p->l2CacheSize = card().l2;
   p->memoryBusWidth = 5120;
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;

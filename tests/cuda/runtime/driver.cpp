@@ -59,7 +59,8 @@ API int cuDeviceGetCount(int* n) {
   return 0;
 }
 API int cuDeviceGetName(char* text, int length, int) {
-  snprintf(text, length, "no GPU, shown as an H100");
+  const char* card = getenv("CUDA_LOG_CARD");
+  snprintf(text, length, "no GPU, shown as a card like the %s", card ? card : "H100");
   return 0;
 }
 API int cuDeviceGetUuid(void* id, int) {
@@ -113,7 +114,8 @@ API int cuModuleGetGlobal_v2(void** p, size_t* n, void*, const char*) {
   return 0;
 }
 API int cuFuncGetAttribute(int* value, int a, void*) {
-  *value = a == 0 ? 1024 : a == 4 ? 32 : a == 5 || a == 6 ? 90 : 0;  // threads of a block, registers, versions
+  int version = 10 * attribute(75);  // of the card's architecture, by CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+  *value = a == 0 ? 1024 : a == 4 ? 32 : a == 5 || a == 6 ? version : 0;  // threads of a block, registers, versions
   return 0;
 }
 API int cuPointerGetAttribute(void* out, int a, uintptr_t p) {
@@ -126,7 +128,7 @@ API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) 
   return 0;
 }
 API int cuOccupancyMaxActiveClusters(int* n, void*, const void*) {
-  *n = 132;
+  *n = attribute(16);  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
   return 0;
 }
 API int cuTensorMapEncodeTiled(void* map, ...) {

@@ -1,0 +1,37 @@
+"""Laws of kernels: attention is flash's, half-precision products are half-precision kernels, on each architecture."""
+
+import pytest
+
+from tests.cuda.lane import facts, has_gpu, targets
+from tests.cuda.log import is_flash_attention
+
+ARCHITECTURES = {"A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a"}
+HALF_PRODUCTS = {"cublasLtMatmul", "cublasGemmEx", "cublasGemmStridedBatchedEx"}  # the others are of float32 or float64
+
+
+def kernels(backend: str, card: str) -> list[str]:
+    return facts("toy, bfloat16", backend, 3, card="" if has_gpu() else card)[3]["kernels"]
+
+
+@pytest.mark.parametrize("card", ARCHITECTURES)
+@pytest.mark.parametrize("backend", ("fx", "inductor"))
+def test_attention_is_flash(backend, card):
+    found = kernels(backend, card)
+    assert any(is_flash_attention(name) for name in found)
+    assert not any("softmax" in name.lower() or "fmha" in name for name in found)
+
+
+@pytest.mark.skipif("has_gpu()", reason="a GPU's own names do not tell the dtype of a product")
+@pytest.mark.parametrize("card", ARCHITECTURES)
+@pytest.mark.parametrize("backend", ("fx", "inductor"))
+def test_half_precision_products_are_computed_in_half_precision(backend, card):
+    found = {name for name in kernels(backend, card) if name.startswith("cublas")}
+    assert found and found <= HALF_PRODUCTS
+
+
+@pytest.mark.skipif("has_gpu()", reason="a GPU has one architecture, and its step runs in other tests")
+@pytest.mark.parametrize("card", ARCHITECTURES)
+def test_triton_compiles_for_the_card(card):
+    """Inductor asks torch for the card, Triton writes PTX for it, and the ptxas of its wheel makes it code."""
+    found = [name for name in kernels("inductor", card) if name.startswith("triton_")]
+    assert len(found) > 10 and set(targets(card)) == {ARCHITECTURES[card]}
