@@ -7,10 +7,10 @@ import torch
 from fzero import tree
 from fzero._torch import view_of
 from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
-from fzero.sharding import Shard, ShardedUnit, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
+from fzero.sharding import Shard, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
 from fzero.zero._source import LeafSupply, TracedInit, supply_of
 
-__all__ = ["build", "lay_side_by_side", "supply_like"]
+__all__ = ["build", "in_unit_buffers", "supply_like"]
 
 # Filling a template with full leaves: each leaf is copied into its unit's shard and dropped.
 
@@ -39,18 +39,67 @@ def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh
         check_equal(label, tree.unflatten(source.structure, source.tensors), mesh)
     else:
         check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
-    filler = _Filler(label, template, source, mesh, like)
+    paths, entries, structure = tree.flatten_with_paths(template, is_box)
+    devices = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
+    boxes, destinations = _zero_boxes(label, (paths, entries), devices, mesh)
+    if like is not None:
+        devices = list(map(_device_like, entries, source.devices, devices))
+    result = [
+        boxes.get(i, x) if isinstance(leaf, torch.Tensor) else mesh.device_put(leaf)
+        for i, (x, leaf) in enumerate(zip(entries, source.leaves, strict=True))
+    ]
+    copies: dict[int, torch.Tensor] = {}  # id of an entry -> the copy of its leaf: tied leaves stay tied
     sums: list[Any] = [None] * len(source.leaves)
     for positions, leaf, may_keep in source.run():
         if mesh.distributed and isinstance(source, TracedInit):
             total = checksum(leaf)
             for i in positions:
                 sums[i] = total
-        filler.take(positions, leaf, may_keep)
+        for i in positions:
+            if i in destinations:
+                destinations[i].store(leaf, mesh)
+                continue
+            key = id(entries[i])
+            if key not in copies:
+                moved = device_put(leaf, devices[i])
+                copies[key] = moved if moved is not leaf or (may_keep and i == positions[0]) else leaf.clone()
+                del moved
+            result[i] = copies[key]
         del leaf  # before the source makes the next one
     if isinstance(source, TracedInit):
         check_equal(label, tree.unflatten(source.structure, source.leaves), mesh, sums)
-    return filler.tree()
+    return tree.unflatten(structure, result)
+
+
+def _zero_boxes(
+    label: str, template: tuple[list[str], list[Any]], devices: list[Any], mesh: Mesh
+) -> tuple[dict[int, Any], dict[int, "_Destination"]]:
+    """Make the boxes of a template anew, filled with zeros.
+
+    Args:
+        label: the tree's name in messages.
+        template: the paths and the entries of the template.
+        devices: the device of each leaf.
+        mesh: the ranks.
+
+    Returns:
+        Each box by its position in the tree, and each sharded leaf's destination by the leaf's position.
+    """
+    boxes: dict[int, Any] = {}
+    destinations: dict[int, _Destination] = {}
+    paths, entries = template
+    for spec_id, box, members in sharded_units(paths, entries):
+        positions = [position for position, _ in members]
+        _check_one_device(label, [paths[i] for i in positions], [devices[i] for i in positions])
+        targets = ["cpu" if space == "host" else devices[positions[0]] for space in spaces(box)]
+        pieces = [
+            torch.zeros(x.shape, dtype=x.dtype, device=target) for x, target in zip(box.pieces, targets, strict=True)
+        ]
+        boxes[positions[0]] = box_of(spec_id, pieces)
+        spec = spec_of(spec_id)
+        for position, index in members:
+            destinations[position] = _Destination(tuple(pieces), spec, index, _ranks_of_rows(spec, mesh))
+    return boxes, destinations
 
 
 class _Destination(NamedTuple):
@@ -77,62 +126,11 @@ class _Destination(NamedTuple):
                 start = (mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0) + piece.start
                 first, last = max(start, offset), min(start + x.shape[-1], offset + size)
                 if first < last:
-                    part = self._split_part(leaf, mesh, rank)
+                    part = leaf
+                    for s in self.spec.split:  # the rank's part of a leaf that is split along further axes
+                        width = part.shape[s.dims[index]] // s.size
+                        part = part.narrow(s.dims[index], mesh.index(s.axis, rank) * width, width)
                     row[first - start : last - start] = elements(part, first - offset, last - offset)
-
-    def _split_part(self, leaf: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-        """View a rank's part of a full leaf that is split along further axes."""
-        for s in self.spec.split:
-            size = leaf.shape[s.dims[self.index]] // s.size
-            leaf = leaf.narrow(s.dims[self.index], mesh.index(s.axis, rank) * size, size)
-        return leaf
-
-
-class _Filler:
-    """Fills the boxes of a template, and collects the leaves that are not sharded."""
-
-    def __init__(self, label: str, template: Any, source: LeafSupply | TracedInit, mesh: Mesh, like: Any) -> None:
-        self.mesh = mesh
-        devices = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
-        paths, self.template, self.structure = tree.flatten_with_paths(template, is_box)
-        pairs = zip(self.template, source.leaves, strict=True)
-        self.entries = [x if isinstance(leaf, torch.Tensor) else mesh.device_put(leaf) for x, leaf in pairs]
-        # the devices of the leaves without boxes
-        self.devices: list[Any] = (
-            devices if like is None else list(map(_device_like, self.template, source.devices, devices))
-        )
-        self.destinations: dict[int, _Destination] = {}  # position -> destination of its leaf
-        # id of a leaf of the template -> its replacement: tied leaves stay tied
-        self.copies: dict[int, torch.Tensor] = {}
-        for spec_id, box, members in sharded_units(paths, self.entries):
-            positions = [position for position, _ in members]
-            _check_one_device(label, [paths[i] for i in positions], [devices[i] for i in positions])
-            targets = ["cpu" if space == "host" else devices[positions[0]] for space in spaces(box)]
-            pieces = [
-                torch.zeros(x.shape, dtype=x.dtype, device=target)
-                for x, target in zip(box.pieces, targets, strict=True)
-            ]
-            self.entries[positions[0]] = box_of(spec_id, pieces)
-            for position, index in members:
-                self.destinations[position] = _Destination(
-                    tuple(pieces), spec_of(spec_id), index, _ranks_of_rows(spec_of(spec_id), mesh)
-                )
-
-    def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
-        """Copy a leaf into its shard, or into several if it is tied."""
-        for i in positions:
-            if i in self.destinations:
-                self.destinations[i].store(leaf, self.mesh)
-                continue
-            key = id(self.template[i])
-            if key not in self.copies:
-                moved = device_put(leaf, self.devices[i])
-                self.copies[key] = moved if moved is not leaf or (may_keep and i == positions[0]) else leaf.clone()
-            self.entries[i] = self.copies[key]
-
-    def tree(self) -> Any:
-        """Return the filled tree."""
-        return tree.unflatten(self.structure, self.entries)
 
 
 def _ranks_of_rows(spec: Spec, mesh: Mesh) -> tuple[int, ...]:
@@ -162,41 +160,36 @@ def _check_one_device(label: str, paths: list[str], devices: list[Any]) -> None:
 # The leaves of a unit lie side by side in one buffer, so that a rank's part of the unit is a slice of the buffer.
 
 
-def lay_side_by_side(leaves: list[Any], sharded: Any) -> None:
-    """Copy the leaves of each unit into one buffer, and drop each leaf as soon as it is copied.
+def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
+    """Empty a list of leaves, and return the leaves with those of each unit copied into one buffer.
 
-    Besides the leaves, memory holds one more unit, if nothing else references the leaves. Units of one leaf, and boxes,
-    stay as they are.
+    Each leaf is dropped as soon as it is copied. So besides the leaves, memory holds one more unit, if nothing else
+    references the leaves. Units of one leaf, and boxes, stay as they are.
 
     Args:
-        leaves: the leaves of a tree of full leaves; this list is changed in place.
+        leaves: the leaves of a tree of full leaves.
         sharded: the same tree after `partition`, on the meta device.
     """
+    packed = [*leaves]
+    leaves.clear()
     paths, entries, _ = tree.flatten_with_paths(sharded, is_box)
-    for unit in sharded_units(paths, entries):
-        by_index = {index: leaves[position] for position, index in unit.members}
-        if len(by_index) > 1 and _are_alike(by_index.values()):
-            by_index.clear()
-            _pack_unit(leaves, unit)
-
-
-def _are_alike(leaves: Any) -> bool:
-    """Return whether values are tensors of one dtype on one device."""
-    return all(isinstance(x, torch.Tensor) for x in leaves) and len({(x.dtype, x.device) for x in leaves}) == 1
-
-
-def _pack_unit(leaves: list[Any], unit: ShardedUnit) -> None:
-    """Copy the leaves of a unit into one buffer, and replace them in `leaves` by views of it."""
-    spec = spec_of(unit.spec_id)
-    first = leaves[unit.members[0][0]]
-    buffer = torch.empty(spec.numel, dtype=first.dtype, device=first.device)
-    del first
-    views: dict[int, torch.Tensor] = {}
-    for position, index in unit.members:
-        if index not in views:  # else the leaf is tied, and copied already
-            views[index] = view_of(buffer, spec.offsets[index], spec.shapes[index])
-            views[index].copy_(leaves[position])
-        leaves[position] = views[index]
+    for spec_id, _, members in sharded_units(paths, entries):
+        kinds = {
+            (x.dtype, x.device) if isinstance(x, torch.Tensor) else None
+            for x in [packed[position] for position, _ in members]
+        }
+        if len({index for _, index in members}) == 1 or len(kinds) > 1 or None in kinds:
+            continue
+        spec = spec_of(spec_id)
+        dtype, device = kinds.pop()
+        buffer = torch.empty(spec.numel, dtype=dtype, device=device)
+        views: dict[int, torch.Tensor] = {}
+        for position, index in members:
+            if index not in views:  # else the leaf is tied, and copied already
+                views[index] = view_of(buffer, spec.offsets[index], spec.shapes[index])
+                views[index].copy_(packed[position])
+            packed[position] = views[index]
+    return packed
 
 
 # Full leaves for a sharded tree of the same structure: each leaf must fit its box.

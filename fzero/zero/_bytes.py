@@ -64,14 +64,15 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def check_host_memory(make_state: Callable[[], Any], params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
+def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
     There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
     on meta tensors, or if the system does not report its free memory.
 
     Args:
-        make_state: makes the state on the meta device.
+        init: the optimizer's `init`, as a program of all ranks.
+        within: the parameters as they are within a step, on the meta device.
         params: the parameters in the step's layout.
         optimizer: the optimizer.
         mesh: the ranks.
@@ -85,7 +86,7 @@ def check_host_memory(make_state: Callable[[], Any], params: Any, optimizer: Opt
     if free is None:
         return
     try:
-        trees = [make_state()]
+        trees = [init(within)]
     except (NotImplementedError, RuntimeError):  # the pair reads values
         return
     if optimizer.param_offload_ratio:

@@ -28,10 +28,9 @@ __all__ = [
     "check_results",
     "check_tree",
     "check_unwritten",
-    "copy_aliases_of",
+    "copy_aliases",
     "is_like",
     "is_sharded",
-    "make_state",
 ]
 
 # Checks of arguments and results. Each message names the bad input.
@@ -268,24 +267,6 @@ def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: boo
         )
 
 
-def make_state(make: Callable[[Any], Any], params: Any) -> Any:
-    """Return the state that `make` makes of parameters, which is on the meta device only if the parameters are.
-
-    If it fails because a pair flattens trees by itself, the error gets a note with advice.
-    """
-    try:
-        state = make(params)
-    except ValueError as error:
-        if "differs by rank" in str(error):
-            error.add_note(
-                "A pair that flattens trees by itself returns state without boxes: wrap it, optim.leafwise(pair)"
-            )
-        raise
-    if not any(x.is_meta for x in tree.tensors(params)):
-        check_not_meta("opt_state", state)
-    return state
-
-
 def check_not_meta(name: str, values: Any) -> None:
     """Check that no leaf of a tree is on the meta device, given that the parameters have values.
 
@@ -325,10 +306,10 @@ def as_value(x: Any) -> Any:
     return x.detach() if is_grad_leaf else x
 
 
-def copy_aliases_of(values: Tree) -> Callable[[Any], Any]:
-    """Return a function that copies tensors that share memory with `values`: a jitted step may overwrite `values`."""
-    storages = {storage_id(x) for x in tree.tensors(values)}
-    return lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x
+def copy_aliases(values: Tree, params: Tree) -> Tree:
+    """Copy the tensors of `values` that share memory with `params`: a jitted step may overwrite both."""
+    storages = {storage_id(x) for x in tree.tensors(params)}
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x, values)
 
 
 def is_like(x: Tree, y: Tree) -> bool:

@@ -17,7 +17,7 @@ from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
-from fzero.zero._build import build, lay_side_by_side, supply_like
+from fzero.zero._build import build, in_unit_buffers, supply_like
 from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
@@ -29,9 +29,8 @@ from fzero.zero._checks import (
     check_results,
     check_tree,
     check_unwritten,
-    copy_aliases_of,
+    copy_aliases,
     is_like,
-    make_state,
 )
 from fzero.zero._source import source_of
 from fzero.zero._stages import StageLayouts, check_stage, layout_of
@@ -226,15 +225,13 @@ class ShardedStep:
         with torch.inference_mode(False), torch.no_grad():
             step = self._with_dtypes_of(optimizer)
             params, within = step._shard_values("params", params, "step.init(..., donate=True)" if donate else "")
-            check_host_memory(lambda: step.program(optimizer.init)(within), params, optimizer, self.mesh)
+            check_host_memory(step.program(optimizer.init), within, params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
-            # a state may start as the parameters themselves, and a jitted step writes into both
-            opt_state = tree.map(copy_aliases_of(params), opt_state)
+            opt_state = copy_aliases(opt_state, params)  # a state may start as the parameters themselves
             leaves, structure = tree.flatten(params, is_box)
-            del params
-            lay_side_by_side(leaves, within)
-            return tree.unflatten(structure, leaves), opt_state
+            del params  # so each leaf is freed when it is copied
+            return tree.unflatten(structure, in_unit_buffers(leaves, within)), opt_state
 
     def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
         """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""
@@ -253,34 +250,48 @@ class ShardedStep:
         between, within = self._layouts_of(tree.unflatten(source.structure, source.leaves))
         return build(label, source, between, self.mesh), within
 
-    def _layouts_of(self, values: Any) -> tuple[Any, Any]:
-        """Lay out the full leaves of a tree on the meta device, as they are between steps and within a step."""
-
-        def full(x: Any) -> Any:
-            return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else None
-
-        return self.program(self._partition_params)(tree.map(full, values, is_leaf=is_box))
-
-    def _partition_params(self, params: Any) -> tuple[Any, Any]:
-        """Partition parameters as they are between steps and within a step, as a rank program.
+    def _layouts_of(self, params: Any) -> tuple[Any, Any]:
+        """Lay out the full leaves of a tree on the meta device, as they are between steps and within a step.
 
         Between steps of stages 0 to 2 only split leaves are in boxes, over no axis.
         """
-        sharded = self.layout.shards_params
-        between = partition(params, None if sharded else (), reduce_grads=self.layout.grads if sharded else "each")
-        return between, self._partition_within(between)
+
+        def layouts(params: Any) -> tuple[Any, Any]:
+            sharded = self.layout.shards_params
+            between = partition(params, None if sharded else (), reduce_grads=self.layout.grads if sharded else "each")
+            return between, self._partition_within(between)
+
+        def on_meta(x: Any) -> Any:
+            return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else None
+
+        return self.program(layouts)(tree.map(on_meta, params, is_leaf=is_box))
+
+    def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
+        """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters.
+
+        Raises:
+            ValueError: if the state is on the meta device, and the parameters have values. An error gets a note if the
+                pair flattens trees by itself.
+        """
+
+        def init(params: Any) -> Any:
+            return optimizer.init(self._partition_within(params))
+
+        try:
+            opt_state = self.program(init)(params)
+        except ValueError as error:
+            if "differs by rank" in str(error):
+                error.add_note(
+                    "A pair that flattens trees by itself returns state without boxes: wrap it, optim.leafwise(pair)"
+                )
+            raise
+        if not any(x.is_meta for x in tree.tensors(params)):
+            check_not_meta("opt_state", opt_state)
+        return opt_state
 
     def _partition_within(self, params: Any) -> Any:
         """Partition parameters as they are within a step, and as the optimizer's state is."""
         return partition(params, reduce_grads=self.layout.grads) if self.layout.shards_within_step else params
-
-    def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
-        """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters."""
-
-        def make(params: Any) -> Any:
-            return optimizer.init(self._partition_within(params))
-
-        return make_state(self.program(make), params)
 
     @api_boundary
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
@@ -329,9 +340,8 @@ class ShardedStep:
                 within = self._layouts_of(result)[1] if self.layout.shards_within_step else like
             del values
             leaves, structure = tree.flatten(result, is_box)
-            del result
-            lay_side_by_side(leaves, within)
-            return tree.unflatten(structure, leaves)
+            del result  # so each leaf is freed when it is copied
+            return tree.unflatten(structure, in_unit_buffers(leaves, within))
 
     @api_boundary
     def gather(self, params: Any) -> Any:
@@ -353,7 +363,7 @@ class ShardedStep:
         entries, structure = tree.flatten(params, is_box)
         per_rank = [x if isinstance(x, PerRank) else None for x in entries]
         full = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
-        full = tree.map(copy_aliases_of(params), full)
+        full = copy_aliases(full, params)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(per_rank, full, strict=True)])
 
     def state_bytes(self, *trees: Any, space: str | None = None) -> int:

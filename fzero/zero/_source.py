@@ -20,6 +20,33 @@ from fzero.sharding import PerRank, is_box
 
 __all__ = ["LeafSupply", "TracedInit", "initializer", "source_of", "stand_ins", "supply_of"]
 
+# The source of a tree's leaves: a tree, a function that returns one, or a module.
+
+
+def source_of(label: str, values: Any, lazy: bool, call: str = "") -> "LeafSupply | TracedInit":
+    """Return the source of a tree's leaves, which supplies them one after the other.
+
+    Args:
+        label: the tree's name in messages.
+        values: the tree; or a function without arguments that returns it; or a module. The tree of a module has its
+            trainable parameters; a module on the meta device initializes them.
+        lazy: whether to trace a function, so that each leaf is computed only when it is needed. Otherwise, or if it
+            cannot be traced, the function is called now, and each leaf is freed after its use.
+        call: if the caller donates the leaves, the call that does, for messages.
+
+    Raises:
+        ValueError: if a module is partly on the meta device, or the tree is sharded. The message names the parameter
+            or the leaf.
+        TypeError: if a leaf is no dense tensor. The message names it.
+    """
+    if isinstance(values, torch.nn.Module):
+        values = initializer(values) if is_on_meta(values) else trainable_params(values)
+    if not callable(values):
+        return supply_of(label, values, call)
+    source = _try_trace(values) if lazy else None
+    return supply_of(label, values(), call) if source is None else source
+
+
 # Leaves that exist already. The caller keeps or donates them, or a function has returned them.
 
 
@@ -175,31 +202,20 @@ class TracedInit:
         return expires
 
 
-@contextmanager
-def _watch_seeds() -> Iterator[list[str]]:
-    """Detect traced code that seeds a generator after a traced draw: the graph runs all seeds before the draws.
-
-    Yields:
-        A list, which receives the name of each method that seeds a generator again.
-    """
-    methods: list[str] = []
-    # holds the generators, so that a new one cannot have the identity of an old one
-    generators: list[torch.Generator] = [torch.default_generator]
-
-    def watch(frame: Any, event: str, function: Any) -> None:
-        generator = getattr(function, "__self__", None) if event == "c_call" else None
-        if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
-            is_reseed = any(g is generator for g in generators)
-            if is_reseed and any(is_random(n) for n in _torch.recorded_nodes()):
-                methods.append(function.__name__)
-            generators.append(generator)
-
-    previous = sys.getprofile()
-    sys.setprofile(watch)
+def _try_trace(init: Callable[[], Any]) -> TracedInit | None:
+    """Trace an init function. If that is not possible, print a notice with the reason, and return None."""
+    states = random.getstate(), torch.get_rng_state()
     try:
-        yield methods
-    finally:
-        sys.setprofile(previous)
+        return trace_init(init)
+    except Exception as error:  # an error of init itself is raised again when init is called
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
+        warn_once(
+            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
+            "while it is sharded"
+        )
+        return None
 
 
 def trace_init(init: Callable[[], Any]) -> TracedInit:
@@ -234,6 +250,33 @@ def trace_init(init: Callable[[], Any]) -> TracedInit:
         for i in at:
             leaves[i], devices[i] = meta, x.device
     return TracedInit(leaves, devices, structure, graph, nodes)
+
+
+@contextmanager
+def _watch_seeds() -> Iterator[list[str]]:
+    """Detect traced code that seeds a generator after a traced draw: the graph runs all seeds before the draws.
+
+    Yields:
+        A list, which receives the name of each method that seeds a generator again.
+    """
+    methods: list[str] = []
+    # holds the generators, so that a new one cannot have the identity of an old one
+    generators: list[torch.Generator] = [torch.default_generator]
+
+    def watch(frame: Any, event: str, function: Any) -> None:
+        generator = getattr(function, "__self__", None) if event == "c_call" else None
+        if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
+            is_reseed = any(g is generator for g in generators)
+            if is_reseed and any(is_random(n) for n in _torch.recorded_nodes()):
+                methods.append(function.__name__)
+            generators.append(generator)
+
+    previous = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield methods
+    finally:
+        sys.setprofile(previous)
 
 
 # Parameters of modules: take a module's parameters, or initialize those of a module on the meta device.
@@ -339,46 +382,3 @@ def _initialize_submodule(name: str, module: torch.nn.Module, init: Callable[[to
         )
     with torch.no_grad():
         fill(module)
-
-
-# The source of a tree's leaves: a tree, a function that returns one, or a module.
-
-
-def source_of(label: str, values: Any, lazy: bool, call: str = "") -> LeafSupply | TracedInit:
-    """Return the source of a tree's leaves, which supplies them one after the other.
-
-    Args:
-        label: the tree's name in messages.
-        values: the tree; or a function without arguments that returns it; or a module. The tree of a module has its
-            trainable parameters; a module on the meta device initializes them.
-        lazy: whether to trace a function, so that each leaf is computed only when it is needed. Otherwise, or if it
-            cannot be traced, the function is called now, and each leaf is freed after its use.
-        call: if the caller donates the leaves, the call that does, for messages.
-
-    Raises:
-        ValueError: if a module is partly on the meta device, or the tree is sharded. The message names the parameter
-            or the leaf.
-        TypeError: if a leaf is no dense tensor. The message names it.
-    """
-    if isinstance(values, torch.nn.Module):
-        values = initializer(values) if is_on_meta(values) else trainable_params(values)
-    if not callable(values):
-        return supply_of(label, values, call)
-    source = _try_trace(values) if lazy else None
-    return supply_of(label, values(), call) if source is None else source
-
-
-def _try_trace(init: Callable[[], Any]) -> TracedInit | None:
-    """Trace an init function. If that is not possible, print a notice with the reason, and return None."""
-    states = random.getstate(), torch.get_rng_state()
-    try:
-        return trace_init(init)
-    except Exception as error:  # an error of init itself is raised again when init is called
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
-        warn_once(
-            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
-            "while it is sharded"
-        )
-        return None

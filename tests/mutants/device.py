@@ -1,6 +1,6 @@
 """Faults in where values lie: a mesh's device, what brings values there, and what names those that lie elsewhere."""
 
-from tests.mutants.changes import always, bare, becomes, dropped, never
+from tests.mutants.changes import bare, becomes, dropped, never
 from tests.mutants.mutant import Fault, File
 
 MESH = ("tests/ranks/test_mesh.py",)
@@ -31,10 +31,10 @@ MUTANTS = [
         Fault("a process without memory", "mesh", never("own.type == 'meta'")),
     ),
     *File("zero/_build.py", DEVICE).faults(
-        Fault("init leaves what it does not shard", "_Filler.take", bare("device_put(A, self.devices[B])")),
-        Fault("init shards where the leaf lies", "_Filler.__init__", bare("A if B else mesh.device")),
+        Fault("init leaves what it does not shard", "build", bare("device_put(A, B[C])")),
+        Fault("init shards where the leaf lies", "build", bare("A if B else mesh.device")),
         Fault("counts go to the device", "_device_like", bare("A if B.ndim else C")),
-        Fault("a tree goes to the mesh, not to its like", "_Filler.__init__", always("like is None")),
+        Fault("a tree goes to the mesh, not to its like", "build", never("like is not None")),
     ),
     *File("zero/_checks.py", DEVICE).faults(
         Fault("what lies elsewhere passes", "_check_device", never("A.device != mesh.device")),

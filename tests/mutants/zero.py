@@ -30,7 +30,6 @@ MUTANTS = [
             returns("False", at="1 of 2"),
             ("tests/test_errors.py", "-k", "swapped"),
         ),
-        Fault("a state without memory", "make_state", never("not any(A.is_meta for A in B.C(D))"), BUILD),
         Fault("torch.optim runs", "check_no_torch_optimizer", never("isinstance(A, torch.optim.B)")),
         Fault("a module for parameters", "check_params", never("isinstance(A[B], torch.nn.Module)")),
     ),
@@ -39,18 +38,21 @@ MUTANTS = [
     ),
     *File("zero/_build.py", SIDE_BY_SIDE).faults(
         Fault(
-            "every leaf lies where the unit begins", "_pack_unit", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")
+            "every leaf lies where the unit begins",
+            "in_unit_buffers",
+            becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])"),
         ),
-        Fault("tied leaves come apart", "_pack_unit", always("A not in B")),
-        Fault("all old leaves live on", "lay_side_by_side", becomes("A.clear()", "leaves.append([*A.values()])")),
-        Fault("replicated leaves are the caller's", "_Filler.take", always("A and B == C[0]"), BUILD),
-        Fault("donated leaves are copied", "_Filler.take", never("may_keep"), BUILD),
+        Fault("tied leaves come apart", "in_unit_buffers", always("A not in B")),
+        Fault("all old leaves live on", "in_unit_buffers", skipped("A.clear()")),
+        Fault("replicated leaves are the caller's", "build", always("A and B == C[0]"), BUILD),
+        Fault("donated leaves are copied", "build", never("may_keep"), BUILD),
         Fault("a unit on two devices", "_check_one_device", never("A != B[0]"), BUILD),
         Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B"), PARTITION),
         Fault("tied leaves may differ", "_check_tied", never("A is not B"), PARTITION),
-        Fault("ties are lost", "_Filler.take", always("A not in self.B"), PARTITION),
+        Fault("ties are lost", "build", always("A not in copies"), PARTITION),
     ),
     *File("zero/_sharded_step.py", BUILD).faults(
+        Fault("a state without memory", "ShardedStep._make_state", never("not any(A.is_meta for A in B.C(D))")),
         Fault(
             "stage 0 lays leaves side by side",
             "ShardedStep._partition_within",
@@ -76,7 +78,7 @@ MUTANTS = [
             ),
         ),
         Fault("like= of another mesh", "ShardedStep.partition", skipped("A(B, self.C)"), PARTITION),
-        Fault("a state shares the parameters' memory", "ShardedStep.init", bare("B.C(D(E), A)"), SHARDED_STEP),
+        Fault("a state shares the parameters' memory", "ShardedStep.init", bare("copy_aliases(A, B)"), SHARDED_STEP),
     ),
     *File("ranks/_agreement.py", AGREEMENT).faults(
         Fault("order is not in the checksum", "checksum", constant(2, 0)),

@@ -40,10 +40,10 @@ def test_on_processes_each_takes_as_much(free, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     opt, mesh = optim.offload(optim.adam(0.1), 1.0), fzero.mesh(dp=1)
     free(8 * HELD - 1)
-    _host_memory.check_host_memory(lambda: opt.init(META), PARAMS, opt, mesh)  # a simulation has all in one process
+    _host_memory.check_host_memory(opt.init, META, PARAMS, opt, mesh)  # a simulation has all in one process
     real: Any = type("Real", (), {"simulated": False, "size": 16, "shape": (("dp", 16),), "axis_names": ("dp",)})()
     with pytest.raises(MemoryError, match="for its 8 ranks"):
-        _host_memory.check_host_memory(lambda: opt.init(META), PARAMS, opt, real)
+        _host_memory.check_host_memory(opt.init, META, PARAMS, opt, real)
 
 
 def test_what_cannot_be_counted_is_not_checked(free):
@@ -55,7 +55,7 @@ def test_what_cannot_be_counted_is_not_checked(free):
         return tree.map(lambda x: x * float(x.sum()), params)
 
     pair = optim.offload(optim.Optimizer(reads, lambda g, s, params=None: (g, s)), 1.0)
-    _host_memory.check_host_memory(lambda: pair.init(META), PARAMS, pair, fzero.mesh(dp=1))
+    _host_memory.check_host_memory(pair.init, META, PARAMS, pair, fzero.mesh(dp=1))
     free(None)
     init(optim.offload(optim.adam(0.1), 1.0))
 

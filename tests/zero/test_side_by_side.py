@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero._torch import buffers_of, storage_id
-from fzero.zero._build import lay_side_by_side
+from fzero.zero._build import in_unit_buffers
 from tests.helpers import mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 
@@ -83,7 +83,7 @@ def test_no_more_than_a_unit_is_alive_beside_the_leaves():
         return [{"w": torch.zeros(width, width, **options), "b": torch.zeros(width, **options)} for _ in range(blocks)]
 
     cut = step_at(1).program(fzero.partition)(made(device="meta"))
-    assert peak_bytes(lambda: lay_side_by_side(tree.tensors(made()), cut)) == (blocks + 1) * unit
+    assert peak_bytes(lambda: in_unit_buffers(tree.tensors(made()), cut)) == (blocks + 1) * unit
 
 
 def test_a_mesh_of_one_and_a_unit_over_no_axis_work():
