@@ -40,7 +40,7 @@ def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh
     else:
         check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
     paths, entries, structure = tree.flatten_with_paths(template, is_box)
-    devices = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
+    devices: list[Any] = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
     boxes, destinations = _zero_boxes(label, (paths, entries), devices, mesh)
     if like is not None:
         devices = list(map(_device_like, entries, source.devices, devices))
@@ -174,7 +174,7 @@ def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
     leaves.clear()
     paths, entries, _ = tree.flatten_with_paths(sharded, is_box)
     for spec_id, _, members in sharded_units(paths, entries):
-        kinds = {
+        kinds: set[Any] = {
             (x.dtype, x.device) if isinstance(x, torch.Tensor) else None
             for x in [packed[position] for position, _ in members]
         }
