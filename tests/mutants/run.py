@@ -15,15 +15,15 @@ FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 MUTANTS = [
     *File("graph/run/_groups.py", GROUPS).faults(
-        Fault("gradients are scaled with the block before", "split_into_groups", skipped("A(B, C, D)")),
+        Fault("gradients are scaled with the block before", "split_into_groups", skipped("A.move_to_readers(B)")),
         Fault("what was overwritten is read", "_may_run_later", never("A(B) in C")),
         Fault("what is larger is kept", "_may_run_later", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
-        Fault("a scalar is written too early", "_scalar_group_of", never("A.target is B", at="2 of 2")),
+        Fault("a scalar is written too early", "_GroupBuilder.scalar_group_for", never("A.target is B", at="2 of 2")),
         Fault("micro-batches cut inside", "parts_of_arguments", constant(1, 99), JIT),
         Fault(
             "a segment writes what it reads as another argument",
             "split_into_groups",
-            never("A(B, C[-1])"),
+            never("A(B, C.D[-1])"),
             SLICE_OF_GATHER,
         ),
         Fault(
@@ -31,7 +31,7 @@ MUTANTS = [
             "read_by_loops",
             (never("A in B"), elsewhere("split_into_groups", never("A in scalars"))),
         ),
-        Fault("a unit's scalars by themselves", "_scalar_group_of", becomes("bisect_left(A, B)", "-1")),
+        Fault("a unit's scalars by themselves", "_GroupBuilder.scalar_group_for", becomes("bisect_left(A, B)", "-1")),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
     ),
     *File("graph/loop/_run.py", LOOPS).faults(

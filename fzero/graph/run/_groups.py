@@ -85,67 +85,107 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
     Returns:
         Groups in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
-    groups: list[list[Node]] = []
-    scalar_groups: list[int] = []  # the indices of the groups of scalars; there is one before each compiled group
-    group_index: dict[Node, int] = {}
     nodes = list(nodes)
     scalars, host = scalars_of(nodes), on_host(nodes)
-    block, begins_group, space = "", True, False
+    builder = _GroupBuilder()
+    block, is_host = "", False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            group_index[n] = group_index[n.all_input_nodes[0]]
-            groups[group_index[n]].append(n)
-            continue
-        if runs_alone(n):
-            group_index[n] = len(groups)
-            groups.append([n])
-            begins_group = True
-            continue
-        if (
-            n in scalars
-            and (index := _scalar_group_of(n, groups, scalar_groups, group_index, begins_group)) is not None
-        ):
-            group_index[n] = index
-            groups[index].append(n)
-            continue
-        argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
-        if (argument_block and argument_block != block) or (
-            groups and not begins_group and _overwrites_unseen(n, groups[-1])
-        ):
-            block, begins_group = argument_block, True
-        if space != (n in host):
-            space, begins_group = n in host, True
-        if begins_group:
-            _begin_scalars(groups, scalar_groups)
-            groups.append([])
-        group_index[n] = len(groups) - 1
-        groups[-1].append(n)
-        begins_group = False
-    _move_to_readers(groups, group_index, scalars)
-    return [group for group in groups if group]
-
-
-def _move_to_readers(groups: list[list[Node]], group_index: dict[Node, int], scalars: AbstractSet[Node]) -> None:
-    """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
-
-    So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
-    arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
-    """
-    for i, j in _neighbours(groups, scalars):
-        written = {storage_id(x) for n in groups[i] if n.target is COPY for x in stand_ins_of(n)}
-        for node in reversed(groups[i]):
-            users = users_through_views(node)
-            if (
-                not users
-                or any(group_index.get(u) != j for u in users)
-                or not _may_run_later(node, written, j, group_index)
+            builder.put(n, builder.group_index[n.all_input_nodes[0]])
+        elif runs_alone(n):
+            builder.add_alone(n)
+        elif n in scalars and (index := builder.scalar_group_for(n)) is not None:
+            builder.put(n, index)
+        else:
+            argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
+            if (argument_block and argument_block != block) or (
+                builder.is_open and _overwrites_unseen(n, builder.groups[-1])
             ):
-                continue
-            groups[i].remove(node)
-            groups[j].insert(0, node)
-            group_index[node] = j
+                block = argument_block
+                builder.is_open = False
+            if is_host != (n in host):
+                is_host = n in host
+                builder.is_open = False
+            builder.add(n)
+    builder.move_to_readers(scalars)
+    return [group for group in builder.groups if group]
+
+
+class _GroupBuilder:
+    """Groups of nodes while nodes are added.
+
+    Attributes:
+        groups: the groups in order; some may be empty.
+        group_index: the index of each node's group.
+        is_open: whether the last group is compiled, and takes the next node.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[list[Node]] = []
+        self.group_index: dict[Node, int] = {}
+        self.is_open = False
+        self._scalar_groups: list[int] = []  # the indices of the groups of scalars, one before each compiled group
+
+    def put(self, node: Node, index: int) -> None:
+        """Add a node to a group."""
+        self.group_index[node] = index
+        self.groups[index].append(node)
+
+    def add_alone(self, node: Node) -> None:
+        """Add a node that runs alone."""
+        self.groups.append([])
+        self.put(node, len(self.groups) - 1)
+        self.is_open = False
+
+    def add(self, node: Node) -> None:
+        """Add a node to the open group, or begin a group with it."""
+        if not self.is_open:
+            self._begin_scalars()
+            self.groups.append([])
+            self.is_open = True
+        self.put(node, len(self.groups) - 1)
+
+    def scalar_group_for(self, node: Node) -> int | None:
+        """Return the index of the scalar group for a scalar; None if the scalar needs the open group.
+
+        It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A
+        write goes to the last scalar group, since all readers of the overwritten value must come before.
+        """
+        needed = max([self.group_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+        if self.is_open and (needed == len(self.groups) - 1 or _overwrites_for(node, self.groups[-1])):
+            return None
+        begun = self._scalar_groups
+        if not self.is_open and (node.target is COPY or not begun or begun[-1] < needed):
+            self._begin_scalars()
+        return begun[-1] if node.target is COPY else begun[bisect_left(begun, needed)]
+
+    def _begin_scalars(self) -> None:
+        """Begin a scalar group, unless the last group is one."""
+        if not self._scalar_groups or self._scalar_groups[-1] != len(self.groups) - 1:
+            self._scalar_groups.append(len(self.groups))
+            self.groups.append([])
+
+    def move_to_readers(self, scalars: AbstractSet[Node]) -> None:
+        """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
+
+        So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
+        arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
+        """
+        for i, j in _neighbours(self.groups, scalars):
+            written = {storage_id(x) for n in self.groups[i] if n.target is COPY for x in stand_ins_of(n)}
+            for node in reversed(self.groups[i]):
+                users = users_through_views(node)
+                if (
+                    not users
+                    or any(self.group_index.get(u) != j for u in users)
+                    or not _may_run_later(node, written, j, self.group_index)
+                ):
+                    continue
+                self.groups[i].remove(node)
+                self.groups[j].insert(0, node)
+                self.group_index[node] = j
 
 
 def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
@@ -176,30 +216,6 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_inde
         if not is_input(a) and all(group_index.get(u, later) == later or u is node for u in users_through_views(a))
     ]
     return nbytes(*[x for a in ends for x in stand_ins_of(a)]) <= nbytes(*stand_ins_of(node))
-
-
-def _scalar_group_of(
-    node: Node, groups: list[list[Node]], scalar_groups: list[int], group_index: dict[Node, int], begins_group: bool
-) -> int | None:
-    """Return the index of the scalar group for a scalar; None if the scalar needs the unfinished group.
-
-    It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A write
-    goes to the last scalar group, since all readers of the overwritten value must come before.
-    """
-    needed = max([group_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
-    is_open = not begins_group and bool(groups)
-    if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
-        return None
-    if begins_group and (node.target is COPY or not scalar_groups or scalar_groups[-1] < needed):
-        _begin_scalars(groups, scalar_groups)
-    return scalar_groups[-1] if node.target is COPY else scalar_groups[bisect_left(scalar_groups, needed)]
-
-
-def _begin_scalars(groups: list[list[Node]], scalar_groups: list[int]) -> None:
-    """Begin a scalar group, unless the last group is one."""
-    if not scalar_groups or scalar_groups[-1] != len(groups) - 1:
-        scalar_groups.append(len(groups))
-        groups.append([])
 
 
 def _overwrites_for(node: Node, group: list[Node]) -> bool:
