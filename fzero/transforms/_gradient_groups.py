@@ -4,8 +4,9 @@ A group determines which tensors torch.func differentiates for its leaves. It co
 them, and turns their gradient into the argument's gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -177,12 +178,12 @@ class Argument:
         """Return the argument with the ranks' copies of each group as one differentiable input."""
         return replace(self, groups=[_as_invariant(group) for group in self.groups])
 
-    def reduce(self, gradients: list[torch.Tensor]) -> Any:
-        """Build the argument's gradient from the variables' gradients, and remove these from the list.
+    def reduce(self, gradients: Iterator[torch.Tensor]) -> Any:
+        """Build the argument's gradient from the next gradients, one for each variable of the argument.
 
-        So each group's unreduced gradient is freed before the next group's gradient is reduced.
+        If nothing else holds a gradient, it is freed before the next group's gradient is reduced.
         """
-        return self._like([group.reduce([gradients.pop(0) for _ in group.variables]) for group in self.groups])
+        return self._like([group.reduce(list(islice(gradients, len(group.variables)))) for group in self.groups])
 
     def _like(self, values: list[Any]) -> Any:
         entries = list(self.entries)

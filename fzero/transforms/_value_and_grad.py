@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -269,7 +269,8 @@ def value_and_grad(
         value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None)
         value = psum(value, axis)
         value = mark_invariant(value, join_axes(axes)) if is_invariant else value
-        trees = [argument.reduce(gradients) for argument in arguments.values()]
+        remaining = _drain(gradients)
+        trees = [argument.reduce(remaining) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
@@ -314,6 +315,13 @@ def _sum_micro_batches(loss: "_Loss", in_float32: bool) -> tuple[torch.Tensor, A
         torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
     )
     return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32)
+
+
+def _drain(values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the items of a list in order, and take each out of the list, so that its reader frees it."""
+    values.reverse()
+    while values:
+        yield values.pop()
 
 
 def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
