@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -352,37 +353,66 @@ def inject_hyperparams(
         settings = signature.bind(*args, **kwargs)
         settings.apply_defaults()
         dynamic = {k: v for k, v in settings.arguments.items() if k not in static}
-        schedules = {k: v for k, v in dynamic.items() if callable(v)}
-        numbers = {k: v for k, v in dynamic.items() if _is_number(v)}
-
-        def values_at(count: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {k: _scalar_tensor(k, schedule(count), count) for k, schedule in schedules.items()}
-
-        def pair_with(hyperparams: dict[str, Any]) -> Optimizer:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments.update(hyperparams)
-            return factory(*bound.args, **bound.kwargs)
-
-        def init(params: Params) -> InjectHyperparamsState:
-            count = torch.zeros((), dtype=torch.int64, device="cpu")
-            hyperparams = {k: _scalar_tensor(k, v, count) for k, v in numbers.items()} | values_at(count)
-            return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
-
-        def update(
-            grads: Updates, state: InjectHyperparamsState, params: Params | None = None
-        ) -> tuple[Updates, OptState]:
-            _check_names(state.hyperparams, {**numbers, **schedules})
-            current = {k: _scalar_tensor(k, v, state.count) for k, v in state.hyperparams.items()}
-            hyperparams = {**current, **values_at(state.count)}
-            updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
-            return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
-
-        pair = pair_with(
-            values_at(torch.zeros((), dtype=torch.int64, device="cpu"))
-        )  # plain numbers, so that `factory` checks them
-        return wrap_pairs(init, update, pair)
+        injected = _Injected(
+            factory,
+            signature,
+            args,
+            kwargs,
+            numbers={k: v for k, v in dynamic.items() if _is_number(v)},
+            schedules={k: v for k, v in dynamic.items() if callable(v)},
+        )
+        # the numbers are not yet tensors, so that `factory` checks them
+        pair = injected.pair_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
+        return wrap_pairs(injected.init, injected.update, pair)
 
     return make
+
+
+@dataclass(frozen=True, eq=False)  # a trace may hash the pair, and dicts have no hash
+class _Injected:
+    """A pair whose hyperparameters are in its state.
+
+    Attributes:
+        factory: the function that makes a pair of hyperparameters.
+        signature: the signature of `factory`.
+        args: the positional arguments of `factory`.
+        kwargs: its keyword arguments.
+        numbers: the arguments that are numbers, defaults among them.
+        schedules: the arguments that are schedules, defaults among them.
+    """
+
+    factory: Callable[..., Optimizer]
+    signature: inspect.Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    numbers: dict[str, Any]
+    schedules: dict[str, Callable[[torch.Tensor], Any]]
+
+    def init(self, params: Params) -> InjectHyperparamsState:
+        """Make the state, with the hyperparameters of the first update."""
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        hyperparams = {k: _scalar_tensor(k, v, count) for k, v in self.numbers.items()} | self.scheduled_at(count)
+        return InjectHyperparamsState(count, hyperparams, self.pair_with(hyperparams).init(params))
+
+    def update(
+        self, grads: Updates, state: InjectHyperparamsState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        """Update with the hyperparameters of the state, and with those of the schedules at its count."""
+        _check_names(state.hyperparams, {**self.numbers, **self.schedules})
+        current = {k: _scalar_tensor(k, v, state.count) for k, v in state.hyperparams.items()}
+        hyperparams = {**current, **self.scheduled_at(state.count)}
+        updates, inner = self.pair_with(hyperparams).update(grads, state.inner_state, params=params)
+        return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
+
+    def scheduled_at(self, count: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the scheduled hyperparameters of an update."""
+        return {k: _scalar_tensor(k, schedule(count), count) for k, schedule in self.schedules.items()}
+
+    def pair_with(self, hyperparams: dict[str, Any]) -> Optimizer:
+        """Make the pair with other hyperparameters in place of its own."""
+        bound = self.signature.bind(*self.args, **self.kwargs)
+        bound.arguments.update(hyperparams)
+        return self.factory(*bound.args, **bound.kwargs)
 
 
 def _check_names(hyperparams: dict[str, Any], expected: dict[str, Any]) -> None:
