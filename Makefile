@@ -23,7 +23,7 @@ endif
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test check lint types tests test-all sweep bench mutants faults cuda docs format clean
+.PHONY: help train test check lint types tests test-all sweep bench mutants faults cuda gpu docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -69,6 +69,14 @@ CUDA_PIP = PIP_CONSTRAINT=/dev/null .venv-cuda/bin/python -m pip install --disab
 
 cuda: .venv-cuda/stamp ## the laws of the GPU, without one or on one; makes .venv-cuda, 3 GB to download; ARGS="-k wait"
 	.venv-cuda/bin/python -m tests.cuda $(ARGS)
+
+# Ten minutes on one to eight GPUs. Another Python with a torch of its own for the cards: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= .venv-cuda/bin/python
+
+gpu: $(if $(filter .venv-cuda/%,$(GPU_PYTHON)),.venv-cuda/stamp) ## ten minutes on 1 to 8 GPUs: benchmarks/gpu.md; ARGS=--rehearse without one, GPU_PYTHON=python3
+	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(u.find_spec("deepspeed") is None)' || [ '$(GPU_PYTHON)' != .venv-cuda/bin/python ] || \
+		$(CUDA_PIP) --quiet deepspeed || echo 'DeepSpeed cannot be installed here, so it is left out.'
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 .venv-cuda/stamp: pyproject.toml constraints.txt
 	@echo 'This downloads 3 GB of torch $(CUDA_TORCH) with CUDA from PyPI, which take 5.5 GB in .venv-cuda.'

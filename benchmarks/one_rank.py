@@ -4,7 +4,9 @@ torch's "fake" backend sends nothing: what would arrive is whatever lies in the 
 mean nothing; the bytes that are allocated, and the operations that run, are those of a real rank.
 """
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,34 +14,31 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
 import fzero
-from fzero import tree
-from fzero.graph import _agree
-from fzero.sharding import Shard
-from fzero.sharding._boxes import is_box
 
-__all__ = ["alone", "state_of"]
+__all__ = ["alone"]
 
 
 @contextmanager
-def alone(ranks: int) -> Iterator[fzero.ranks.Mesh]:
-    """Make this process rank 0 of `ranks`, on an axis "dp"."""
-    gather = _agree.gather_texts
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
-    _agree.gather_texts = lambda mine, mesh, topic: (
-        [mine] * mesh.size
-    )  # the ranks that do not exist trace the same step
+def alone(backend: str = "fake", **axes: Any) -> Iterator[fzero.ranks.Mesh]:
+    """Make this process rank 0 of a mesh. The ranks that do not exist say what this one says.
+
+    Args:
+        backend: of the process group; "cpu:fake,cuda:nccl" issues NCCL's collectives, which only the CUDA without a
+            GPU (tests/cuda) lets return.
+        **axes: the axes of the mesh and their sizes.
+    """
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=math.prod(axes.values()))
+    gather_texts = fzero.ranks.gather_texts
+    _replace_gather_texts(lambda mine, mesh, *_, **__: [mine] * mesh.size)
     try:
-        yield fzero.mesh(simulate=False, dp=ranks)
+        yield fzero.mesh(simulate=False, **axes)
     finally:
-        _agree.gather_texts = gather
+        _replace_gather_texts(gather_texts)
         dist.destroy_process_group()
 
 
-def state_of(step: fzero.zero.ShardedStep, params: Any, opt: Any) -> list[Any]:
-    """Make what this rank holds, `[params, opt_state]`: cut in a simulation, which needs all ranks' for a moment."""
-
-    def first(x: Any) -> Any:
-        return Shard(x.data[0].clone(), x.spec_id) if isinstance(x, Shard) else x
-
-    simulated = step._on(fzero.mesh(simulate=True, dp=step.mesh.size))
-    return [tree.map(first, x, is_leaf=is_box) for x in simulated.init(params, opt)]
+def _replace_gather_texts(f: Callable[..., list[str]]) -> None:
+    """Replace what asks all ranks by the store, in each module of fzero that uses it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fzero") and hasattr(module, "gather_texts"):
+            module.gather_texts = f  # pyright: ignore[reportAttributeAccessIssue]

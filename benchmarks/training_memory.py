@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import fzero
 from benchmarks.allocator import peak_bytes
-from benchmarks.one_rank import alone, state_of
+from benchmarks.one_rank import alone
 from benchmarks.report import publish, table
 from examples.train_gpt import init, loss_fn
 from fzero import optim, tree
@@ -62,7 +62,7 @@ def measure(k: int, remat: bool, stage: int, mesh: fzero.ranks.Mesh) -> Row:
         return optim.apply_updates(params, updates), opt_state, value
 
     step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
-    state = state_of(step, init(MODEL), opt)
+    state = [*step.init(init(MODEL), opt)]
     psi = sum(x.numel() for x in tree.tensors(init(MODEL)))
     batch = mesh.local(torch.randint(256, (BATCH * k, MODEL["context"] + 1)))
     jitted = fzero.jit(step, backend="fx")
@@ -81,7 +81,7 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     rows = []
-    with alone(RANKS) as mesh:
+    with alone(dp=RANKS) as mesh:
         for k, remat, stage in itertools.product((1, 4), (False, True), range(4)):
             rows.append(measure(k, remat, stage, mesh))
             print(rows[-1], file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import fzero
-from benchmarks.one_rank import alone, state_of
+from benchmarks.one_rank import alone
 from benchmarks.report import publish, table
 from fzero import optim, sharding, tree
 
@@ -85,9 +85,9 @@ def count(rule: Any, params: Any) -> tuple[int, int]:
 
 def measured(rule: Any, params: Any, rounds: int) -> tuple[int, list[float]]:
     """Return the collectives of an eager step, and the milliseconds of some."""
-    with alone(2) as mesh:
+    with alone(dp=2) as mesh:
         step = fzero.shard(train_step, stage=3, mesh=mesh, check=False, units=rule)
-        state = state_of(step, params, OPT)
+        state = step.init(params, OPT)
         tokens, times = mesh.local(torch.randint(VOCAB, (8,))), []
         for _ in range(rounds + 1):
             begun = time.perf_counter()

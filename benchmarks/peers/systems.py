@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fzero
@@ -17,18 +18,24 @@ from benchmarks.peers.gpt import Config, Gpt, gpt_loss
 from fzero import optim
 from tests.helpers import train_step_for
 
-__all__ = ["SYSTEMS", "Setup", "System", "Train", "fzero_system"]
+__all__ = ["SYSTEMS", "Setup", "System", "Train", "ddp", "deepspeed", "fsdp2", "fzero_system", "plain"]
 
 Train = Callable[[torch.Tensor], torch.Tensor]
-BUCKET = 1_000_000  # elements, of DeepSpeed's buckets
+HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+BUCKET = 1_000_000  # elements, of DeepSpeed's buckets on a CPU; on a GPU they have its own default
 
 
 class Setup(NamedTuple):
-    """What is trained, and on what."""
+    """What is trained, and on what; `is_half` for bfloat16 with float32 masters."""
 
     config: Config
     micro_batches: int
     mesh: fzero.ranks.Mesh
+    is_half: bool = False
+
+    def model(self) -> Gpt:
+        """Make the model on the mesh's device."""
+        return Gpt(self.config.params()).to(self.mesh.device)
 
 
 class System(NamedTuple):
@@ -50,7 +57,9 @@ def fzero_system(stage: int, backend: str) -> System:
 
     def build(setup: Setup) -> Train:
         opt = optim.adamw(1e-3)
-        train_step = train_step_for(gpt_loss, opt, micro_batches=setup.micro_batches)
+        opt = optim.master_weights(opt, HALF) if setup.is_half else opt
+        precision = HALF if setup.is_half else None
+        train_step = train_step_for(gpt_loss, opt, micro_batches=setup.micro_batches, precision=precision)
         step = fzero.shard(train_step, stage=stage, mesh=setup.mesh)
         step = step if backend == "eager" else fzero.jit(step, backend=backend)
         state = [*step.init(setup.config.params, opt)]
@@ -65,15 +74,21 @@ def fzero_system(stage: int, backend: str) -> System:
 
 
 def _train_module(
-    model: nn.Module, opt: torch.optim.Optimizer, micro_batches: int, unsynchronised: Callable[[], Any]
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    setup: Setup,
+    unsynchronised: Callable[[], Any] = contextlib.nullcontext,
+    is_cast: bool = False,
 ) -> Train:
-    """Make the usual loop over micro-batches; all but the last run in `unsynchronised()`."""
+    """Make the usual loop over micro-batches; all but the last run in `unsynchronised()`, casts in autocast."""
+    device, micro_batches = setup.mesh.device.type, setup.micro_batches
 
     def train(tokens: torch.Tensor) -> torch.Tensor:
         parts, losses = tokens.chunk(micro_batches), []
         for i, part in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else unsynchronised():
-                loss = model(part) / micro_batches
+                with torch.autocast(device, torch.bfloat16, enabled=is_cast):
+                    loss = model(part) / micro_batches
                 loss.backward()
                 losses.append(loss.detach())
         opt.step()
@@ -83,52 +98,86 @@ def _train_module(
     return train
 
 
-def _ddp(stage: int) -> System:
-    def build(setup: Setup) -> Train:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+def plain(is_compiled: bool) -> System:
+    """Make the system of one device, which a world of more ranks does not have."""
 
-        model = nn.parallel.DistributedDataParallel(Gpt(setup.config.params()), gradient_as_bucket_view=True)
+    def build(setup: Setup) -> Train:
+        model = setup.model()
+        if is_compiled:
+            model.compile()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        return _train_module(model, opt, setup, is_cast=setup.is_half)
+
+    return System("plain torch", 0, "compile" if is_compiled else "", build)
+
+
+def ddp(stage: int, is_compiled: bool = False) -> System:
+    """Make DDP's system, at stage 1 with ZeroRedundancyOptimizer."""
+
+    def build(setup: Setup) -> Train:
+        group = None
+        if dist.get_backend() == "fake":  # which does not serve DDP: there it has this rank alone
+            group = dist.new_group([0], backend="gloo" if setup.mesh.device.type == "cpu" else "nccl")
+        model = nn.parallel.DistributedDataParallel(setup.model(), process_group=group, gradient_as_bucket_view=True)
+        if is_compiled:
+            model.compile()
         if stage:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
         else:
             opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        return _train_module(model, opt, setup.micro_batches, model.no_sync)
+        return _train_module(model, opt, setup, model.no_sync, is_cast=setup.is_half)
 
-    return System("ZeroRedundancyOptimizer" if stage else "DDP", stage, "", build)
+    name = "ZeroRedundancyOptimizer" if stage else "DDP"
+    return System(name, stage, "compile" if is_compiled else "", build)
 
 
-def _fsdp2(reshard: bool, compiled: bool) -> System:
+def fsdp2(reshard: bool, is_compiled: bool) -> System:
+    """Make FSDP2's system; it reduces the gradients of each micro-batch."""
+
     def build(setup: Setup) -> Train:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        model, mesh = Gpt(setup.config.params()), init_device_mesh("cpu", (setup.mesh.size,))
+        half = torch.bfloat16 if setup.is_half else None
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(setup.mesh.device.type, (setup.mesh.size,)),
+            "reshard_after_forward": reshard,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half),
+        }
+        model = setup.model()
         for block in model.blocks:
-            if compiled:
+            if is_compiled:
                 block.compile()
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
         opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        return _train_module(model, opt, setup.micro_batches, contextlib.nullcontext)  # reduces each micro-batch
+        return _train_module(model, opt, setup)
 
-    variant = ("reshard" if reshard else "keep") + ("-compile" if compiled else "")
+    variant = ("reshard" if reshard else "keep") + ("-compile" if is_compiled else "")
     return System("FSDP2", 3 if reshard else 2, variant, build)
 
 
-def _deepspeed(stage: int) -> System:
+def deepspeed(stage: int) -> System:
+    """Make DeepSpeed's system."""
+
     def build(setup: Setup) -> Train:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        is_on_cpu = setup.mesh.device.type == "cpu"
+        if is_on_cpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
-        zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+        names = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
         config = {
             "train_micro_batch_size_per_gpu": setup.config.batch,
             "gradient_accumulation_steps": setup.micro_batches,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
             "gradient_clipping": 0.0,  # it clips to 1.0 unless told
-            "zero_optimization": {**zero, "stage3_prefetch_bucket_size": BUCKET},
+            "zero_optimization": {"stage": stage, **(dict.fromkeys(names, BUCKET) if is_on_cpu else {})},
+            "bf16": {"enabled": setup.is_half},
         }
-        model = Gpt(setup.config.params())
+        model = setup.model()
         parameters: Any = model.parameters()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
 
@@ -150,9 +199,9 @@ SYSTEMS = {
     s.key: s
     for s in [
         *[fzero_system(stage, backend) for stage in range(4) for backend in ("eager", "fx", "inductor")],
-        _ddp(0),
-        _ddp(1),
-        *[_fsdp2(reshard, compiled) for compiled in (False, True) for reshard in (False, True)],
-        *[_deepspeed(stage) for stage in (1, 2, 3)],
+        ddp(0),
+        ddp(1),
+        *[fsdp2(reshard, compiled) for compiled in (False, True) for reshard in (False, True)],
+        *[deepspeed(stage) for stage in (1, 2, 3)],
     ]
 }

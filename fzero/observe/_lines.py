@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero._torch import wait_for_device
 from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
-__all__ = ["LineCost", "Span", "by_line", "spans"]
+__all__ = ["LineCost", "Span", "by_line", "mark_functions", "spans"]
 
 
 class Span(NamedTuple):
@@ -74,6 +76,30 @@ def spans() -> Iterator[list[Span]]:
     with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
         yield results
     results += _place_spans(timed)
+
+
+@contextmanager
+def mark_functions(prefix: str) -> Iterator[None]:
+    """Show torch's profiler the function that each operation within belongs to, as an annotation around it.
+
+    In a backward pass it is the function of the forward operation.
+
+    Args:
+        prefix: what the annotation's name begins with; then come the function and "backward", or "forward or update".
+    """
+
+    def before(operation: WatchedOperation) -> torch.profiler.record_function:
+        site = current_call_site()
+        phase = "backward" if site.backward else "forward or update"
+        mark = torch.profiler.record_function(f"{prefix}{function_at(site.line) or 'fzero'}, {phase}")
+        mark.__enter__()
+        return mark
+
+    def after(operation: WatchedOperation, mark: torch.profiler.record_function, results: Sequence[Any]) -> None:
+        mark.__exit__(None, None, None)
+
+    with record_node_lines(), watch_operations(before, after):
+        yield
 
 
 def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:

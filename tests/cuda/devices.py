@@ -119,9 +119,8 @@ FACTS = {f.__name__: f for f in (state, batches, prefetch, elsewhere)}
 
 def main() -> None:
     name, *rest = sys.argv[1:]
-    if log.without_gpu():  # cuDNN asks the card for more than there is, and NVRTC compiles nothing
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.backends.cudnn.enabled = False
+    log.leave_out_cudnn()
+    if log.without_gpu():  # NVRTC compiles nothing
         torch.special.entr = lambda x: -torch.xlogy(x, x)
     if name in FACTS:
         for kind in ("simulated", "distributed"):

@@ -41,6 +41,13 @@ def without_gpu() -> bool:
     return "libcudart_log" in os.environ.get("LD_PRELOAD", "")
 
 
+def leave_out_cudnn() -> None:
+    """Let torch do without cuDNN on the CUDA without a GPU: it asks the card for more than there is."""
+    if without_gpu():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cudnn.enabled = False
+
+
 def record(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     """Run a function, and return its result and what reached CUDA meanwhile."""
     return _logged(run) if without_gpu() else _profiled(run)

@@ -9,40 +9,23 @@ collectives are torch's "fake" ones, since one card has no others to talk to.
 import argparse
 import gc
 import json
-import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
 import fzero
+from benchmarks.one_rank import alone
 from tests.cuda import log, streams
 from tests.cuda.steps import TASKS, Task
 
 WARM_UP = 3  # calls before the one that is recorded
 
 
-def answer_for_absent_ranks() -> None:
-    """Let ranks that do not exist say what this one says, wherever fzero asks all ranks by the store."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fzero") and hasattr(module, "gather_texts"):
-            module.gather_texts = lambda mine, mesh, *_, **__: [mine] * mesh.size
-
-
-@contextmanager
-def rank_0_of(axes: dict[str, int]) -> Iterator[fzero.ranks.Mesh]:
+def rank_0_of(axes: dict[str, int]) -> AbstractContextManager[fzero.ranks.Mesh]:
     """Make this process rank 0 of a mesh."""
-    backend = "cpu:fake,cuda:nccl" if log.without_gpu() else "fake"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=math.prod(axes.values()))
-    answer_for_absent_ranks()
-    try:
-        yield fzero.mesh(simulate=False, **axes)
-    finally:
-        dist.destroy_process_group()
+    return alone("cpu:fake,cuda:nccl" if log.without_gpu() else "fake", **axes)
 
 
 def measured(
@@ -94,9 +77,7 @@ def main() -> None:
     parser.add_argument("--default-device", action="store_true", help="call torch.set_default_device first")
     parser.add_argument("--device-graph", action="store_true", help="record the step as a graph of the device")
     args = parser.parse_args()
-    if log.without_gpu():  # cuDNN asks the card for more than there is
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.backends.cudnn.enabled = False
+    log.leave_out_cudnn()
     if args.default_device:
         torch.set_default_device("cuda")
     task = TASKS[args.task](args.ranks)

@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.observe._lines import Span, by_line, function_at
+from fzero.observe._lines import Span, by_line, function_at, mark_functions
 from fzero.observe._profile import bars, colours, label
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -79,6 +79,19 @@ def test_time_is_counted_once():
     assert 0 < sum(s.seconds for s in found.spans) < time.perf_counter() - start
     ends = [s.start + s.seconds for s in found.spans]
     assert [s.start for s in found.spans[1:]] == pytest.approx(ends[:-1])
+
+
+def test_marks_name_the_function_of_each_operation_in_both_passes():
+    def attend(w: torch.Tensor) -> torch.Tensor:
+        return (w @ w).sum()
+
+    w = torch.ones(4, 4, requires_grad=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler, mark_functions("in "):
+        attend(w).backward()
+    marks = [e for e in profiler.events() or [] if e.name.startswith("in ")]
+    products = [e.name for e in marks if "aten::mm" in [c.name for c in e.cpu_children]]
+    assert products == ["in attend, forward or update", *["in attend, backward"] * 2]
 
 
 def span(name: str, line: str, phase: str, start: float) -> Span:

@@ -1,0 +1,92 @@
+"""Check and measure fzero on one to eight GPUs in ten minutes, and write benchmarks/gpu.md: `make gpu`.
+
+python -m benchmarks.gpu [--minutes 10] [--gpus N] [--parts checks memory ...] [--out benchmarks/gpu.md]
+python -m benchmarks.gpu --rehearse      # without a GPU, on the CUDA of tests/cuda: all code runs, no number is judged
+python -m benchmarks.gpu --toy           # tiny models, on a CPU if there is no GPU
+
+With one card a part stands for rank 0 of 8, whose other ranks do not exist, where it needs no others. The status is 1
+if a check failed, 2 if there is no GPU.
+"""
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.report import exit_status, write
+from benchmarks.gpu.run import ROOT, Outcome, Part, launch, run_parts
+from tests.cuda import lane
+
+PARTS = [Part("checks", 3), Part("memory", 3), Part("peers", 3), Part("offload", 2), Part("speeds", 0.5)]
+PARTS += [Part("kernels", 1)]
+NEEDED = ("optree", "einops", "filelock", "fsspec", "rich", "xxhash", "pytest", "hypothesis")
+NO_GPU = """torch {version} sees no GPU here.
+If there is one, its driver may be older than this torch. Then take a torch that fits it:
+  make gpu GPU_PYTHON=python3
+or rehearse without a GPU:
+  make gpu ARGS=--rehearse"""
+
+
+def main() -> int:
+    """Run the parts and write the report."""
+    parser = argparse.ArgumentParser(
+        "benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all parts; default 10")
+    parser.add_argument("--gpus", type=int, default=0, help="processes, one a card; default all cards, at most 8")
+    parser.add_argument("--parts", nargs="+", default=names, choices=names)
+    parser.add_argument("--backends", nargs="+", default=["eager", "fx", "inductor"], help="the last is the default's")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CUDA without a GPU")
+    parser.add_argument("--toy", action="store_true", help="tiny models")
+    parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; of a rehearsal .venv-cuda/gpu.md")
+    args = parser.parse_args()
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{sys.executable} lacks {', '.join(missing)}: install them, or use `make gpu`", file=sys.stderr)
+        return 2
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not (gpus or args.rehearse or args.toy):
+        print(NO_GPU.format(version=torch.__version__), file=sys.stderr)
+        return 2
+    ranks = args.gpus or (1 if args.rehearse else min(max(gpus, 1), 8))
+    options = ["--toy"] * args.toy + ["--backends", *args.backends]
+    notes, variables = [f"{ranks} process{'es' * (ranks > 1)}, one a card."], {}
+    with tempfile.TemporaryDirectory() as cache:
+        if args.rehearse:
+            notes += ["**A rehearsal on the CUDA without a GPU: kernels do nothing, so no number and no time counts.**"]
+            variables = rehearsal(ranks, cache)
+        out = args.out or (lane.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
+        say = lambda line: print(line, flush=True)  # noqa: E731
+        outcome = Outcome("", [], 0.0)
+
+        def keep(now: Outcome) -> None:
+            nonlocal outcome
+            outcome = now
+            write(now, out, command, notes, is_last=False)
+
+        try:
+            parts = [part for part in PARTS if part.name in args.parts]
+            run_parts(parts, args.minutes * 60, launch(ranks, options, variables), say, keep)
+        except KeyboardInterrupt:
+            notes.append("The run was stopped by hand.")
+        write(outcome, out, command, notes, is_last=True)
+    status = exit_status(outcome, args.rehearse)
+    bad = [f"{r.part}, {r.case}: {r.outcome} {r.reason}" for r in outcome.results if r.outcome in ("wrong", "failed")]
+    print("\n".join([*bad, f"wrote {out}; {'a check failed' if status else 'all checks hold'}"]))
+    return status
+
+
+def rehearsal(ranks: int, cache: str) -> dict[str, str]:
+    """Return the environment of a rehearsal: the CUDA without a GPU, with so many devices, and its own caches."""
+    variables = lane.variables(lazy=True) | {"CUDA_LOG_DEVICES": str(ranks), "TORCHINDUCTOR_CACHE_DIR": cache}
+    return {name: value for name, value in variables.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

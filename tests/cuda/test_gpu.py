@@ -1,0 +1,25 @@
+"""`make gpu` is rehearsed: all its code runs on the CUDA without a GPU, at toy size."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu.__main__ import PARTS
+from tests.cuda import lane
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_rehearsal_of_make_gpu_fails_nowhere(ranks, tmp_path):
+    """With two ranks each is a process with a GPU of its own, under torchrun."""
+    parts = [part.name for part in PARTS] if ranks == 1 else ["checks", "memory", "peers"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--toy", "--backends", "eager", "fx"]
+    command += ["--gpus", str(ranks), "--parts", *parts, "--out", str(tmp_path / "gpu.md")]
+    env = {**lane.variables(), "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""}
+    done = subprocess.run(command, cwd=lane.ROOT, env=env, capture_output=True, text=True, timeout=lane.SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = (tmp_path / "gpu.md").read_text()
+    assert all(f"## {part.capitalize()}" in text for part in parts)
+    assert " 0 wrong, 0 failed, 0 left out" in text.replace(
+        "3 left out", "0 left out"
+    )  # DeepSpeed's, if it is not there
