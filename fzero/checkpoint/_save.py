@@ -6,6 +6,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def reserve(self, nbytes: int) -> torch.Tensor:
         """Return a buffer `[nbytes]`. It reuses the previous memory if that is large enough."""
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old buffer first
@@ -154,8 +155,7 @@ def start_save(
     if background:  # a rank without enough memory must not leave the others waiting
         ranges = all_or_none("save", lambda: _stage(ranges, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
-    write_all = functools.partial(_write_all, files, local.layout, ranges, channel, on_commit)
-    return SaveHandle(files.path, write_all, background)
+    return SaveHandle(files.path, _SaveRun(files, local.layout, ranges, channel, on_commit).run, background)
 
 
 def _check_values(local: LocalTree) -> None:
@@ -211,7 +211,7 @@ def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
 def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
     """Copy the ranges into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
-    buffer = staging.room(sum(sizes))
+    buffer = staging.reserve(sum(sizes))
     at = 0
     copies: dict[int, list[_TensorRange]] = {}
     for rank, rows in ranges.items():
@@ -226,56 +226,79 @@ def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int,
     return copies
 
 
-def _write_all(
-    files: Files,
-    layout: TreeLayout,
-    ranges: dict[int, list[_TensorRange]],
-    channel: StoreChannel,
-    on_commit: Callable[[], None],
-) -> None:
-    """Write this process's files. Rank 0 then commits the files of all ranks."""
-    names = {rank: data_name(channel.nonce, rank, layout.ranks) for rank in ranges}
+@dataclass(frozen=True)
+class _SaveRun:
+    """A save from the first write to the commit.
 
-    def write() -> dict[int, File]:
-        return {rank: _write(files, names[rank], header(layout, rank), rows) for rank, rows in ranges.items()}
+    Attributes:
+        files: the folder.
+        layout: the layout of the tree.
+        ranges: what each rank of this process writes.
+        channel: the messages between the ranks.
+        on_commit: runs after the commit, on the ranks that commit.
+    """
 
-    def commit(written: dict[int, File]) -> None:
-        manifest = Manifest.of(channel.nonce, layout, [written[r] for r in range(layout.ranks)])
-        for name, file in zip(manifest.names, manifest.files, strict=True):
-            if files.is_shared and files.size(name) != file.size:
-                raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")
-        files.put(MANIFEST, manifest.encode())
-        if not files.is_shared:
-            channel.publish("manifest", manifest.encode().decode())
-        tidy(manifest)
+    files: Files
+    layout: TreeLayout
+    ranges: dict[int, list[_TensorRange]]
+    channel: StoreChannel
+    on_commit: Callable[[], None]
 
-    def tidy(manifest: Manifest) -> None:
+    def run(self) -> None:
+        """Write this process's files. Rank 0 then commits the files of all ranks.
+
+        Raises:
+            CheckpointError: if nothing was saved, or the save was not committed. The message says why.
+        """
         try:
-            files.remove([n for n in files.names() if n not in manifest.names and _is_data_file(n)])
-            on_commit()
+            errors = self._lead() if self.channel.is_leader else self._follow()
+        except CheckpointError as error:  # rank 0 may have committed, so the file stays
+            raise CheckpointError(f"the save to {self.files.path!r} was not committed: {error}") from error
+        if errors:
+            self.files.remove([self._name(rank) for rank in self.ranges])
+            raise CheckpointError(f"nothing was saved to {self.files.path!r}: {errors}")
+
+    def _lead(self) -> str:
+        with contextlib.ExitStack() as stack:  # `lead` reports to the other ranks if the lock fails
+            return self.channel.lead(functools.partial(self._lock_and_write, stack), self._commit)
+
+    def _lock_and_write(self, stack: contextlib.ExitStack) -> dict[int, File]:
+        stack.enter_context(self.files.exclusive())
+        return self._write()
+
+    def _follow(self) -> str:
+        errors = self.channel.follow(self._write)
+        if not errors and isinstance(self.files, SharedMemory) and self.files.is_leader:
+            data = self.channel.wait_for("manifest", 0).encode()
+            self.files.put(MANIFEST, data)
+            self._tidy(parse(data))
+        return errors
+
+    def _name(self, rank: int) -> str:
+        return data_name(self.channel.nonce, rank, self.layout.ranks)
+
+    def _write(self) -> dict[int, File]:
+        return {
+            rank: _write_file(self.files, self._name(rank), header(self.layout, rank), rows)
+            for rank, rows in self.ranges.items()
+        }
+
+    def _commit(self, written: dict[int, File]) -> None:
+        manifest = Manifest.of(self.channel.nonce, self.layout, [written[r] for r in range(self.layout.ranks)])
+        for name, file in zip(manifest.names, manifest.files, strict=True):
+            if self.files.is_shared and self.files.size(name) != file.size:
+                raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")
+        self.files.put(MANIFEST, manifest.encode())
+        if not self.files.is_shared:
+            self.channel.publish("manifest", manifest.encode().decode())
+        self._tidy(manifest)
+
+    def _tidy(self, manifest: Manifest) -> None:
+        try:
+            self.files.remove([n for n in self.files.names() if n not in manifest.names and _is_data_file(n)])
+            self.on_commit()
         except OSError as error:
-            warn_once(f"fzero: {files.path!r} is saved, but older files could not be removed: {error}")
-
-    try:
-        if channel.is_leader:
-            with contextlib.ExitStack() as stack:  # `lead` reports to the other ranks if the lock fails
-
-                def write_locked() -> dict[int, File]:
-                    stack.enter_context(files.exclusive())
-                    return write()
-
-                errors = channel.lead(write_locked, commit)
-        else:
-            errors = channel.follow(write)
-            if not errors and isinstance(files, SharedMemory) and files.is_leader:
-                data = channel.wait_for("manifest", 0).encode()
-                files.put(MANIFEST, data)
-                tidy(parse(data))
-    except CheckpointError as error:  # rank 0 may have committed, so the file stays
-        raise CheckpointError(f"the save to {files.path!r} was not committed: {error}") from error
-    if errors:
-        files.remove(names.values())
-        raise CheckpointError(f"nothing was saved to {files.path!r}: {errors}")
+            warn_once(f"fzero: {self.files.path!r} is saved, but older files could not be removed: {error}")
 
 
 def _is_data_file(name: str) -> bool:
@@ -283,7 +306,7 @@ def _is_data_file(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
-def _write(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
+def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
     """Write a file, and compute the checksum of each block."""
     size = 0
     sums: list[str] = []

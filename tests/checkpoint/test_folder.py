@@ -179,7 +179,7 @@ def test_buffers_live_from_save_to_save(tmp_path):
     places = set()
     for i in range(3):
         runs.save(i, numbered(i)).wait()
-        places.add(runs._staging.room(1).data_ptr())
+        places.add(runs._staging.reserve(1).data_ptr())
     assert len(places) == 1
 
 

@@ -1,6 +1,6 @@
 """Faults in fzero/checkpoint."""
 
-from tests.mutants.changes import after, always, bare, becomes, before, dropped, never, returns, skipped
+from tests.mutants.changes import after, always, bare, becomes, before, dropped, elsewhere, never, returns, skipped
 from tests.mutants.mutant import Fault, File
 
 BLOCKS = ("tests/checkpoint/test_blocks.py",)
@@ -109,25 +109,25 @@ MUTANTS = [
         Fault("meta leaves are saved", "start_save.prepare", skipped("A(B)"), INPUT),
         Fault(
             "rank 0 alone knows of the lock",
-            "_write_all",
+            "_SaveRun._lead",
             (
-                becomes("A = B.C(D, E)", "stack.enter_context(files.exclusive())"),
-                after("A.enter_context(B.C())", "errors = channel.lead(write, commit)", at="2 of 2"),
+                before("return A.B.C(D(A.E, F), A.G)", "F.enter_context(A.files.exclusive())"),
+                elsewhere("_SaveRun._lock_and_write", skipped("A.enter_context(B.C.D())")),
             ),
             ON_GLOO,
         ),
         Fault("plain leaves need no comparison", "start_save", skipped("A(B, mesh)"), ON_GLOO),
         Fault(
             "the manifest comes before the files",
-            "_write_all.write",
+            "_SaveRun._write",
             before(
-                "return {A: B(C, D, E(F, A), G) for A, G in H}",
-                "C.put(MANIFEST, Manifest.of(channel.nonce, F, [File(9, '')] * F.ranks).encode())",
+                "return {A: B(C.D, C.E(A), F(C.G, A), H) for A, H in C.I.items()}",
+                "C.D.put(MANIFEST, Manifest.of(C.channel.nonce, C.G, [File(9, '')] * C.G.ranks).encode())",
             ),
             CRASH,
         ),
         Fault("all saves have one nonce", "start_save", becomes("secrets.token_hex(8)", "'0' * 16"), CRASH),
-        Fault("old files stay", "_write_all.tidy", bare("B.remove(A)"), CRASH),
+        Fault("old files stay", "_SaveRun._tidy", bare("B.remove(A)"), CRASH),
         Fault("there is always room", "_check_room", becomes("A < B", "A < 0"), CRASH),
         Fault("nothing is staged", "start_save", never("background")),
         Fault(
