@@ -5,7 +5,7 @@ from fzero.graph._collector import paused_collector
 from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._ops import is_random, only_copies
-from fzero.graph._pass_manager import Knobs
+from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._plan_step import plan
 from fzero.graph._step import TrainStep, step_of
 from fzero.graph._storages import SpaceError
@@ -20,8 +20,8 @@ __all__ = [
     "KINDS",
     "Device",
     "Jitted",
-    "Knobs",
     "Plan",
+    "ScheduleOptions",
     "Settings",
     "SpaceError",
     "TimedOperation",

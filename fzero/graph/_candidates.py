@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fzero._notice import trouble_link
 from fzero.graph._ir import full_bytes, is_collective, is_reduction, parameter_gathers
-from fzero.graph._pass_manager import FITTING, Knobs, PassContext, PassManager, PassSettings
+from fzero.graph._pass_manager import FITTING, PassContext, PassManager, PassSettings, ScheduleOptions
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
 from fzero.graph.planning._cost import seconds
 from fzero.graph.planning._liveness import peak_bytes
@@ -46,8 +46,8 @@ class Candidate(NamedTuple):
         return self.pass_settings.shown_in_plan()
 
 
-def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candidate]:
-    """Schedule a traced graph in every way that the knobs leave open.
+def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> list[Candidate]:
+    """Schedule a traced graph in every way that the options leave open.
 
     Each combination of recompute, re-gather and buckets is first scheduled for the least memory. Those that fit are
     then also scheduled in orders that start collectives ahead.
@@ -58,17 +58,17 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     def rate(scheduled: Graph) -> tuple[int, float]:
         return peak_bytes(scheduled), seconds(scheduled, context.device)
 
-    knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
+    options = options if _gathers(graph) else options._replace(prefetch=0)
     (prefetch, in_flight), *other_overlaps = _overlaps(
-        knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
+        options, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
     )
     leanest = [
-        settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, knobs)
+        settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, options)
     ]
-    first = _with_recast(passes, knobs, [_candidate(passes, settings, rate) for settings in leanest], rate)
+    first = _with_recast(passes, options, [_candidate(passes, settings, rate) for settings in leanest], rate)
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
-    prefetch_budget = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
-    limit = max(prefetch_budget, _limit(first, knobs.memory_budget))
+    prefetch_budget = max(min(c.peak_bytes for c in first), options.memory_budget or 0)
+    limit = max(prefetch_budget, _limit(first, options.memory_budget))
     later = [
         _candidate(
             passes,
@@ -82,22 +82,24 @@ def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candida
     carried = [
         _candidate(passes, c.pass_settings._replace(across_iterations=True), rate)
         for c in first + later
-        if c.pass_settings.in_flight and c.peak_bytes <= limit and knobs.across_iterations is not False
+        if c.pass_settings.in_flight and c.peak_bytes <= limit and options.across_iterations is not False
     ]
     carried = [c for c in carried if _carries(c.graph)]
-    schedules = carried if carried and knobs.across_iterations is True else first + later + carried
-    return [c for c in schedules if knobs.prefetch in ("auto", c.pass_settings.prefetch)] or first
+    schedules = carried if carried and options.across_iterations is True else first + later + carried
+    return [c for c in schedules if options.prefetch in ("auto", c.pass_settings.prefetch)] or first
 
 
-def _with_recast(passes: PassManager, knobs: Knobs, schedules: list[Candidate], rate: Rate) -> list[Candidate]:
-    """Add the schedules in which `recast` saves memory; `knobs.recast` may force or forbid them."""
-    if knobs.recast is False:
+def _with_recast(
+    passes: PassManager, options: ScheduleOptions, schedules: list[Candidate], rate: Rate
+) -> list[Candidate]:
+    """Add the schedules in which `recast` saves memory; `options.recast` may force or forbid them."""
+    if options.recast is False:
         return schedules
     tries = [c.pass_settings._replace(recast=True) for c in schedules]
     recasts = [
         _candidate(passes, settings, rate) if passes.changed_by(settings, "recast") else None for settings in tries
     ]
-    if knobs.recast is True:
+    if options.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
     return schedules + [
         new for old, new in zip(schedules, recasts, strict=True) if new and new.peak_bytes < old.peak_bytes
@@ -114,27 +116,27 @@ def _gathers(graph: Graph) -> list[Node]:
     return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
 
 
-def _settings_to_try(passes: PassManager, knobs: Knobs) -> list[PassSettings]:
-    """List the settings of recompute, re-gather and buckets that the knobs leave open."""
+def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[PassSettings]:
+    """List the settings of recompute, re-gather and buckets that the options leave open."""
     graph = passes.traced
     gathers = _gathers(graph)
     shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
-    reuse_bytes = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
-    recomputes = _options(knobs.recompute, [False, True])
-    (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
+    reuse_bytes = _choices(options.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
+    recomputes = _choices(options.recompute, [False, True])
+    (size,) = _choices(options.bucket_bytes, [_bucket_bytes(graph)])
     tries = [PassSettings(recompute, reuse, size) for recompute, reuse in itertools.product(recomputes, reuse_bytes)]
     if len(recomputes) > 1 and not passes.changed_by(tries[-1], "recompute"):
         return [settings for settings in tries if not settings.recompute]  # there is nothing to recompute
     return tries
 
 
-def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
+def _overlaps(options: ScheduleOptions, reduces: bool) -> list[tuple[int | str, int]]:
     """List the pairs `(prefetch, in_flight)` to try, the one of the least memory first.
 
     The first pair determines the memory that is free for "fitting" gathers.
     """
-    prefetch = [0, FITTING] if knobs.prefetch in ("auto", FITTING) else [knobs.prefetch]
-    in_flight = _options(knobs.in_flight, [0, 1] if reduces else [0])
+    prefetch = [0, FITTING] if options.prefetch in ("auto", FITTING) else [options.prefetch]
+    in_flight = _choices(options.in_flight, [0, 1] if reduces else [0])
     return list(itertools.product(prefetch, in_flight))
 
 
@@ -149,8 +151,8 @@ def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
     return budget if budget is not None else SLACK * min(c.peak_bytes for c in schedules)
 
 
-def _options(knob: T | str, auto: list[T]) -> list[T]:
-    return auto if isinstance(knob, str) else [knob]
+def _choices(option: T | str, auto: list[T]) -> list[T]:
+    return auto if isinstance(option, str) else [option]
 
 
 def choose(schedules: Sequence[Candidate], budget: float | None, name: str) -> int:

@@ -17,7 +17,7 @@ from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import is_input, results, stand_ins_of
 from fzero.graph._ops import name_of
-from fzero.graph._pass_manager import Knobs, PassContext, PassManager
+from fzero.graph._pass_manager import PassContext, PassManager, ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
@@ -44,7 +44,7 @@ class JitOptions(NamedTuple):
         step: the step to compile.
         donate: the positions of donated arguments; None donates the arguments that the step's results replace.
         backend: one of `BACKENDS`.
-        knobs: the knobs of the schedule.
+        schedule_options: the options of the schedule.
         dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
         device: the device to plan for; None for the device of the arguments.
@@ -55,7 +55,7 @@ class JitOptions(NamedTuple):
     step: TrainStep
     donate: tuple[int, ...] | None
     backend: str
-    knobs: Knobs
+    schedule_options: ScheduleOptions
     dump: str | None
     loop: bool
     device: Device | None = None
@@ -192,7 +192,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
         if name.arg_index in positions
     }
     context = _pass_context(options, traced, overwrites, donation_notes)
-    schedules = candidates(traced.graph, context, options.knobs)
+    schedules = candidates(traced.graph, context, options.schedule_options)
     best, rejected = _choose_schedule(options, traced.graph, schedules, positions)
     if options.dump is not None:
         folder = _dump.folder_of(options.dump, options.step.mesh, traces)
@@ -267,10 +267,10 @@ def _choose_schedule(
     options: JitOptions, graph: Graph, schedules: list[Candidate], positions: tuple[int, ...]
 ) -> tuple[Candidate, list[Rejected]]:
     """Return the best of the schedules that all ranks have, and the others."""
-    name, knobs = options.step.name, options.knobs
-    settings_text = f"jit with backend {options.backend}, donate={positions}, {knobs}"
+    name, schedule_options = options.step.name, options.schedule_options
+    settings_text = f"jit with backend {options.backend}, donate={positions}, {schedule_options}"
     schedules = common_schedules(graph, settings_text, schedules, options.step.mesh, name)
-    index = choose(schedules, knobs.memory_budget, name)
+    index = choose(schedules, schedule_options.memory_budget, name)
     for part in graphs_in(schedules[index].graph):
         part.lint()
     return schedules[index], [

@@ -15,7 +15,7 @@ from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import make_folder
 from fzero.graph._entry import Entry, JitOptions, entry_of
-from fzero.graph._pass_manager import Knobs
+from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import step_of
 from fzero.graph.planning._cost import Device, seconds
@@ -119,13 +119,15 @@ def jit(
         )
     if strict and backend == "auto":
         raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
-    knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
+    schedule_options = ScheduleOptions(
+        prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast
+    )
     folder = None if dump is None else make_folder(dump)
     return Jitted(
         step=step,
         donate=_positions(donate),
         backend=backend,
-        knobs=knobs.checked(),
+        schedule_options=schedule_options.checked(),
         dump=folder,
         loop=loop,
         strict=strict,
@@ -154,7 +156,7 @@ class Jitted:
         step: the step to compile.
         donate: the positions of donated arguments, or None for the default.
         backend: "inductor", "auto", "fx" or "inductor-whole".
-        knobs: the knobs of the schedule.
+        schedule_options: the options of the schedule.
         dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
         device: the device to plan for, or None for the device of the arguments. Such a step is planned, never run.
@@ -166,7 +168,7 @@ class Jitted:
     step: Callable[..., Any]
     donate: tuple[int, ...] | None
     backend: str
-    knobs: Knobs
+    schedule_options: ScheduleOptions
     dump: str | None = None
     loop: bool = True
     device: Device | None = None
@@ -222,7 +224,7 @@ class Jitted:
             step=step_of(self.step),
             donate=self.donate,
             backend=self.backend,
-            knobs=self.knobs,
+            schedule_options=self.schedule_options,
             dump=self.dump,
             loop=self.loop,
             device=self.device,
@@ -304,7 +306,7 @@ class Jitted:
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry of a call at another length, untraced or with the schedule settings of the first length."""
         length = self._lengths.length_of(shapes_of(arguments.tensors))
-        if length is None or not self._entries or self._options.knobs.memory_budget is not None:
+        if length is None or not self._entries or self._options.schedule_options.memory_budget is not None:
             return None
         (first_key, first), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
@@ -312,7 +314,7 @@ class Jitted:
         self._any_length.learn(self._lengths.start, first_key, first, self._options, arguments)
         entry = self._any_length.entry(self._options, length, arguments)
         if entry is None:
-            options = self._options._replace(knobs=Knobs.of(first.best.settings))
+            options = self._options._replace(schedule_options=ScheduleOptions.of(first.best.settings))
             entry = self._trace(options, arguments, args)
             self._any_length.learn(length, key, entry, self._options, arguments)
         return entry

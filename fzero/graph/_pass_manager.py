@@ -1,4 +1,4 @@
-"""The passes in their order, and the knobs of `fzero.jit` that control them."""
+"""The passes in their order, and the options of `fzero.jit` that control them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,17 @@ from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import Settings
 
-__all__ = ["AUTO", "FITTING", "PASSES", "Knobs", "Pass", "PassContext", "PassManager", "PassResult", "PassSettings"]
+__all__ = [
+    "AUTO",
+    "FITTING",
+    "PASSES",
+    "Pass",
+    "PassContext",
+    "PassManager",
+    "PassResult",
+    "PassSettings",
+    "ScheduleOptions",
+]
 
 # The passes in their order: they turn a traced graph into a schedule.
 #
@@ -287,13 +297,13 @@ def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:
     return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in stand_ins_of(n)])
 
 
-# The knobs of `fzero.jit`, and the values that each takes.
+# The schedule options of `fzero.jit`, and the values that each takes.
 
 
 AUTO = "auto"  # the cost model chooses
 
 
-class Knobs(NamedTuple):
+class ScheduleOptions(NamedTuple):
     """The user's restrictions of the schedule; "auto" leaves a setting to the cost model."""
 
     prefetch: int | str = AUTO
@@ -306,22 +316,24 @@ class Knobs(NamedTuple):
     across_iterations: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> "Knobs":
-        """Return the knobs that reproduce the schedule of a plan's settings."""
+    def of(settings: Mapping[str, Any]) -> "ScheduleOptions":
+        """Return the options that reproduce the schedule of a plan's settings."""
         values = {"recast": False, "across_iterations": False, **settings}
-        return Knobs(**{name: value for name, value in values.items() if name in Knobs._fields}).checked()
+        return ScheduleOptions(
+            **{name: value for name, value in values.items() if name in ScheduleOptions._fields}
+        ).checked()
 
-    def checked(self) -> "Knobs":
-        """Check the knobs, and return them with plain Python numbers.
+    def checked(self) -> "ScheduleOptions":
+        """Check the options, and return them with plain Python numbers.
 
         Raises:
-            ValueError: if a knob has a value that it does not take. The message lists the values that it takes.
+            ValueError: if an option has a value that it does not take. The message lists the values that it takes.
         """
-        return Knobs(**{name: DOMAINS[name].checked(name, value) for name, value in self._asdict().items()})
+        return ScheduleOptions(**{name: DOMAINS[name].checked(name, value) for name, value in self._asdict().items()})
 
 
 class _Domain(NamedTuple):
-    """The values that a knob takes: a few special values, and numbers from 0 on.
+    """The values that an option takes: a few special values, and numbers from 0 on.
 
     Attributes:
         values: the special values.
@@ -332,7 +344,7 @@ class _Domain(NamedTuple):
     number: str
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value if the knob takes it, else raise `ValueError`."""
+        """Return the value if the option takes it, else raise `ValueError`."""
         if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
             return value
         if self.number == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Device, Jitted, Knobs, Plan, Settings, jit, plan
+from fzero.graph import KINDS, Device, Jitted, Plan, ScheduleOptions, Settings, jit, plan
 from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
@@ -266,7 +266,7 @@ def plan_step(
     step, *args = step_args
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
-        step = step.with_options(knobs=Knobs.of(settings))
+        step = step.with_options(schedule_options=ScheduleOptions.of(settings))
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
     return plan(step, *args, world_size=None if same else world_size, device=device, rank=rank)

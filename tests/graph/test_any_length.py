@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.graph import _any_length as _formula
-from fzero.graph._pass_manager import Knobs
+from fzero.graph._pass_manager import ScheduleOptions
 from tests.graph.run.test_lengths import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
 
@@ -247,7 +247,7 @@ def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths)
     for key, entry in run._entries.items():
         if entry.is_traced:
             continue
-        again = run.with_options(knobs=Knobs.of(entry.best.settings))
+        again = run.with_options(schedule_options=ScheduleOptions.of(entry.best.settings))
         length = next(shape[-1] for shape, dtype, *_ in key.tensors if dtype == torch.int64 and len(shape) > 1)
         plan = again.plan(*state, run.mesh.split(batch(n, k, length)))
         (traced,) = again._entries.values()

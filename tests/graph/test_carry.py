@@ -23,7 +23,7 @@ from tests.tiny_gpt import gpt_loss, gpt_params
 ADAMW = optim.adamw(1e-3)
 
 
-def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over: Any = None, **knobs: Any) -> Any:
+def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over: Any = None, **options: Any) -> Any:
     """Trace a step of one rank of a world that is not at hand."""
     sizes = sizes or {"dp": 2}
     small = dict.fromkeys(sizes, 2)
@@ -31,7 +31,7 @@ def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over:
     tokens = torch.randint(37, (4 * step.mesh.size, 9))
     args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
     args = _one_rank.one_rank_tree(args, sizes, all_ranks=True)
-    jitted = fzero.jit(step.on_mesh(_one_rank.planned_mesh(tuple(sizes.items()))), **knobs)
+    jitted = fzero.jit(step.on_mesh(_one_rank.planned_mesh(tuple(sizes.items()))), **options)
     jitted.plan(*args)
     (found,) = jitted._entries.values()
     return found

@@ -523,8 +523,8 @@ def test_a_unit_stays_from_turn_to_turn_where_it_may():
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)))
 
-    def gathers(**knobs: Any) -> dict[str, int]:
-        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
+    def gathers(**options: Any) -> dict[str, int]:
+        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **options), *args, world_size=4)
         return {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"}
 
     units = gathers(max_reuse_bytes=math.inf)
@@ -622,9 +622,9 @@ def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2), check=False)
     args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (6, 17))))
 
-    def planned(**knobs: Any) -> fzero.graph.Plan:
-        knobs = {"in_flight": 0, "max_reuse_bytes": 0, "recompute": False, "bucket_bytes": 0, **knobs}
-        return fzero.plan(fzero.jit(step, **knobs), *args, world_size=2)
+    def planned(**options: Any) -> fzero.graph.Plan:
+        options = {"in_flight": 0, "max_reuse_bytes": 0, "recompute": False, "bucket_bytes": 0, **options}
+        return fzero.plan(fzero.jit(step, **options), *args, world_size=2)
 
     lean, ahead = planned(prefetch=0), planned(prefetch="fitting", memory_budget=10**9)
     unit = max(c.bytes for c in ahead.collectives)
@@ -633,7 +633,7 @@ def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     assert just.seconds == ahead.seconds < lean.seconds
 
 
-def rank_of(factor: float, **knobs: Any) -> Any:
+def rank_of(factor: float, **options: Any) -> Any:
     """The traced and the scheduled graph of one rank's step whose loss has a factor."""
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -642,7 +642,7 @@ def rank_of(factor: float, **knobs: Any) -> Any:
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
     jitted = fzero.jit(
-        step.on_mesh(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
+        step.on_mesh(_one_rank.planned_mesh((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **options
     )
     jitted.plan(*_one_rank.one_rank_tree(args, {"dp": 2}, all_ranks=True))
     (entry,) = jitted._entries.values()

@@ -16,7 +16,7 @@ from torch.fx import Graph
 import fzero
 from fzero import optim
 from fzero.graph import _pass_manager, passes
-from fzero.graph._candidates import Knobs, candidates
+from fzero.graph._candidates import ScheduleOptions, candidates
 from fzero.graph._ir import GATHER_INTO
 from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
 from fzero.graph.passes import schedule
@@ -126,7 +126,7 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
     monkeypatch.setattr(_pass_manager, "PASSES", tuple(counted(row) for row in PASSES))
     sample = build_chain(chain)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
-    found = candidates(sample.graph, context, Knobs(recompute=False, memory_budget=10**9))
+    found = candidates(sample.graph, context, ScheduleOptions(recompute=False, memory_budget=10**9))
     reuses = len({c.pass_settings.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
     settings = found[0].pass_settings._replace(recast=True)  # candidates try it
@@ -174,7 +174,7 @@ def test_a_plan_shows_the_settings_of_the_passes():
 @given(chains(stages=[3], sam=False))
 def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)
-    found = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), Knobs())
+    found = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), ScheduleOptions())
     room = min(c.peak_bytes for c in found)
     fitting = [c for c in found if c.pass_settings.prefetch == FITTING]
     assert fitting and {c.pass_settings.prefetch_budget for c in fitting} == {room}
@@ -280,5 +280,5 @@ def peak_bytes_of(path: pathlib.Path) -> set[int]:
 def test_the_peak_of_the_last_pass_is_the_candidates():
     sample = build_chain(SHARDED)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
-    for c in candidates(sample.graph, context, Knobs()):
+    for c in candidates(sample.graph, context, ScheduleOptions()):
         assert peak_bytes(PassManager(sample.graph, context).run(c.pass_settings)[-1].graph) == c.peak_bytes

@@ -153,7 +153,7 @@ def test_where_there_is_room_a_gather_starts_ahead(model):
     assert budget.seconds <= everywhere.seconds
 
 
-def test_the_knobs_are_obeyed():
+def test_the_schedule_options_are_obeyed():
     plan = planned("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
     assert plan.settings == {
         "recompute": False,

@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._candidates import SLACK, Knobs, candidates
+from fzero.graph._candidates import SLACK, ScheduleOptions, candidates
 from fzero.graph._ir import LATE, stand_ins_of
 from fzero.graph._pass_manager import PassContext
 from fzero.graph.passes import recast, schedule
@@ -138,13 +138,13 @@ def train_step_of(loss_fn: Any, clip: bool, precision: fzero.Precision = HALF) -
 
 
 @functools.cache
-def planned(stage: Any, ranks: int, clip: bool, **knobs: Any) -> fzero.graph.Plan:
+def planned(stage: Any, ranks: int, clip: bool, **options: Any) -> fzero.graph.Plan:
     train_step, opt = train_step_of(loss, clip)
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
     params, state = step.init(layers(), opt)
     with torch.device("meta"):
         x = torch.zeros(4, WIDTH, dtype=torch.bfloat16)
-    return fzero.plan(fzero.jit(step, **knobs), params, state, step.mesh.split(x), world_size=ranks)
+    return fzero.plan(fzero.jit(step, **options), params, state, step.mesh.split(x), world_size=ranks)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_it_is_done_where_it_is_asked_for():
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
 def test_it_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
-    found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), Knobs())
+    found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
     assert {c.pass_settings.recast for c in found} == ({False, True} if tried else {False})
 
 

@@ -92,7 +92,7 @@ MUTANTS = [
     *File("graph/_pass_manager.py", PASS_MANAGER).faults(
         Fault("marks are lost", "_description", dropped("A in B.meta"), FUSED),
         Fault("a loop takes its room twice", "_budget_in_body", bare("A - B(C)"), LOOPS),
-        Fault("a knob takes what is no number", "_Domain.checked", always("float(A) >= 0"), JIT),
+        Fault("`jit` takes a schedule option that is not a number", "_Domain.checked", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
             "leaves are gathered into before they are donated",
@@ -465,7 +465,7 @@ MUTANTS = [
         Fault("a line goes before a square", "fit", skipped("A += B if C % D ** 2 == 0 else []")),
     ),
     *File("graph/_jit.py", LENGTHS).faults(
-        Fault("a schedule of its own for each length", "Jitted._at_length", bare("A.B(knobs=C.D(E.F.G))")),
+        Fault("a schedule of its own for each length", "Jitted._at_length", bare("A.B(schedule_options=C.D(E.F.G))")),
         Fault(
             "a plan elsewhere is the first length",
             "Jitted.with_options",
@@ -474,7 +474,7 @@ MUTANTS = [
         Fault(
             "a budget is one length's",
             "Jitted._at_length",
-            dropped("self.A.knobs.memory_budget is not None"),
+            dropped("self.A.schedule_options.memory_budget is not None"),
             ANY_LENGTH,
         ),
         Fault("plain values are sizes", "Jitted._at_length", never("not A(B, C)"), ANY_LENGTH),

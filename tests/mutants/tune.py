@@ -214,7 +214,11 @@ MUTANTS = [
         Fault("no pipeline is idle", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
     *File("graph/_pass_manager.py", PARALLELISM).faults(
-        Fault("whether a loop goes on across turns is forgotten", "Knobs.of", dropped("'across_iterations': False")),
+        Fault(
+            "whether a loop goes on across turns is forgotten",
+            "ScheduleOptions.of",
+            dropped("'across_iterations': False"),
+        ),
     ),
     *File("tuning/_table_views.py", PARALLELISM).faults(
         Fault("bytes stand under any axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(moved_axes[0], 0)")),

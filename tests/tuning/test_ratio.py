@@ -83,7 +83,7 @@ def test_a_step_and_its_arguments_are_planned_for_any_world():
     assert at[8][0] < at[2][0]
 
 
-def test_a_jitted_step_keeps_its_knobs():
+def test_a_jitted_step_keeps_its_schedule_options():
     def make_step(ratio: float) -> Any:
         step, *args = maker(stage=3)(ratio)
         return fzero.jit(step, backend="fx", prefetch=0), *args

@@ -114,7 +114,7 @@ def test_what_is_wasted_outside_of_the_graph_is_seen():
             wasted.clear()
             return inner(self, *args)
 
-    wasteful = Wasteful(step.step, step.donate, step.backend, step.knobs)
+    wasteful = Wasteful(step.step, step.donate, step.backend, step.schedule_options)
     watched = watch(wasteful)
     for _ in range(3):
         watched(x)

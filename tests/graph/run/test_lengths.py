@@ -16,7 +16,7 @@ import fzero.graph.run._lengths as lengths_of
 import fzero.graph.run._segment as templates
 from fzero import _torch, optim
 from fzero._torch import compiler as compiled
-from fzero.graph._pass_manager import Knobs
+from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import Polynomial, fit
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, for_all_lengths
@@ -298,10 +298,13 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
 def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(monkeypatch):
     _, run = train("fx", (12, 40))
     first, later = run._entries.values()
-    assert first.options.knobs.prefetch == "auto"
-    assert later.options.knobs == Knobs.of(first.best.settings) and later.best.settings == first.best.settings
+    assert first.options.schedule_options.prefetch == "auto"
+    assert (
+        later.options.schedule_options == ScheduleOptions.of(first.best.settings)
+        and later.best.settings == first.best.settings
+    )
     _, run = train("fx", (12, 40), memory_budget=1e9)
-    assert [e.options.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
+    assert [e.options.schedule_options.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
 
 @needs_symbols
