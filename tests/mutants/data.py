@@ -10,56 +10,89 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 MUTANTS = [
     *File("data/_batches.py", DATA).faults(
         Fault(
-            "all ranks load the first rows", "BatchTarget.local_indices", becomes("self.A.index(B) * C", "0"), ON_GLOO
+            "every rank loads the first rows of the batch",
+            "BatchTarget.local_indices",
+            becomes("self.A.index(B) * C", "0"),
+            ON_GLOO,
         ),
         Fault(
-            "each rank has a length of its own",
+            "each rank pads to the length of its own rows",
             "load_batches.local_examples",
             becomes("pad.A(B)", "pad.A(target.local_indices(B))"),
             ON_GLOO,
         ),
-        Fault("each rank loads all rows", "BatchTarget.local_indices", bare("A[B:B + C]"), ON_GLOO),
-        Fault("epochs have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
-        Fault("seeds have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
-        Fault("an epoch begins anew", "Batches._from", becomes("A != B", "B < 0")),
-        Fault("a run goes on at the beginning", "Batches._from", becomes("range(A, B)", "range(B - A)")),
-        Fault("draws are the user's", "load_batches", becomes("torch.Generator('cpu')", "None")),
+        Fault("each rank loads the whole batch", "BatchTarget.local_indices", bare("A[B:B + C]"), ON_GLOO),
+        Fault("every epoch has the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
+        Fault("every seed gives the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
+        Fault(
+            "an epoch that was stopped midway starts from its beginning", "Batches._from", becomes("A != B", "B < 0")
+        ),
+        Fault("a resumed run starts from batch 0", "Batches._from", becomes("range(A, B)", "range(B - A)")),
+        Fault(
+            "loading a batch draws from the user's generator", "load_batches", becomes("torch.Generator('cpu')", "None")
+        ),
     ),
     *File("data/_padding.py", DATA).faults(
-        Fault("padding counts in the loss", "Padding._pad", becomes("self.fill.get(A, 0)", "0")),
         Fault(
-            "padding is seen", "Padding.example", becomes("torch.arange(A, device='cpu') < B", "torch.arange(A) < A")
+            "padded positions have valid labels, so they count in the loss",
+            "Padding._pad",
+            becomes("self.fill.get(A, 0)", "0"),
         ),
-        Fault("batches are as long as their first", "Padding.length_of", becomes("max", "min")),
         Fault(
-            "the last length is chosen first", "_best_buckets", becomes("(A[:, None] + B).min", "(A[:, None] + B).max")
+            "the mask does not hide padding",
+            "Padding.example",
+            becomes("torch.arange(A, device='cpu') < B", "torch.arange(A) < A"),
         ),
-        Fault("a batch is one example", "_chances", bare("A ** B")),
+        Fault("a batch is padded to its shortest example", "Padding.length_of", becomes("max", "min")),
+        Fault(
+            "the lengths that pad most are chosen",
+            "_best_buckets",
+            becomes("(A[:, None] + B).min", "(A[:, None] + B).max"),
+        ),
+        Fault("the chances of a batch's length are those of one example", "_chances", bare("A ** B")),
     ),
     *File("data/_batches.py", DATA).faults(
-        Fault("the last batch is short", "once", becomes("A + B", "min(A + B, length)")),
-        Fault("what fills up counts", "once", bare("min(A, B - start)")),
-        Fault("a mean of means", "mean", bare("B.C(torch.add, D, A)")),
+        Fault("the last batch is not filled up", "once", becomes("A + B", "min(A + B, length)")),
+        Fault("rows that fill up the last batch count", "once", bare("min(A, B - start)")),
+        Fault("the mean of batches ignores their sizes", "mean", bare("B.C(torch.add, D, A)")),
     ),
     *File("zero/_evaluate.py", DATA).faults(
-        Fault("all ranks are the first", "evaluate.totals", bare("A + B(C.D) * E")),
-        Fault("filled rows are measured", "evaluate.totals", becomes("torch.where(A, x, 0)", "x")),
-        Fault("filled rows have weight", "evaluate.totals", becomes("torch.where(A, weights, 0)", "weights")),
-        Fault("sums are in half precision", "_sum", dropped("dtype=A")),
+        Fault("every rank of an evaluation takes the first rank's rows", "evaluate.totals", bare("A + B(C.D) * E")),
+        Fault(
+            "rows that fill up a batch are measured in an evaluation",
+            "evaluate.totals",
+            becomes("torch.where(A, x, 0)", "x"),
+        ),
+        Fault(
+            "rows that fill up a batch have a weight in an evaluation",
+            "evaluate.totals",
+            becomes("torch.where(A, weights, 0)", "weights"),
+        ),
+        Fault("an evaluation sums in half precision", "_sum", dropped("dtype=A")),
     ),
     *File("observe/_metrics.py", METRICS).faults(
         Fault(
-            "metrics of other steps are lost", "MetricsLog.flush", becomes("A(self._pending)", "A(self._pending[-1:])")
+            "flush writes the last step only", "MetricsLog.flush", becomes("A(self._pending)", "A(self._pending[-1:])")
         ),
-        Fault("each step waits", "_by_path", becomes("A.detach() if B else A", "A.tolist()")),
-        Fault("what is left is not written", "MetricsLog.__exit__", skipped("self.A()")),
-        Fault("what is no number is told each time", "MetricsLog._report_nonfinite", skipped("self._reported.add(A)")),
         Fault(
-            "one metric is told",
+            "a logged metric is read at once, so each step waits for the device",
+            "_by_path",
+            becomes("A.detach() if B else A", "A.tolist()"),
+        ),
+        Fault("closing the log does not write pending metrics", "MetricsLog.__exit__", skipped("self.A()")),
+        Fault(
+            "a nan metric is reported at each step", "MetricsLog._report_nonfinite", skipped("self._reported.add(A)")
+        ),
+        Fault(
+            "only the first nan metric is reported",
             "MetricsLog._report_nonfinite",
             becomes("A not in self._reported", "not self._reported"),
         ),
-        Fault("lines are repeated", "_lines_before", always("A < B")),
-        Fault("TensorBoard shows both", "_TensorBoard.__call__", dropped("purge_step=A[0][0]")),
+        Fault("a resumed log repeats lines", "_lines_before", always("A < B")),
+        Fault(
+            "TensorBoard shows the lines of a run before and after it resumes",
+            "_TensorBoard.__call__",
+            dropped("purge_step=A[0][0]"),
+        ),
     ),
 ]

@@ -8,19 +8,19 @@ COMMAND = ("tests/checkpoint/test_command.py",)
 
 MUTANTS = [
     *File("checkpoint/dcp.py", DCP).faults(
-        Fault("a checkpoint of DCP is overwritten", "save.prepare", never("existing")),
-        Fault("the names of DCP are ours", "load.prepare", becomes("name", "None")),
+        Fault("a save overwrites a checkpoint of DCP", "save.prepare", never("existing")),
+        Fault("the argument `name` of dcp.load is ignored", "load.prepare", becomes("name", "None")),
     ),
     *File("checkpoint/_inspect.py", COMMAND).faults(
         Fault(
-            "differences are counted in bytes",
+            "diff counts the bytes that differ, not the elements",
             "_compare",
             (becomes("z.numel()", "-1"), becomes("-1", "1", at="2 of 2")),
         ),
-        Fault("the largest difference is the last one's", "_compare", bare("max(B, A, key=C)")),
-        Fault("an export keeps the dtype", "_leaves", bare("A.to(B(C, D))")),
+        Fault("diff shows the last difference, not the largest", "_compare", bare("max(B, A, key=C)")),
+        Fault("an export ignores the dtype that was asked for", "_leaves", bare("A.to(B(C, D))")),
     ),
     *File("checkpoint/__main__.py", COMMAND).faults(
-        Fault("damage is no failure", "_verify", skipped("A += 1")),
+        Fault("verify exits with 0 when a checkpoint is damaged", "_verify", skipped("A += 1")),
     ),
 ]

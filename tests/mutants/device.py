@@ -8,40 +8,46 @@ DEVICE = ("tests/zero/test_device.py",)
 
 MUTANTS = [
     *File("ranks/_launch.py", MESH).faults(
-        Fault("any device", "find_device", never("A not in (None, 'cpu', 'meta', kind)")),
+        Fault("a device of an unknown kind is accepted", "find_device", never("A not in (None, 'cpu', 'meta', kind)")),
         Fault(
             "all ranks of a host take one accelerator",
             "find_device",
             becomes("A.local_rank % torch.accelerator.device_count()", "0"),
         ),
-        Fault("an asked-for accelerator is left", "find_device", dropped("device is None")),
+        Fault("a device that the user asked for is replaced by the CPU", "find_device", dropped("device is None")),
         Fault(
-            "a group that cannot use it does", "_can_use", becomes("A.get(kind, 'gloo') != 'gloo'", "True", at="2 of 2")
+            "a process group whose backend does not support the accelerator uses it",
+            "_can_use",
+            becomes("A.get(kind, 'gloo') != 'gloo'", "True", at="2 of 2"),
         ),
         Fault(
-            "a new world that cannot use it does",
+            "a new world whose backend does not support the accelerator uses it",
             "_can_use",
             becomes("A.get(kind, 'gloo') != 'gloo'", "True", at="1 of 2"),
         ),
     ),
     *File("ranks/_mesh.py", DEVICE).faults(
-        Fault("split does not move", "Mesh.split", bare("device_put(A, self.device)")),
-        Fault("local does not move", "Mesh.local", bare("device_put(A, self.device)")),
-        Fault("what is there is copied", "device_put", dropped("x.device == device")),
-        Fault("a process without memory", "mesh", never("own.type == 'meta'")),
+        Fault("mesh.split does not move the batch to the device", "Mesh.split", bare("device_put(A, self.device)")),
+        Fault("mesh.local does not move the batch to the device", "Mesh.local", bare("device_put(A, self.device)")),
+        Fault("a tensor on the right device is copied", "device_put", dropped("x.device == device")),
+        Fault("a real process may have the meta device", "mesh", never("own.type == 'meta'")),
     ),
     *File("zero/_build.py", DEVICE).faults(
-        Fault("init leaves what it does not shard", "build", bare("device_put(A, B[C])")),
-        Fault("init shards where the leaf lies", "build", bare("A if B else mesh.device")),
-        Fault("counts go to the device", "_device_like", bare("A if B.ndim else C")),
-        Fault("a tree goes to the mesh, not to its like", "build", never("like is not None")),
+        Fault("init does not move replicated leaves to the device", "build", bare("device_put(A, B[C])")),
+        Fault("init shards a leaf on the leaf's device, not the mesh's", "build", bare("A if B else mesh.device")),
+        Fault("partition(like=) moves 0-d counts to the device", "_device_like", bare("A if B.ndim else C")),
+        Fault("partition(like=) puts leaves on the mesh's device, not on like's", "build", never("like is not None")),
     ),
     *File("zero/_checks.py", DEVICE).faults(
-        Fault("what lies elsewhere passes", "_check_device", never("A.device != mesh.device")),
-        Fault("numbers must lie on the device", "_check_device", dropped("value.ndim")),
-        Fault("the batch's own leaf is not named", "_check_device", becomes("f'{path}.{inner}'", "path")),
+        Fault("an argument on another device is accepted", "_check_device", never("A.device != mesh.device")),
+        Fault("a 0-d tensor on another device is refused", "_check_device", dropped("value.ndim")),
+        Fault(
+            "the error about a device does not name the leaf within a batch",
+            "_check_device",
+            becomes("f'{path}.{inner}'", "path"),
+        ),
     ),
     *File("nn/_functional.py", DEVICE).faults(
-        Fault("a buffer may lie elsewhere", "check_one_device", never("A.device not in B")),
+        Fault("a module's buffer on another device is accepted", "check_one_device", never("A.device not in B")),
     ),
 ]

@@ -17,24 +17,24 @@ INPUT = ("tests/parallel/experts/test_input.py",)
 
 MUTANTS = [
     *File("parallel/experts/_routing.py", ROUTE).faults(
-        Fault("the bias is in the gates", "route", becomes("A.gather", "scores.gather")),
+        Fault("the balance bias is added to the gates", "route", becomes("A.gather", "scores.gather")),
         Fault(
-            "gates are not detached from the choice",
+            "the bias gets a gradient from the choice",
             "route",
             (becomes("bias.detach()", "bias"), becomes("A.gather(-1, B)", "scores.gather(-1, B) - bias[B]")),
         ),
         Fault("gates are not scaled", "route", bare("A * B")),
-        Fault("a group is as good as its best", "_in_best_groups", constant(2, 1, at="1 of 3")),
-        Fault("a nan takes a position", "route", bare("torch.where(B, C.shape[-1], A)")),
-        Fault("routing in half precision", "route", becomes("torch.float32", "logits.dtype")),
-        Fault("all ranks jitter alike", "jitter", becomes("A * B.shape[0]", "A * 0")),
-        Fault("k is not checked", "_check_choices", becomes("1 <= k <= A", "1 <= k"), INPUT),
+        Fault("a group of experts is scored by its best expert only", "_in_best_groups", constant(2, 1, at="1 of 3")),
+        Fault("a token with nan scores takes an expert position", "route", bare("torch.where(B, C.shape[-1], A)")),
+        Fault("the router computes in half precision", "route", becomes("torch.float32", "logits.dtype")),
+        Fault("every rank draws the same jitter", "jitter", becomes("A * B.shape[0]", "A * 0")),
+        Fault("k may exceed the number of experts", "_check_choices", becomes("1 <= k <= A", "1 <= k"), INPUT),
         Fault("gates are divided by zero", "route", bare("A.clamp(min=B)")),
-        Fault("micro-batches jitter alike", "jitter", becomes("A.B(C, D())", "A.B(C, 0)"), BY_HAND),
+        Fault("every micro-batch draws the same jitter", "jitter", becomes("A.B(C, D())", "A.B(C, 0)"), BY_HAND),
     ),
     *File("parallel/experts/_dispatch.py", POSITIONS).faults(
         Fault(
-            "capacity is counted per rank",
+            "capacity is counted for each rank, not for each sequence",
             "assign_positions",
             (
                 becomes("A(B, count)", "A(rearrange(B, 's q -> 1 (s q)'), count).view(B.shape)"),
@@ -50,13 +50,13 @@ MUTANTS = [
             LAYER,
         ),
         Fault(
-            "second choices are positions with the first",
+            "second choices are queued beside first choices, not after them",
             "assign_positions",
             (constant("s t k -> s (k t)", "s t k -> s (t k)"), constant("s (k t) -> s t k", "s (t k) -> s t k")),
         ),
-        Fault("one position too many", "assign_positions", swapped("A < c", "<=")),
+        Fault("an expert takes one token beyond its capacity", "assign_positions", swapped("A < c", "<=")),
         Fault(
-            "choices queue in any order",
+            "choices are not queued in the order of the tokens",
             "_queue_positions",
             (
                 becomes("A.sort(dim=-1, stable=True)", "A.sort(dim=-1, stable=True, descending=True)"),
@@ -72,56 +72,68 @@ MUTANTS = [
             "combine",
             (constant(1, 0, at="2 of 4"), constant(0, 1, at="2 of 2")),
         ),
-        Fault("the way back goes nowhere", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
+        Fault("combine does not send rows back to their ranks", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
         Fault(
-            "an empty position holds the last token",
+            "an empty position holds the last token, not zeros",
             "_SumRows.forward",
             becomes("A.new_zeros((1, A.shape[1]))", "A[-1:]"),
             LAYER,
         ),
-        Fault("rows are not copied back", "_SumRows.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
-        Fault("sequences share their positions", "_flat", bare("A + B")),
-        Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
         Fault(
-            "rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(recv_rows))")
+            "the backward pass of a sum of rows reads the first row only",
+            "_SumRows.backward",
+            becomes("A(B, C, D)", "A(B, C * 0, D)"),
         ),
-        Fault("counts stay at home", "sort_rows", becomes("A(counts, B)", "counts")),
-        Fault("there is room for one choice", "sort_rows", becomes("min(A, B // C)", "1")),
+        Fault("all sequences of a rank share one set of positions", "_flat", bare("A + B")),
+        Fault("combine accepts gates of a wrong shape", "combine", never("A.shape != (B, C, D)"), INPUT),
         Fault(
-            "positions count from the own expert and not the rank's first",
+            "received rows are not sorted by expert",
+            "sort_rows",
+            becomes("A(B, max_rows)", "torch.arange(len(recv_rows))"),
+        ),
+        Fault("counts of rows are not sent to the other ranks", "sort_rows", becomes("A(counts, B)", "counts")),
+        Fault("the buffer holds one choice for each token", "sort_rows", becomes("min(A, B // C)", "1")),
+        Fault(
+            "positions are counted from the choice's expert, not from the first expert of its rank",
             "_send_order",
             becomes("A * (B // C)", "ordered"),
         ),
-        Fault("sorted rows go back as they lie", "unsort_rows", bare("B(A, A.shape[0])")),
-        Fault("gates do not learn", "weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
-        Fault("rows' tangents double", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
+        Fault("unsort_rows sends rows back unsorted", "unsort_rows", bare("B(A, A.shape[0])")),
+        Fault("gates get no gradient", "weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
+        Fault("the tangent of a sum of rows is doubled", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
     ),
     *File("parallel/experts/_grouped.py", GROUPED).faults(
         Fault(
-            "ends count the padding",
+            "the last expert's rows include the padding",
             "_mm",
             (
                 becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]"),
                 elsewhere("_outer", becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]")),
             ),
         ),
-        Fault("rows behind the last are not masked", "_mm", constant(0, 1, at="2 of 4")),
+        Fault("rows behind the last expert's are not masked", "_mm", constant(0, 1, at="2 of 4")),
         Fault("the gradient's matrices are not transposed", "_GroupedProduct.backward", bare("A.mT", at="1 of 2")),
-        Fault("a leaf may begin anywhere", "_aligned", always("A and is_aligned"), LAYER),
-        Fault("a plan counts the padding", "_flops", becomes("2 * A", "2 * x[0]")),
-        Fault("no columns go to the kernel", "_has_kernel", bare("B and A"), BY_HAND),
+        Fault("a kernel is used for a leaf that is not aligned", "_aligned", always("A and is_aligned"), LAYER),
+        Fault("the flops of a grouped product include the padding", "_flops", becomes("2 * A", "2 * x[0]")),
+        Fault("a kernel gets a matrix without columns", "_has_kernel", bare("B and A"), BY_HAND),
     ),
     *File("parallel/experts/_routing.py", ROUTE).faults(
-        Fault("positions are rounded down", "expert_capacity", becomes("math.ceil", "math.floor"), POSITIONS),
-        Fault("positions are counted in binary", "expert_capacity", bare("round(A, 9)"), POSITIONS),
-        Fault("the loss is of the rank's own means", "balance_loss", bare("B(A, C)"), TRAINING),
+        Fault("the capacity is rounded down", "expert_capacity", becomes("math.ceil", "math.floor"), POSITIONS),
+        Fault("a floating-point error raises the capacity by one", "expert_capacity", bare("round(A, 9)"), POSITIONS),
+        Fault("the balance loss uses the rank's own means", "balance_loss", bare("B(A, C)"), TRAINING),
         Fault(
-            "the share is divided by k twice", "_shares", becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)")
+            "the share of tokens is divided by k twice",
+            "_shares",
+            becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)"),
         ),
-        Fault("the load is the rank's own", "load", bare("B(A, C)")),
-        Fault("the bias favours the busy", "balance_bias", (bare("A.mean()"), becomes("A - A", "A - A.mean()"))),
+        Fault("load counts the rank's own tokens only", "load", bare("B(A, C)")),
         Fault(
-            "sequences are balanced together",
+            "the balance bias favours busy experts",
+            "balance_bias",
+            (bare("A.mean()"), becomes("A - A", "A - A.mean()")),
+        ),
+        Fault(
+            'the balance loss of "sequence" averages over all sequences first',
             "balance_loss",
             becomes(
                 "if A != 'sequence':\n    raise B",
@@ -129,13 +141,25 @@ MUTANTS = [
             ),
             TRAINING,
         ),
-        Fault("nobody learns to balance", "balance_loss", becomes("A.probs.mean", "A.probs.detach().mean"), BY_HAND),
-        Fault("the entropy is of what sums to no one", "stats", bare("A / A.sum(-1, keepdim=True)"), BY_HAND),
+        Fault(
+            "the balance loss has no gradient",
+            "balance_loss",
+            becomes("A.probs.mean", "A.probs.detach().mean"),
+            BY_HAND,
+        ),
+        Fault(
+            "the entropy is of scores that are not normalised", "stats", bare("A / A.sum(-1, keepdim=True)"), BY_HAND
+        ),
     ),
     *File("parallel/experts/_layer.py", INPUT).faults(
-        Fault("rows come back along ep, whatever the axis", "layer", dropped("axis", at="7 of 7"), BY_HAND),
         Fault(
-            "one matrix passes for all experts",
+            'rows come back over the axis "ep" whatever the argument axis= is',
+            "layer",
+            dropped("axis", at="7 of 7"),
+            BY_HAND,
+        ),
+        Fault(
+            "one matrix is accepted as the weights of all experts",
             "_check_linear",
             (
                 becomes("A.shape[:2]", "A.shape[-2]"),
@@ -144,8 +168,8 @@ MUTANTS = [
             ),
         ),
         Fault("a bias is not added", "batched_linear", always("A is None"), LAYER),
-        Fault("every rank has all experts", "ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
-        Fault("experts that are not split pass", "_check_size", always("A == B // C")),
+        Fault("experts are not split over the ranks", "ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
+        Fault("weights of all experts are accepted as one rank's part", "_check_size", always("A == B // C")),
         Fault("shared experts are split too", "ExpertSplit.__call__", becomes("A in self.B", "A.endswith(self.B)")),
         Fault(
             "experts are split over another axis than tokens travel along",
@@ -153,49 +177,61 @@ MUTANTS = [
             never("A and B not in A"),
             AXES,
         ),
-        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data_axis_names"), AXES),
+        Fault("the axis of the experts need not be a data axis", "check_axis", never("A not in data_axis_names"), AXES),
     ),
     *File("_torch/levels.py", AXES).faults(
         Fault("all ranks along ep have the same experts", "may_differ", constant(False, True)),
     ),
     *File("parallel/experts/transformers.py", TRANSFORMERS).faults(
         Fault(
-            "weights are taken as they are stored",
+            "the weights of transformers are not transposed",
             "_experts.as_matrix",
             returns("weight.mT if module.is_transposed else weight"),
         ),
         Fault("biases are left out", "_experts", never("A.has_bias", at="1 of 2")),
-        Fault("a part of the experts passes for all", "_count", bare("getattr(B, 'num_experts', A)")),
+        Fault("the number of experts is read from the rank's part", "_count", bare("getattr(B, 'num_experts', A)")),
         Fault(
-            "experts of any implementation are split", "_axis_of", becomes("A or B.func is not C", "not callable(B)")
+            "a module that is no known mixture of experts is split",
+            "_axis_of",
+            becomes("A or B.func is not C", "not callable(B)"),
         ),
-        Fault("what experts share is split", "split", dropped("len(A) == B")),
-        Fault("experts that were chosen are replaced", "use_differentiable", always("A == 'grouped_mm'")),
+        Fault("a parameter that all experts share is split", "split", dropped("len(A) == B")),
+        Fault(
+            "an experts implementation that the user chose is replaced",
+            "use_differentiable",
+            always("A == 'grouped_mm'"),
+        ),
     ),
     *File("graph/planning/_plan.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault(
-            "an exchange is called by what comes before it",
+            "an exchange in a plan is named by the operation before it",
             "_nearest",
             becomes("[A for B in C for A in B.users if D]", "[]"),
         ),
-        Fault("in a loop nobody knows the layers", "layers", dropped("body_weights")),
+        Fault("exchanges within a loop have no layer's name in a plan", "layers", dropped("body_weights")),
     ),
     *File("sharding/_flat.py", ("tests/parallel/experts/test_plan.py",)).faults(
-        Fault("what gathers new experts has no name", "", dropped("unit=A", at="2 of 3")),
+        Fault("the gather of new parameters has no unit in a plan", "", dropped("unit=A", at="2 of 3")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("a plan keeps the parts of experts", "_spec_on_mesh", skipped("A[B] = C // D")),
+        Fault(
+            "a plan for another world keeps this world's split of experts", "_spec_on_mesh", skipped("A[B] = C // D")
+        ),
         Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
     *File("optim/_norms.py", CLIP).faults(
-        Fault("an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
-        Fault("a wrong name clips nothing", "_clip_experts", never("A and not any(B)")),
-        Fault("a list of experts is clipped row by row", "_layer", becomes("A.isdigit()", "False")),
-        Fault("experts are summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
+        Fault("the norm of an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
+        Fault("clip_experts ignores a name that no leaf has", "_clip_experts", never("A and not any(B)")),
+        Fault("the experts of a list are clipped as separate layers", "_layer", becomes("A.isdigit()", "False")),
+        Fault("the norm of an expert is summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
-        Fault("a rank's rows begin at 0", "_row_ids", becomes("A(B.unit.spec_id).to(C)", "0")),
+        Fault("a rank counts its experts from 0", "_row_ids", becomes("A(B.unit.spec_id).to(C)", "0")),
     ),
     *File("zero/_checks.py", TRAINING).faults(
-        Fault("experts over no axis were cut", "check_unwritten", dropped("A(B.spec_id).C")),
+        Fault(
+            "a write into experts that are sharded over no axis is refused",
+            "check_unwritten",
+            dropped("A(B.spec_id).C"),
+        ),
     ),
 ]

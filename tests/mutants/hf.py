@@ -8,26 +8,36 @@ PROCESSES = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
 
 MUTANTS = [
     *File("checkpoint/hf/_read.py", HF).faults(
-        Fault("a file's data begins at its header", "_entry", becomes("A + start", "start")),
+        Fault("the offset of a file's data leaves out the header", "_entry", becomes("A + start", "start")),
         Fault(
             "a tied leaf is written for each name",
             "named_leaves",
             becomes("A.setdefault(B.C[D], []).append(D)", "A[len(A)] = [D]"),
         ),
-        Fault("a leaf is read as the bytes of another dtype", "_read_part", dropped("A.dtype == B.to.dtype")),
-        Fault("shapes in a folder are believed", "_check_leaves", dropped("A[B].shape != C.shape")),
-        Fault("names in an index lead out", "_weight_map", never("any(A in B for A in '/\\\\\\x00')")),
-        Fault("two values of a tie are one", "_fill", becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)")),
-        Fault("tensors share bytes", "_header", always("A == end")),
+        Fault(
+            "a leaf is read without a cast, as bytes of another dtype", "_read_part", dropped("A.dtype == B.to.dtype")
+        ),
+        Fault(
+            "the shapes of a folder are not compared with the leaves", "_check_leaves", dropped("A[B].shape != C.shape")
+        ),
+        Fault("an index may name files outside its folder", "_weight_map", never("any(A in B for A in '/\\\\\\x00')")),
+        Fault(
+            "two different values of a tied leaf are accepted",
+            "_fill",
+            becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)"),
+        ),
+        Fault("tensors of a file may overlap", "_header", always("A == end")),
     ),
     *File("checkpoint/hf/_write.py", HF).faults(
-        Fault("a leaf is written as the bytes of its own dtype", "_write_run", always("A.dtype == B.dtype")),
+        Fault(
+            "a leaf is written without a cast, as bytes of its own dtype", "_write_run", always("A.dtype == B.dtype")
+        ),
         Fault(
             "files get their names before all ranks have written",
             "write",
             becomes("A(B, lambda: C(D, E, F, G), H)", "C(D, E, F, G)"),
             PROCESSES,
         ),
-        Fault("an old index leads to files of two models", "_commit", never("set(A) & set(B)")),
+        Fault("an index of an older model is not refused", "_commit", never("set(A) & set(B)")),
     ),
 ]

@@ -13,23 +13,28 @@ COST = ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     *File("collectives/_moves.py", MOVES).faults(
-        Fault("a move down is its own transpose", "", constant("to_device", "to_host", at="2 of 4")),
-        Fault("a move where it is there already is no copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
+        Fault("the transpose of to_host is to_host", "", constant("to_device", "to_host", at="2 of 4")),
+        Fault("to_host of a host tensor is a view, not a copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
         Fault(
-            "the fake of a copy keeps the strides",
+            "the stand-in of a move keeps the strides",
             "",
             becomes("A.new_empty(B.shape, device=C)", "torch.empty_like(B, device=C)", at="1 of 2"),
         ),
-        Fault("moves count as collectives", "_per_tensor", constant("", "all_gather")),
-        Fault("an arrival is not waited for", "wait_to_host", skipped("A.event.synchronize()"), ARRIVALS),
+        Fault("a move counts as an all_gather", "_per_tensor", constant("", "all_gather")),
+        Fault(
+            "a copy to the host is read before it has arrived",
+            "wait_to_host",
+            skipped("A.event.synchronize()"),
+            ARRIVALS,
+        ),
     ),
     *File("sharding/_spec.py", OFFLOAD).faults(
         Fault(
-            "a cut off by one",
+            "the device's piece is one element shorter",
             "Spec.pieces",
             (becomes("A(0, B, 'device')", "A(0, B - 1, 'device')"), becomes("A(at, ...)", "A(at - 1, ...)")),
         ),
-        Fault("a cut at any element", "Spec.pieces", bare("-(-A // B) * B")),
+        Fault("a piece may end at any element", "Spec.pieces", bare("-(-A // B) * B")),
         Fault(
             "a share is rounded down",
             "Spec.pieces",
@@ -38,77 +43,110 @@ MUTANTS = [
     ),
     *File("sharding/_boxes.py", OFFLOAD).faults(
         Fault("pieces overlap", "split_shard", becomes("piece.A", "0", at="3 of 6")),
-        Fault("pieces are joined in the wrong order", "join_pieces", becomes("list(A)", "list(A)[::-1]")),
-        Fault("a piece keeps the whole shard", "split_shard", skipped("A = A.clone()"), ARENA),
+        Fault("the host's piece is joined before the device's", "join_pieces", becomes("list(A)", "list(A)[::-1]")),
+        Fault("a piece is a view that keeps the whole shard's memory", "split_shard", skipped("A = A.clone()"), ARENA),
     ),
     *File("optim/_offload_plan.py", OFFLOAD).faults(
-        Fault("0.1 is a little more than 1/10", "_to_fraction", bare("repr(float(A))")),
+        Fault("a ratio of 0.1 is taken in binary, a little more than 1/10", "_to_fraction", bare("repr(float(A))")),
         Fault("the first units lie on the host", "_host_shares", bare("A[::-1]")),
         Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
-        Fault("a rule's first leaf answers for its unit", "_share_by_rule", becomes("A(path)", "A(spec.paths[0])")),
         Fault(
-            "a share of this mesh's elements", "_weight", returns("traced_spec(spec_id).shard_numel"), OFFLOAD + SPACES
+            "a ratio rule is asked for a unit's first leaf only",
+            "_share_by_rule",
+            becomes("A(path)", "A(spec.paths[0])"),
         ),
         Fault(
-            "tied leaves of a state part when they go down",
+            "the share of a unit depends on the number of ranks",
+            "_weight",
+            returns("traced_spec(spec_id).shard_numel"),
+            OFFLOAD + SPACES,
+        ),
+        Fault(
+            "a state without a shard is not matched with its parameter",
             "OffloadPlan._parameter_of",
             becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.has_shard else []"),
         ),
-        Fault("tied leaves part when they come up", "OffloadPlan.state_to_device", never("A in B")),
-        Fault("a ratio may be true", "check_ratio", dropped("isinstance(A, bool)")),
-        Fault("a state of a unit of its own stays", "OffloadPlan._spec_id_in_pieces", never("total")),
-        Fault("whole parameters go down", "OffloadPlan.to_pieces", never("boxes_only")),
-        Fault("updates of low parameters go up", "OffloadPlan.from_pieces", never("leaves_only")),
         Fault(
-            "any ratio fits low parameters",
+            "tied leaves become two tensors when they move to the device",
+            "OffloadPlan.state_to_device",
+            never("A in B"),
+        ),
+        Fault("a ratio may be True", "check_ratio", dropped("isinstance(A, bool)")),
+        Fault(
+            "a state with units of its own is not divided into pieces", "OffloadPlan._spec_id_in_pieces", never("total")
+        ),
+        Fault("full parameters are divided although boxes_only is set", "OffloadPlan.to_pieces", never("boxes_only")),
+        Fault(
+            "updates of offloaded parameters are moved to the device", "OffloadPlan.from_pieces", never("leaves_only")
+        ),
+        Fault(
+            "offloaded parameters of another ratio are accepted",
             "OffloadPlan.to_pieces",
             (swapped("not in", "is"), becomes("(0, A(B).C)", "None")),
         ),
         Fault(
-            "low parameters at any stage",
+            "parameters may be offloaded at stages 0 to 2",
             "offload_params",
             becomes("isinstance(A, B) and C(A.spec_id).D", "isinstance(A, object)"),
         ),
     ),
     *File("sharding/_segments.py", OFFLOAD).faults(
-        Fault("a piece's offset is forgotten", "segment_ids", becomes("(A.B, A.C)", "(0, A.C - A.B)")),
+        Fault(
+            "the segment of an element ignores where its piece begins",
+            "segment_ids",
+            becomes("(A.B, A.C)", "(0, A.C - A.B)"),
+        ),
     ),
     *File("graph/_one_rank.py", SPACES).faults(
-        Fault("a plan keeps the cut of another world", "one_rank_tree.convert", becomes("A(B).C", "x.spec.C")),
+        Fault(
+            "a plan for another world keeps this world's pieces", "one_rank_tree.convert", becomes("A(B).C", "x.spec.C")
+        ),
     ),
     *File("optim/_offload.py", OFFLOAD).faults(
         Fault(
-            "the update comes up, not the new parameter",
+            "with master weights the update is moved to the device, not the new parameter",
             "_update_in_pieces",
             always("A.precision is None or B is None"),
             SPACES,
         ),
         Fault(
-            "gradients go down widened",
+            "gradients are widened before they are moved to the host",
             "_update_on_host",
             becomes("A.B(C, D)", "A.B(C, lambda x: D(x.float()))"),
             SPACES,
         ),
         Fault(
-            "parameters go down, too, for nothing",
+            "parameters are moved to the host and back at each update",
             "_update_in_pieces",
             becomes("lambda A: A", "lambda A: to_device(to_host(A), A.device)"),
             SPACES,
         ),
-        Fault("a state of another ratio is not told", "offload.offload_update", skipped("A.B(C)")),
-        Fault("whole leaves are read in pieces", "offload", never("update == 'host' and A")),
-        Fault("a loss scale goes inside", "offload", never("A.skips_overflow")),
-        Fault("gradients do not wait", "_update_delayed", bare("B.C(A, D.E)")),
-        Fault("gradients wait for ever", "_update_delayed", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
-        Fault("a delayed state fits any ratio", "_check_previous_grads", never("(A is None) != (B is None)")),
-        Fault("what waits at first are parameters", "_zero_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
+        Fault("a state of another ratio is not refused", "offload.offload_update", skipped("A.B(C)")),
+        Fault("an optimizer that reads full leaves may update on the host", "offload", never("update == 'host' and A")),
+        Fault("a loss scale may be inside offload", "offload", never("A.skips_overflow")),
+        Fault("a delayed update uses the new gradients", "_update_delayed", bare("B.C(A, D.E)")),
+        Fault(
+            "a delayed update never stores the new gradients",
+            "_update_delayed",
+            becomes("(A, B(C, D))", "(A, B(state.C, D))"),
+        ),
+        Fault(
+            "a delayed state of an optimizer without delay is accepted",
+            "_check_previous_grads",
+            never("(A is None) != (B is None)"),
+        ),
+        Fault(
+            "the first waiting gradients are the parameters, not zeros",
+            "_zero_gradients.zeros",
+            returns("x.to(dtype)", at="2 of 2"),
+        ),
     ),
     *File("optim/_adam.py", OFFLOAD).faults(
-        Fault("lamb does not say that it reads norms", "scale_by_trust_ratio", constant(False, None)),
+        Fault("lamb does not declare that it is not elementwise", "scale_by_trust_ratio", constant(False, None)),
     ),
     *File("optim/_half_precision.py", OFFLOAD).faults(
         Fault(
-            "a skipped step is not skipped on the host",
+            "an overflow does not skip the host's part of an update",
             "_select",
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
@@ -126,38 +164,42 @@ MUTANTS = [
         ),
     ),
     *File("zero/_build.py", OFFLOAD).faults(
-        Fault("pieces are filled from the shard's start", "_Destination.store", bare("A + B.C")),
+        Fault("init fills the host's piece from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
     *File("graph/passes/_rematerialize.py", SPACES).faults(
-        Fault("moves are made again", "_repeats", dropped("A(B)", at="4 of 5")),
+        Fault("recompute repeats a move", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
     *File("graph/_storages.py", SPACES).faults(
         Fault(
-            "captured tables lie on the device",
+            "a captured tensor counts as lying on the device",
             "_spaces",
             becomes("A.meta.get('space')", "A.meta.get('space', 'device')"),
         ),
-        Fault("mixed operations pass", "_space_of_result", dropped("device")),
-        Fault("collectives take the host's values", "_space_of_result", becomes("A and (B(C) or D)", "A and D")),
+        Fault("an operation on tensors of both memories is accepted", "_space_of_result", dropped("device")),
+        Fault("a collective of host values is accepted", "_space_of_result", becomes("A and (B(C) or D)", "A and D")),
         Fault(
-            "numbers of the device lie nowhere",
+            "a 0-d value on the device has no memory",
             "_space_of_result",
             becomes("A if device else None", "A if device and getattr(node.meta['val'], 'ndim', 1) else None"),
         ),
     ),
     *File("graph/trace/_donation.py", SPACES).faults(
         Fault(
-            "the host's results take the device's memory",
+            "a host result reuses a device argument's memory",
             "match_results",
             becomes("by_path[A, B.space] = C", "by_path[A, 'device'] = by_path[A, 'host'] = C"),
         ),
-        Fault("free results take either memory", "match_results", always("A.B[C].space == D[E].space")),
+        Fault(
+            "a result reuses a donated argument of the other memory",
+            "match_results",
+            always("A.B[C].space == D[E].space"),
+        ),
     ),
     *File("graph/_entry.py", SPACES).faults(
-        Fault("the host's arguments count as the device's", "_space", never("A.dim() or B.space == 'host'")),
+        Fault("host arguments count in the device's memory", "_space", never("A.dim() or B.space == 'host'")),
     ),
     *File("graph/planning/_liveness.py", SPACES).faults(
-        Fault("what the host computes counts as the device's", "_unlabeled_ranges", never("A in B.C")),
+        Fault("results on the host count in the device's memory", "_unlabeled_ranges", never("A in B.C")),
     ),
     *File("graph/planning/_plan.py", SPACES).faults(
         Fault(
@@ -165,46 +207,62 @@ MUTANTS = [
         ),
     ),
     *File("graph/run/_program.py", ARRIVALS).faults(
-        Fault("what comes is read at once", "_wait_before_use", becomes("A[old]", "node if old is node else A[old]")),
-        Fault("a copy is waited for where it starts", "_wait_before_use", skipped("A.target = B")),
-        Fault("a copy is waited for too late", "_wait_before_use", becomes("min", "max")),
-        Fault("loops wait for no copy", "make_copies_async", skipped("A(B, C(D.E, F))")),
+        Fault(
+            "a copied value is read before the copy's wait",
+            "_wait_before_use",
+            becomes("A[old]", "node if old is node else A[old]"),
+        ),
+        Fault("a copy blocks where it starts", "_wait_before_use", skipped("A.target = B")),
+        Fault("a copy is waited for at its last use, not at its first", "_wait_before_use", becomes("min", "max")),
+        Fault("copies within loops are not waited for", "make_copies_async", skipped("A(B, C(D.E, F))")),
     ),
     *File("graph/planning/_cost.py", COST).faults(
-        Fault("the host takes no time", "seconds", returns("work")),
-        Fault("the host waits for nothing", "_HostClock.computes", bare("max(A, self.B(C))")),
+        Fault("the host's work takes no time in the cost model", "seconds", returns("work")),
+        Fault("the host starts before its inputs arrive", "_HostClock.computes", bare("max(A, self.B(C))")),
         Fault("the device does not wait for the host", "seconds", bare("max(A, B.C(D))")),
-        Fault("a view is there at once", "seconds", skipped("A.B(C)")),
+        Fault("a view is ready before its base", "seconds", skipped("A.B(C)")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
-        Fault("leaves wait on the host", "offload", dropped("not A[B].is_leaf")),
-        Fault("numbers wait on the host", "offload", dropped("A[B].dim()")),
-        Fault("copies that wait are not tracked", "offload", becomes("torch.enable_grad", "torch.no_grad")),
+        Fault("remat's offload moves parameters to the host", "offload", dropped("not A[B].is_leaf")),
+        Fault("remat's offload moves 0-d values to the host", "offload", dropped("A[B].dim()")),
+        Fault("remat's offload copies without autograd", "offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
-        Fault("a slot alone is no box", "StandIns.has_boxes", bare("A | B")),
-        Fault("boxes wait on the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
+        Fault("a block whose only box is a Slot counts as without boxes", "StandIns.has_boxes", bare("A | B")),
+        Fault("remat's offload moves boxes to the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
     ),
     *File("graph/passes/_offload.py", REMAT).faults(
-        Fault("gathered parameters wait on the host", "keep_on_host", negated("all(A.target is B for A in C)")),
+        Fault("gathered parameters are kept on the host", "keep_on_host", negated("all(A.target is B for A in C)")),
     ),
     *File("graph/_pass_manager.py", REMAT).faults(
-        Fault("loops' parameters wait on the host", "PassManager.body", becomes("A(B.C)", "False", at="1 of 2")),
+        Fault(
+            "the parameters of a loop are kept on the host", "PassManager.body", becomes("A(B.C)", "False", at="1 of 2")
+        ),
     ),
     *File("zero/_bytes.py", HOST_MEMORY).faults(
-        Fault("the host has always room", "check_host_memory", never("A > B")),
-        Fault("one rank's share is the host's", "check_host_memory", bare("B * A")),
-        Fault("low parameters take no room", "check_host_memory", never("A.param_offload_ratio")),
-        Fault("a group's limit is not read", "free_bytes", bare("min(A, int(B) - C)")),
-        Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
+        Fault("the host's free memory is not compared with the need", "check_host_memory", never("A > B")),
+        Fault("the need of the host counts one rank only", "check_host_memory", bare("B * A")),
+        Fault("offloaded parameters are not in the host's need", "check_host_memory", never("A.param_offload_ratio")),
+        Fault("the limit of a control group is ignored", "free_bytes", bare("min(A, int(B) - C)")),
+        Fault("state_bytes ignores space=", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
     *File("optim/_base.py", HOST_MEMORY).faults(
-        Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads_state for A in B)", "False")),
+        Fault(
+            "a chain does not say that a link offloads",
+            "wrap_pairs",
+            becomes("any(A.offloads_state for A in B)", "False"),
+        ),
     ),
     *File("optim/_base.py", OFFLOAD).faults(
-        Fault("parameters go up to stay", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")),
+        Fault(
+            "init does not offload parameters", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")
+        ),
     ),
     *File("graph/passes/_rematerialize.py", OFFLOAD).faults(
-        Fault("a shard that came up stays", "_reload_from_host", never("A.intersection(B)")),
+        Fault(
+            "a shard that was moved to the device stays there until the backward pass",
+            "_reload_from_host",
+            never("A.intersection(B)"),
+        ),
     ),
 ]

@@ -5,50 +5,52 @@ from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, PAIRS, Fault, Fi
 
 MUTANTS = [
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
-        Fault("bias correction one step late", "_moments", becomes("A.count + 1", "A.count + 2")),
-        Fault("decay every leaf", "adamw.update", bare("A * d")),
+        Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
+        Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
     ),
     *File("optim/_norms.py", PAIRS).faults(
         Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),
-        Fault("leaf norms of the own part", "_leaf_norms", bare("B(A, axes)")),
+        Fault("leaf norms are of the rank's part only", "_leaf_norms", bare("B(A, axes)")),
     ),
     *File("sharding/_owners.py", FULL_LEAVES).faults(
-        Fault("an owner gets another's matrix", "_parts_to_matrices", becomes("parts[A]", "parts[0]")),
+        Fault("an owner receives another matrix's parts", "_parts_to_matrices", becomes("parts[A]", "parts[0]")),
         Fault("pieces go back to the wrong place", "_matrices_to_parts", becomes("A[B.matrix]", "0", at="2 of 3")),
         Fault(
-            "all matrices meet on rank 0",
+            "rank 0 owns all matrices",
             "OwnerAssignment.owner_stacks",
             (swapped("(A + B // C) % self.D", "*"), becomes("(A + B // C) * self.D", "(A + B // C) * 0")),
         ),
-        Fault("padding of a shard is sent", "_parts_to_shards", never("A > B")),
+        Fault("the padding of a shard is sent to owners", "_parts_to_shards", never("A > B")),
     ),
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
-        Fault("the state of a whole pair is kept whole", "_shard_states", never("A.ndim")),
-        Fault("a mask of whole units", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
+        Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
+        Fault("a mask selects whole units, not elements", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
-        Fault("a split matrix is taken for whole", "_map_stack_of_owner", becomes("reversed(A)", "()")),
+        Fault(
+            "Muon takes one part of a split matrix for the matrix", "_map_stack_of_owner", becomes("reversed(A)", "()")
+        ),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/_segments.py", OPTIM_LAWS).faults(
-        Fault("tied leaves part at a table of numbers", "per_leaf", skipped("A[B] = A[C]")),
+        Fault("per_leaf gives a number to the first name of a tied leaf only", "per_leaf", skipped("A[B] = A[C]")),
     ),
     *File("optim/_adam.py", PAIRS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
     *File("optim/_links.py", PAIRS).faults(
-        Fault("average the old parameters", "params_ema.update", bare("B(A, grads)")),
-        Fault("an average shares memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
+        Fault("params_ema averages the gradients, not the new parameters", "params_ema.update", bare("B(A, grads)")),
+        Fault("the average starts in the parameters' memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
     *File("optim/_wrappers.py", PAIRS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
-        Fault("sharded means are on the default device", "_zeros", becomes("A.data.device", "None")),
+        Fault("Adafactor's sharded means lie on the default device", "_zeros", becomes("A.data.device", "None")),
     ),
     *File("optim/_adafactor.py", PAIRS).faults(
-        Fault("columns of stacked matrices mix", "_indices_of_sums", bare("A + B // C * D")),
+        Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),
     *File("optim/_half_precision.py", HALF).faults(
@@ -57,16 +59,24 @@ MUTANTS = [
             "master_weights.update",
             becomes("A(B, state)", "tree.map(lambda p: p.to(master), B)"),
         ),
-        Fault("narrow gradients will do", "_check_dtypes", becomes("expected", "torch.float32", at="2 of 3")),
+        Fault(
+            "gradients of the wrong dtype are accepted",
+            "_check_dtypes",
+            becomes("expected", "torch.float32", at="2 of 3"),
+        ),
     ),
     *File("optim/_half_precision.py", HALF).faults(
-        Fault("a rank skips alone", "all_finite", bare("B(A, axes)")),
-        Fault("a skipped step counts", "_select", becomes("old", "new")),
+        Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
+        Fault("a skipped step changes the state", "_select", becomes("old", "new")),
         Fault(
-            "zero is taken for nothing",
+            "the updates of a skipped step are 0.0, not -0.0",
             "dynamic_loss_scale.update",
             becomes("torch.full_like(A, -0.0)", "torch.zeros_like(A)"),
         ),
-        Fault("growth is not begun again", "dynamic_loss_scale.update", becomes("grows", "grows & False", at="3 of 3")),
+        Fault(
+            "the loss scale's count is not reset after growth",
+            "dynamic_loss_scale.update",
+            becomes("grows", "grows & False", at="3 of 3"),
+        ),
     ),
 ]

@@ -9,55 +9,76 @@ MUTANTS = [
     ),
     *File("_torch/on_import.py", ("tests/test_import.py",)).faults(
         Fault("Dynamo is imported with fzero", "", before("import importlib.abc", "import torch._dynamo")),
-        Fault("Dynamo is not told", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
-        Fault("optree is not told of boxes", "register_optree_node", skipped("A('optree', B)")),
+        Fault("Dynamo is not configured when it is imported", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
+        Fault("boxes are not registered with optree", "register_optree_node", skipped("A('optree', B)")),
     ),
     *File("tree.py").faults(
-        Fault("a tie breaks in tree.map", "map", always("A not in B")),
+        Fault("tree.map makes two results of a tied leaf", "map", always("A not in B")),
     ),
     *File("axes/_scope.py").faults(
-        Fault("an axis leaks", "call_in_scope", skipped("A.stack.pop()")),
+        Fault("an axis stays bound after the rank program", "call_in_scope", skipped("A.stack.pop()")),
     ),
     *File("axes/_replicated.py", ("tests/test_errors.py",)).faults(
-        Fault("results need no check", "_Replicated.vmap", always("not A")),
-        Fault("a process forgets what is its own", "check_inputs_replicated", never("A.name in B"), OWN),
+        Fault("a simulation does not check that plain results are equal", "_Replicated.vmap", always("not A")),
+        Fault(
+            "a process does not notice that an input differs by rank",
+            "check_inputs_replicated",
+            never("A.name in B"),
+            OWN,
+        ),
     ),
     *File("_torch/levels.py", WRITES).faults(
         Fault("vmap hides a write", "version_key", skipped("A = B(A)")),
-        Fault("late reduction", "raise_priority", never("not A()"), ("tests/transforms/test_memory.py",)),
+        Fault(
+            "the priority of a gradient's reduction is not raised",
+            "raise_priority",
+            never("not A()"),
+            ("tests/transforms/test_memory.py",),
+        ),
     ),
     *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
-        Fault("steps are recorded for ever", "as_value", never("is_grad_leaf")),
-        Fault("graphs are cut between steps", "as_value", dropped("A.is_leaf")),
+        Fault(
+            "parameters with requires_grad are not detached, so each step's graph is kept",
+            "as_value",
+            never("is_grad_leaf"),
+        ),
+        Fault("a tensor with a graph is detached", "as_value", dropped("A.is_leaf")),
         Fault("jit lets a step write into its shards", "check_unwritten", always("not A()"), WRITES),
     ),
     *File("zero/_sharded_step.py", HALF).faults(
         Fault(
-            "masters start rounded",
+            "master weights start from rounded parameters",
             "ShardedStep.init",
             becomes("A.B('params', C, D)", "A.B('params', optimizer.precision.cast(C() if callable(C) else C), D)"),
         ),
         Fault(
-            "donate the batch", "ShardedStep.state_positions", always("A in self.B or A < len(C) and D(E, C[A])"), JIT
+            "any argument counts as state, the batch too",
+            "ShardedStep.state_positions",
+            always("A in self.B or A < len(C) and D(E, C[A])"),
+            JIT,
         ),
     ),
     *File("optim/_precision.py", HALF).faults(
-        Fault("norms are narrowed", "Precision.dtype_of", becomes("self.master", "self.param")),
+        Fault(
+            "parameters that stay in full precision get the narrow dtype",
+            "Precision.dtype_of",
+            becomes("self.master", "self.param"),
+        ),
     ),
     *File("_torch/tracing.py", JIT).faults(
         Fault(
-            "random numbers are constants",
+            "random draws become constants of a trace",
             "trace",
             becomes("with A, B(), C, D(E), F(), G(): ...", "with A, B(), C, F(), G(): ..."),
         ),
     ),
     *File("_donated.py", DONATION).faults(
-        Fault("keep the old tensors", "donate_memory", skipped("A.data = B(A.dtype, A.device)")),
+        Fault("a donated tensor keeps its memory", "donate_memory", skipped("A.data = B(A.dtype, A.device)")),
     ),
     *File("ranks/_agreement.py", GATHER_TEXTS).faults(
-        Fault("texts of two rounds are mixed", "gather_texts", becomes("A[B] += 1", "A[B] = 1")),
+        Fault("texts of a later round may be read in an earlier one", "gather_texts", becomes("A[B] += 1", "A[B] = 1")),
         Fault(
-            "texts of two topics are mixed", "gather_texts", becomes("f'fzero/{A}/{B[A]}/{C}'", "f'fzero/{B[A]}/{C}'")
+            "texts of two topics share keys", "gather_texts", becomes("f'fzero/{A}/{B[A]}/{C}'", "f'fzero/{B[A]}/{C}'")
         ),
     ),
 ]

@@ -13,63 +13,90 @@ MUTANTS = [
     *File("ranks/_launch.py", MEET).faults(
         Fault("only the first hello is answered", "_answer", becomes("A.get(B) != C", "B not in A")),
         Fault(
-            "who arrived in another world has arrived",
+            "the arrivals of an earlier world count",
             "_as_rank_0",
             (
                 becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
                 elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
             ),
         ),
-        Fault("each rank has its own clock", "_as_other_rank", becomes("2 * A", "A / 2")),
+        Fault("another rank gives up before rank 0 does", "_as_other_rank", becomes("2 * A", "A / 2")),
         Fault(
-            "worlds share what is in the store",
+            "two worlds share keys of the store",
             "_open_store",
             becomes("PrefixStore(A, store)", "(A, store)[1]"),
             ("tests/ranks/test_restart.py",),
         ),
         Fault(
-            "a fork is a rank",
+            "a forked process counts as the rank",
             "join",
             (swapped("!=", "==", at="2 of 2"), becomes("A == os.getpid()", "A == 0")),
             LAUNCH,
         ),
-        Fault("ranks beyond the world", "find_world", never("A >= B"), LAUNCH),
-        Fault("nan seconds", "check_timeout", becomes("not 0 < A < 1000000000.0", "A <= 0 or A >= 1000000000.0"), MESH),
+        Fault("a rank at or above the world's size is accepted", "find_world", never("A >= B"), LAUNCH),
+        Fault(
+            "a timeout of nan is accepted",
+            "check_timeout",
+            becomes("not 0 < A < 1000000000.0", "A <= 0 or A >= 1000000000.0"),
+            MESH,
+        ),
     ),
     *File("ranks/_mesh.py", MESH).faults(
-        Fault("alone is not heard", "fill_shape", bare("B or A")),
+        Fault("simulated_ranks= is ignored", "fill_shape", bare("B or A")),
         Fault("simulated ranks need not divide", "fill_shape", never("A != simulated_ranks")),
-        Fault("a mistyped argument is an axis", "check_axes", constant(0.85, 1.0)),
-        Fault("an axis may be two", "check_axes", bare("A.isidentifier()")),
+        Fault("a misspelled argument of mesh becomes an axis", "check_axes", constant(0.85, 1.0)),
+        Fault("an axis name may have a comma", "check_axes", bare("A.isidentifier()")),
     ),
     *File("data/_batch_plan.py", HALF).faults(
-        Fault("the world for the data-parallel ranks", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
-        Fault("stages have batches", "_data_axes", dropped("A not in B")),
-        Fault("tp never counts", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),
-        Fault("model axes have one name", "_data_axes", becomes("list(A.B(C))", "shared")),
+        Fault("a batch plan counts all ranks as data-parallel", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
+        Fault("a batch plan counts model axes as data-parallel", "_data_axes", dropped("A not in B")),
+        Fault("a batch plan never counts an axis named tp", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),
+        Fault("model_axes= is ignored", "_data_axes", becomes("list(A.B(C))", "shared")),
     ),
     *File("ranks/_spmd.py", STEP).faults(
-        Fault("results are not compared", "_combined", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),
+        Fault(
+            "ranks in lockstep do not compare their plain results",
+            "_combined",
+            becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])"),
+        ),
     ),
     *File("axes/lockstep.py", STEP).faults(
-        Fault("diverging calls meet", "_compute_for_all", never("len(A) > 1")),
+        Fault(
+            "ranks in lockstep that call different collectives are not stopped", "_compute_for_all", never("len(A) > 1")
+        ),
     ),
     *File("_torch/state.py", SWITCHED).faults(
-        Fault("what a rank sets stays on", "RankSettings.undo", skipped("A({B: self.C[B] for B in self.D})")),
-        Fault("a rank loses what it has set", "RankSettings.apply", skipped("A(self.B)")),
         Fault(
-            "hooks are the caller's only",
+            "a setting of torch that a rank changes stays changed",
+            "RankSettings.undo",
+            skipped("A({B: self.C[B] for B in self.D})"),
+        ),
+        Fault(
+            "a rank's settings of torch are not restored when it goes on", "RankSettings.apply", skipped("A(self.B)")
+        ),
+        Fault(
+            "a rank's saved-tensor hooks are not kept",
             "_with_saved_tensor_hooks",
             becomes("A._push_saved_tensors_default_hooks(*B)", "A._saved_tensors_hooks_enable()"),
         ),
-        Fault("modes outlive their rank", "_with_operation_modes", skipped("_python_dispatch._pop_mode()")),
-        Fault("a thread counts as it did", "thread_state.inherit", never("torch.get_num_threads() != A")),
+        Fault(
+            "a rank's modes stay on after the rank ends",
+            "_with_operation_modes",
+            skipped("_python_dispatch._pop_mode()"),
+        ),
+        Fault(
+            "a rank's thread does not take over the number of threads",
+            "thread_state.inherit",
+            never("torch.get_num_threads() != A"),
+        ),
     ),
     *File("axes/_run.py", SWITCHED).faults(
-        Fault("no level is kept", "_hold_forward_level.wait", skipped("A.wait()")),
-        Fault("a fork has its parent's threads", "process_threads", becomes("os.getpid()", "0")),
+        Fault(
+            "a rank ends while others still use its forward-mode level", "_hold_forward_level.wait", skipped("A.wait()")
+        ),
+        Fault("a forked process uses its parent's threads", "process_threads", becomes("os.getpid()", "0")),
     ),
     *File("_torch/levels.py", TORCH).faults(
-        Fault("the first who ends ends the silence", "quiet_vmap_fallback", always("not A")),
+        Fault("vmap's warnings return when the first thread ends", "quiet_vmap_fallback", always("not A")),
     ),
 ]

@@ -8,11 +8,17 @@ RECORDER = ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
     *File("sharding/_boxes.py", ("tests/sharding/test_boxes.py",)).faults(
-        Fault("a slot is the unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
-        Fault("a moment has its parameter's dtype", "Shard.dtype", becomes("self.pieces[0]", "self.spec")),
-        Fault("a part of a leaf is the leaf", "Shard.full_numel", becomes("self.A.B", "self.A.shapes")),
+        Fault("a slot has the shape of its unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
         Fault(
-            "origin that outlives a change",
+            "a shard's dtype is its parameter's, not its data's", "Shard.dtype", becomes("self.pieces[0]", "self.spec")
+        ),
+        Fault(
+            "full_numel counts the rank's parts of split leaves",
+            "Shard.full_numel",
+            becomes("self.A.B", "self.A.shapes"),
+        ),
+        Fault(
+            "a shard keeps its origin after its data changes",
             "Shard",
             (
                 before("class A(...): ...", "_LAST: dict = {}"),
@@ -22,7 +28,12 @@ MUTANTS = [
             ),
             LAWS,
         ),
-        Fault("a written shard is what it was", "Shard.origin", never("self._origin.A != B(self.data)"), WRITES),
+        Fault(
+            "a shard keeps its origin after an in-place write",
+            "Shard.origin",
+            never("self._origin.A != B(self.data)"),
+            WRITES,
+        ),
     ),
     *File("sharding/_flat.py", FLAT).faults(
         Fault("a flat unit has no padding", "flatten_leaves", never("A")),
@@ -31,14 +42,18 @@ MUTANTS = [
             "flatten_by_copies",
             becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
         ),
-        Fault("a stand-in's parts begin where its memory does", "_view_by_strides", becomes("A.storage_offset()", "0")),
-        Fault("summed in half precision", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
+        Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
+        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
     ),
     *File("graph/run/_compiled.py", FLAT).faults(
-        Fault("an executor flattens as a trace does", "REPLACEMENTS", dropped("A: B")),
+        Fault("the executor flattens a unit as the trace recorded it", "REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", GRAPH).faults(
-        Fault("every item lies where the first does", "_storages_of_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),
+        Fault(
+            "every item of a tuple has the first item's storage",
+            "_storages_of_item",
+            becomes("(A.B[C][D],)", "(A.B[C][0],)"),
+        ),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
         Fault("constants are recorded as data", "_nodes", dropped("A.B is not None")),
@@ -48,43 +63,60 @@ MUTANTS = [
             never("A.B is not None and C(A.B) in D"),
         ),
         Fault(
-            "items are counted without those that are none",
+            "the items of a result are numbered without None",
             "_record",
             becomes("enumerate(A)", "enumerate([y for y in A if y is not None])"),
         ),
         Fault("other traces record one node, too", "OneNode.__call__", bare("A and B is not None")),
     ),
     *File("sharding/_spec.py").faults(
-        Fault("drop the padding", "Spec.shard_numel", returns("self.numel // self.ranks")),
+        Fault("the length of a shard leaves out the padding", "Spec.shard_numel", returns("self.numel // self.ranks")),
     ),
     *File("_torch/levels.py", ("tests/_torch/test_torch.py",)).faults(
-        Fault("memory is known by its address", "version_key", becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)")),
+        Fault(
+            "a storage is identified by an address that may be reused",
+            "version_key",
+            becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)"),
+        ),
     ),
     *File("sharding/_segments.py").faults(
-        Fault("skip the psum in the norm", "global_norm", bare("B(A, axes)")),
-        Fault("count the padding in the norm", "zero_padding", becomes("A < B", "A < B + 9")),
-        Fault("count a tied leaf twice", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
+        Fault("the global norm is not summed over the ranks", "global_norm", bare("B(A, axes)")),
+        Fault("padding counts in the global norm", "zero_padding", becomes("A < B", "A < B + 9")),
+        Fault("a tied leaf counts twice in the global norm", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
     ),
     *File("sharding/_units.py").faults(
-        Fault("untie a leaf", "assign_units", never("A.B(C) in D")),
-        Fault("every part is cut along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES),
+        Fault("tied leaves are stored twice", "assign_units", never("A.B(C) in D")),
+        Fault(
+            "every leaf is split along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES
+        ),
     ),
     *File("sharding/_flat.py").faults(
-        Fault("axes in the wrong order", "apply_over_unit_axes", bare("A[::-1]"), AXES),
+        Fault("a unit is reduced over its axes in the wrong order", "apply_over_unit_axes", bare("A[::-1]"), AXES),
         Fault(
-            "shift the rank in the simulation",
+            "a simulated rank gets the next rank's shard",
             "_uniform_partition",
             becomes("rearrange(A(B(C), D), E, n=F)", "rearrange(A(B(C), D), E, n=F).roll(1, 0)"),
         ),
         Fault(
-            "shift the rank in a process",
+            "a process gets the next rank's shard",
             "",
             becomes("A(B(C), D, E.F, E.size)", "A(B(C), D, (E.F + 1) % E.size, E.size)"),
             ("tests/distributed",),
         ),
-        Fault("swap the gather order", "_all_ranks_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")),
-        Fault("gather is no transpose", "", constant("reduce_scatter", "partition", at="1 of 5")),
-        Fault("skip the all_reduce of stage 0", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
-        Fault("whole weights on the wire", "_narrow", becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"), HALF),
+        Fault(
+            "a simulated gather reverses the ranks", "_all_ranks_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")
+        ),
+        Fault(
+            "the transpose of gather is partition, without a sum",
+            "",
+            constant("reduce_scatter", "partition", at="1 of 5"),
+        ),
+        Fault("gradients of stage 0 are not summed", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
+        Fault(
+            "parameters are gathered in the dtype of sums",
+            "_narrow",
+            becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"),
+            HALF,
+        ),
     ),
 ]

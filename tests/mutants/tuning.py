@@ -8,63 +8,69 @@ COSTS = ("tests/tuning/test_costs.py",)
 
 MUTANTS = [
     *File("tuning/_ratio.py", RATIO).faults(
-        Fault("a ratio that does not fit", "first_fit", returns("low", at="3 of 3")),
-        Fault("one part too many", "first_fit", returns("min(high + 1, parts)", at="3 of 3")),
+        Fault("the search returns a ratio that does not fit", "first_fit", returns("low", at="3 of 3")),
+        Fault("the search returns one part too many", "first_fit", returns("min(high + 1, parts)", at="3 of 3")),
         Fault("the search ends early", "first_fit", becomes("A - B > 1", "A - B > 2")),
-        Fault("a budget just met does not fit", "first_fit", swapped("(A := B(k)) <= C", "<")),
-        Fault("each ratio is tried", "first_fit", becomes("min(max(A, B + C), D - C)", "B + 1")),
-        Fault("lines alone look", "first_fit", becomes("min(A, (high - B) // 2)", "1")),
+        Fault("a budget that is just met does not fit", "first_fit", swapped("(A := B(k)) <= C", "<")),
+        Fault("the search tries every ratio", "first_fit", becomes("min(max(A, B + C), D - C)", "B + 1")),
+        Fault("the search interpolates only and never bisects", "first_fit", becomes("min(A, (high - B) // 2)", "1")),
         Fault(
-            "what fits at once is offloaded",
+            "a step that fits without offload is offloaded",
             "first_fit",
             (swapped("(A := B(0)) <= C", "<"), becomes("(A := B(0)) < C", "(A := B(0)) < 0")),
         ),
         Fault(
-            "what never fits is let through",
+            "a step that does not fit at ratio 1 is not refused",
             "first_fit",
             (swapped("(A := B(C)) > D", "<"), becomes("(A := B(C)) < D", "(A := B(C)) < 0")),
         ),
-        Fault(
-            "the host's budget is forgotten", "offload_ratio", (swapped(">", "<"), becomes("room", "0", at="3 of 4"))
-        ),
-        Fault("the world's size is forgotten", "offload_ratio.peak", becomes("world_size", "None")),
-        Fault("a step that ignores the ratio is not told", "_does_not_fit", never("none.A == B")),
-        Fault("what the host holds is said to be the device's", "_summary", constant("device", "host")),
+        Fault("host_budget= is ignored", "offload_ratio", (swapped(">", "<"), becomes("room", "0", at="3 of 4"))),
+        Fault("world_size= is ignored", "offload_ratio.peak", becomes("world_size", "None")),
+        Fault("a step that ignores the ratio is not reported", "_does_not_fit", never("none.A == B")),
+        Fault("the summary shows device bytes as the host's", "_summary", constant("device", "host")),
     ),
     *File("tuning/_row.py", RATIO).faults(
-        Fault("a budget may be nan", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
+        Fault("a budget of nan is accepted", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
     *File("tuning/_costs.py", COSTS).faults(
         Fault(
-            "results are written for nothing", "OffloadWork.update_bytes", becomes("2 * self.up_bytes", "self.up_bytes")
+            "an offloaded update counts no writes of its results",
+            "OffloadWork.update_bytes",
+            becomes("2 * self.up_bytes", "self.up_bytes"),
         ),
-        Fault("the state is only read", "OffloadWork.update_bytes", bare("2 * A", at="1 of 2")),
-        Fault("remat is free", "model_work", never("remat", at="3 of 3")),
-        Fault("stage 2 cuts parameters", "model_work", becomes("A < 3", "A < 2")),
-        Fault("whole gradients leave the device", "model_work", never("A < 2", at="2 of 2")),
-        Fault("the host has the state alone", "model_work", bare("A + gradient_bytes + B")),
-        Fault("activations count as gradients", "planned_work", bare("A - B(C, D)")),
-        Fault("an update on the device counts as the host's", "planned_work", never("not A(B)")),
         Fault(
-            "each rank has the host for itself",
+            "an offloaded update counts no writes of its state", "OffloadWork.update_bytes", bare("2 * A", at="1 of 2")
+        ),
+        Fault("remat takes no time in the estimate", "model_work", never("remat", at="3 of 3")),
+        Fault("stage 2 counts as sharding parameters", "model_work", becomes("A < 3", "A < 2")),
+        Fault("full gradients are moved to the host at stages 2 and 3", "model_work", never("A < 2", at="2 of 2")),
+        Fault("gradients in host memory are not counted", "model_work", bare("A + gradient_bytes + B")),
+        Fault("activations count as gradients", "planned_work", bare("A - B(C, D)")),
+        Fault("the device's update counts as the host's", "planned_work", never("not A(B)")),
+        Fault(
+            "each rank counts the whole host's memory speed",
             "OffloadCosts.chain_seconds",
             becomes("A.host_memory / A.B", "A.host_memory"),
         ),
         Fault(
-            "the chain's parts take turns", "OffloadCosts.chain_seconds", becomes("(sum(A) - max(A)) / B.units", "0")
+            "the parts of the offload chain do not overlap",
+            "OffloadCosts.chain_seconds",
+            becomes("(sum(A) - max(A)) / B.units", "0"),
         ),
         Fault("DeepSpeed's passes are free", "OffloadCosts.chain_seconds", constant("deepspeed", "")),
         Fault(
-            "copies both ways share the link",
+            "copies to and from the host share one link",
             "OffloadCosts.chain_seconds",
             becomes("max(A.B / C.link, D)", "max(2 * A.B / C.link, D)"),
         ),
-        Fault("the device updates all of it", "OffloadCosts.seconds", always("A == 'device'")),
-        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + first_unit")),
+        Fault("the device updates the host's part too", "OffloadCosts.seconds", always("A == 'device'")),
+        Fault("the host's update starts before the first gradient", "OffloadCosts.seconds", bare("A + first_unit")),
         Fault(
-            "the chain is beside the passes", "OffloadCosts.seconds", becomes("A + max(B, chain)", "max(A + B, chain)")
+            "the offload chain overlaps the forward and backward passes",
+            "OffloadCosts.seconds",
+            becomes("A + max(B, chain)", "max(A + B, chain)"),
         ),
         Fault("a ratio is rounded down", "OffloadCosts.first_fit", becomes("math.ceil", "math.floor")),
-        Fault("the fastest need not fit", "OffloadCosts.fastest", dropped("first")),
+        Fault("the fastest ratio need not fit", "OffloadCosts.fastest", dropped("first")),
     ),
 ]
