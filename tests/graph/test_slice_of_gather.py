@@ -10,7 +10,7 @@ from fzero.graph._ir import COPY, GATHER_INTO, aten, is_input
 from fzero.graph._ops import name_of
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._liveness import live_ranges, peak_bytes
-from fzero.graph.run._groups import is_own_part, split_into_groups
+from fzero.graph.run._subgraphs import is_own_part, split_into_subgraphs
 from tests.graph import graphs
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -111,10 +111,10 @@ def test_no_segment_reads_a_leaf_and_writes_the_part_of_it():
     read = next(n for n in nodes if name_of(n) == "mul" and n.args[0] is n.args[1])
     write = next(n for n in nodes if n.target is COPY)
     ordered = schedule(graph)
-    home = {n.name: i for i, group in enumerate(split_into_groups(ordered.nodes)) for n in group}
+    home = {n.name: i for i, subgraph in enumerate(split_into_subgraphs(ordered.nodes)) for n in subgraph}
     assert home[read.name] < home[write.name]
     alone = schedule(slice_of_gather(step(), PLACES))
-    home = {n.name: i for i, group in enumerate(split_into_groups(alone.nodes)) for n in group}
+    home = {n.name: i for i, subgraph in enumerate(split_into_subgraphs(alone.nodes)) for n in subgraph}
     assert home[write.name] == home["sub_tensor"]  # it is compiled with what it writes
 
 

@@ -30,7 +30,7 @@ COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
-GROUPS = ("tests/graph/run/test_groups.py",)
+SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
 DECISIONS = ("tests/_torch/test_decisions.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
@@ -458,7 +458,7 @@ MUTANTS = [
             "the path of a state's leaf is matched from its longest suffix",
             "blocks_of",
             becomes("range(len(A), -1, -1)", "range(len(A) + 1)"),
-            GROUPS,
+            SUBGRAPHS,
         ),
     ),
     *File("graph/passes/_rematerialize.py", GRAPH).faults(

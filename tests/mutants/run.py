@@ -8,16 +8,16 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
-GROUPS = ("tests/graph/run/test_groups.py",)
+SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 MUTANTS = [
-    *File("graph/run/_groups.py", GROUPS).faults(
+    *File("graph/run/_subgraphs.py", SUBGRAPHS).faults(
         Fault(
             "a block's gradient is scaled in the previous block's segment",
-            "split_into_groups",
+            "split_into_subgraphs",
             skipped("A.move_to_readers(B)"),
         ),
         Fault("a node that reads an overwritten value is moved later", "_may_run_later", never("A(B) in C")),
@@ -28,24 +28,24 @@ MUTANTS = [
         ),
         Fault(
             "a scalar is overwritten before its readers",
-            "_GroupBuilder.scalar_group_for",
+            "_SubgraphBuilder.scalar_subgraph_for",
             never("A.target is B", at="2 of 2"),
         ),
         Fault("the slices of micro-batches are made within segments", "parts_of_arguments", constant(1, 99), JIT),
         Fault(
             "one segment writes memory that it reads by another argument",
-            "split_into_groups",
+            "split_into_subgraphs",
             never("A(B, C.D[-1])"),
             SLICE_OF_GATHER,
         ),
         Fault(
             "scalars are computed in the loops that read them",
             "read_by_loops",
-            (never("A in B"), elsewhere("split_into_groups", never("A in scalars"))),
+            (never("A in B"), elsewhere("split_into_subgraphs", never("A in scalars"))),
         ),
         Fault(
             "each unit's scalars are a group of their own",
-            "_GroupBuilder.scalar_group_for",
+            "_SubgraphBuilder.scalar_subgraph_for",
             becomes("bisect_left(A, B)", "-1"),
         ),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
@@ -92,7 +92,7 @@ MUTANTS = [
     *File("graph/run/_program.py", GRAPH).faults(
         Fault("a register is freed before its last use", "_registers_of", bare("[*B.ins, *A]")),
     ),
-    *File("graph/run/_segment.py", GROUPS).faults(
+    *File("graph/run/_segment.py", SUBGRAPHS).faults(
         Fault("the factor of a clip is computed again in each loop", "segment", dropped("*A(B, C)")),
         Fault("an update reads the narrow parameter, not the master", "segment", skipped("A(B)")),
         Fault("the addition of another parameter's update is dropped", "_rounded", dropped("A[1] is not B[0]")),

@@ -39,7 +39,7 @@ from fzero.graph._storages import Storages, storages, storages_in
 from fzero.graph.loop._memory import peak_by_phase
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import regions
-from fzero.graph.run._groups import split_into_groups
+from fzero.graph.run._subgraphs import split_into_subgraphs
 
 __all__ = [
     "ITERATION",
@@ -86,15 +86,15 @@ def unstored_values(order: Sequence[Node]) -> set[Node]:
     if not any(FUSED in n.meta for n in order):
         return set()
     unstored: set[Node] = set()
-    for group in split_into_groups(order):
+    for subgraph in split_into_subgraphs(order):
         loop_id: dict[Node, int] = {}  # loops that a compiler may fuse have equal numbers
         count = 0
-        for n in group:
+        for n in subgraph:
             count += not is_loop(n) and not reduces(n)
             loop_id[n] = count
             count += reduces(n)
         unstored |= {
-            n for n in group if FUSED in n.meta and all(loop_id.get(u) == loop_id[n] for u in users_through_views(n))
+            n for n in subgraph if FUSED in n.meta and all(loop_id.get(u) == loop_id[n] for u in users_through_views(n))
         }
     return unstored
 

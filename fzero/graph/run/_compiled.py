@@ -15,9 +15,9 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
 from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, record_time, source_and_phase, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
-from fzero.graph.run._groups import source_of
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
+from fzero.graph.run._subgraphs import source_of
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
 __all__ = ["Executable", "codes_of", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]

@@ -13,7 +13,8 @@ from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import PhaseGraph, split
-from fzero.graph.run._groups import (
+from fzero.graph.run._segment import Segment, segment
+from fzero.graph.run._subgraphs import (
     exports,
     needed_views,
     operands,
@@ -21,20 +22,19 @@ from fzero.graph.run._groups import (
     runs_alone,
     scalars_of,
     sources,
-    split_into_groups,
+    split_into_subgraphs,
     views_to,
     written_argument,
 )
-from fzero.graph.run._segment import Segment, segment
 
 __all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "program_of"]
 
 # Program: a scheduled graph as instructions over numbered registers, for the backends that compile segments.
 #
-# 1. Split the graph into groups of nodes (`_groups`).
-# 2. Find the values that each group passes to later groups. They are full buffers: each group that uses a view of one
-#    recomputes the view (`_groups`).
-# 3. Turn each group into an instruction: a single operation, or a segment (`_segment`). Views that an operation or a
+# 1. Split the graph into subgraphs (`_subgraphs`).
+# 2. Find the values that each subgraph passes to later subgraphs. They are full buffers: each subgraph that uses a view
+#    of one recomputes the view (`_subgraphs`).
+# 3. Turn each subgraph into an instruction: a single operation, or a segment (`_segment`). Views that an operation or a
 #    result needs run as operations before it.
 # 4. Record on each instruction the registers that are free after it.
 
@@ -136,20 +136,21 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
-    groups, parts, scalars = split_into_groups(graph.nodes), parts_of_arguments(graph) | items, scalars_of(graph.nodes)
+    subgraphs = split_into_subgraphs(graph.nodes)
+    parts, scalars = parts_of_arguments(graph) | items, scalars_of(graph.nodes)
     result_values = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in result_values if x is not None]
-    view_values = needed_views(groups, values) | parts
+    view_values = needed_views(subgraphs, values) | parts
     register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     instructions: list[SingleOperation | Segment] = []
-    for group, exported in zip(groups, exports(groups, values), strict=True):
-        single = runs_alone(group[0])
-        used = group[0].all_input_nodes if single else sources(operands(group), parts)
+    for subgraph, exported in zip(subgraphs, exports(subgraphs, values), strict=True):
+        single = runs_alone(subgraph[0])
+        used = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
-        loop_items = list(group[0].users) if loop_of(group[0]) else []
-        singles = [*views_to(used, register_of, view_values), *([group[0], *loop_items] if single else [])]
+        loop_items = list(subgraph[0].users) if loop_of(subgraph[0]) else []
+        singles = [*views_to(used, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
         instructions += [_single(node, register_of) for node in singles]
-        compiled = None if single else segment(group, exported, register_of, parts, scalars)
+        compiled = None if single else segment(subgraph, exported, register_of, parts, scalars)
         instructions += [] if compiled is None else [compiled]
     instructions += [_single(node, register_of) for node in views_to(values, register_of, view_values)]
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}

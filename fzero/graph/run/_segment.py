@@ -1,4 +1,4 @@
-"""Segments: groups of operations as graphs, with keys so that equal segments are compiled once."""
+"""Segments: subgraphs of operations as graphs, with keys so that equal segments are compiled once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,7 +13,7 @@ from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
-from fzero.graph.run._groups import operands, read_by_loops, sources
+from fzero.graph.run._subgraphs import operands, read_by_loops, sources
 
 __all__ = ["Segment", "Template", "compile_template", "numbers_of", "read_rounded_values", "segment", "structure_of"]
 
@@ -52,7 +52,7 @@ def _operands(node: Node, name: str, count: int) -> list[Node]:
     return operands if len(operands) == count else []
 
 
-# Segments: groups of operations as graphs of their own, with keys so that equal segments are compiled once.
+# Segments: subgraphs of operations as graphs of their own, with keys so that equal segments are compiled once.
 
 
 class Segment(NamedTuple):
@@ -81,31 +81,31 @@ class Segment(NamedTuple):
 
 
 def segment(
-    group: Sequence[Node],
+    subgraph: Sequence[Node],
     exports: Sequence[Node],
     register_of: dict[Node, int],
     parts: AbstractSet[Node],
     scalars: AbstractSet[Node],
 ) -> Segment | None:
-    """Make a segment of a group; None if nothing needs the group's results.
+    """Make a segment of a subgraph; None if nothing needs the subgraph's results.
 
     Args:
-        group: nodes that are compiled together.
-        exports: the nodes of the group whose values later groups or the caller need. They get new registers.
+        subgraph: nodes that are compiled together.
+        exports: the nodes of the subgraph whose values later subgraphs or the caller need. They get new registers.
         register_of: the registers of all values computed so far.
         parts: the views that count as values.
         scalars: the scalars of the graph.
     """
-    if not exports and not any(n.target is COPY for n in group):
+    if not exports and not any(n.target is COPY for n in subgraph):
         return None
-    exports = list(dict.fromkeys([*exports, *read_by_loops(group, scalars)]))
+    exports = list(dict.fromkeys([*exports, *read_by_loops(subgraph, scalars)]))
     graph = Graph()
-    ins = [x for x in sources(operands(group), parts) if x in register_of]
+    ins = [x for x in sources(operands(subgraph), parts) if x in register_of]
     copies: dict[Node, Node] = {}
     for i, x in enumerate(ins):
         copies[x] = graph.placeholder(f"x{i}")
         copies[x].meta = {"val": x.meta["val"]}
-    for node in group:
+    for node in subgraph:
         for a in node.all_input_nodes:
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -115,7 +115,7 @@ def segment(
     for x in exports:
         register_of[x] = len(register_of)
     fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
-    key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*group}
+    key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
     registers = [register_of[x] for x in ins], [register_of[x] for x in exports]
     return Segment(key, graph, fakes, outputs, *registers, [], is_scalar)
 

@@ -18,7 +18,7 @@ from fzero.graph._ir import is_input, results
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compile import compile_graph
 from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
-from fzero.graph.run._groups import is_alias
+from fzero.graph.run._subgraphs import is_alias
 from tests.graph.test_compile import needs_compiler
 from tests.helpers import examples, train_step_for
 
@@ -93,24 +93,24 @@ def made_of(names: Sequence[str]) -> Callable[..., list[Value]]:
 
 
 def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]]]:
-    """Make what cuts a graph into groups before operations of these numbers."""
+    """Make what cuts a graph into subgraphs before operations of these numbers."""
 
     def cut(nodes: Iterable[Node]) -> list[list[Node]]:
-        groups: list[list[Node]] = [[]]
+        subgraphs: list[list[Node]] = [[]]
         count, home = 0, {}
         for n in nodes:
             if n.op != "call_function" or is_alias(n):
                 continue
             if "getitem" in str(n.target):  # a tuple does not leave its segment
                 home[n] = home[n.all_input_nodes[0]]
-                groups[home[n]].append(n)
+                subgraphs[home[n]].append(n)
                 continue
             count += 1
-            if count in places and groups[-1]:
-                groups.append([])
-            groups[-1].append(n)
-            home[n] = len(groups) - 1
-        return [group for group in groups if group]
+            if count in places and subgraphs[-1]:
+                subgraphs.append([])
+            subgraphs[-1].append(n)
+            home[n] = len(subgraphs) - 1
+        return [subgraph for subgraph in subgraphs if subgraph]
 
     return cut
 
@@ -150,7 +150,7 @@ class Watched:
 def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch) -> tuple[Executable, Watched]:
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
-    patch.setattr(programs, "split_into_groups", cut_at(places))
+    patch.setattr(programs, "split_into_subgraphs", cut_at(places))
     patch.setattr(pieces, "with_traced_layouts", watched)
     return lower(graph, "inductor", LoweringOptions(strict=True)), watched
 

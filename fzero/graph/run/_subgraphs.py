@@ -1,4 +1,4 @@
-"""A scheduled graph as groups of nodes, and the values between them. A group runs alone or is compiled."""
+"""A scheduled graph as subgraphs, and the values between them. A subgraph runs alone or is compiled."""
 
 import operator
 from bisect import bisect_left
@@ -36,7 +36,7 @@ __all__ = [
     "scalars_of",
     "source_of",
     "sources",
-    "split_into_groups",
+    "split_into_subgraphs",
     "views_to",
     "written_argument",
 ]
@@ -44,7 +44,7 @@ __all__ = [
 # Scalars: 0-d values computed from 0-d values, such as an optimizer's bias corrections and learning rate.
 #
 # Inductor computes a scalar within each loop that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
-# scalars run before the loops (`split_into_groups`), or their segment returns them: Inductor computes a result
+# scalars run before the loops (`split_into_subgraphs`), or their segment returns them: Inductor computes a result
 # only once.
 
 
@@ -62,46 +62,47 @@ def scalars_of(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def read_by_loops(group: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
-    """List the scalars of a group that its other nodes read, maybe as views."""
-    return [n for n in group if n in scalars and n.target is not COPY and any(u not in scalars for u in n.users)]
+def read_by_loops(subgraph: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
+    """List the scalars of a subgraph that its other nodes read, maybe as views."""
+    return [n for n in subgraph if n in scalars and n.target is not COPY and any(u not in scalars for u in n.users)]
 
 
 def _is_zero_dim(node: Node) -> bool:
     return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
 
 
-# Groups: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
+# Subgraphs: lists of nodes in the order of the schedule. Each runs alone or is compiled as a segment.
 
 
-def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Split a graph into groups at collectives, their packing and moves, and where the parameters of a block begin.
+def split_into_subgraphs(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Split a graph into subgraphs at collectives, their packing and moves, and where the parameters of a block begin.
 
-    So blocks of one shape give equal segments. A group lies in one memory, so it runs on one device. Aliases are in no
-    group: each group recomputes the aliases that it uses. Scalars that depend on no large value of their segment run
-    before it, in groups of their own: an optimizer's bias corrections, a learning rate. Otherwise Inductor would
-    compute them again for every few elements of a loop that reads them.
+    So blocks of one shape give equal segments. A subgraph lies in one memory, so it runs on one device. Aliases are in
+    no subgraph: each subgraph recomputes the aliases that it uses. Scalars that depend on no large value of their
+    segment run before it, in subgraphs of their own: an optimizer's bias corrections, a learning rate. Otherwise
+    Inductor would compute them again for every few elements of a loop that reads them.
 
     Returns:
-        Groups in order: one node that runs alone, scalars, or nodes that are compiled together.
+        Subgraphs in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
     nodes = list(nodes)
     scalars, host = scalars_of(nodes), on_host(nodes)
-    builder = _GroupBuilder()
-    block, is_host = "", False
+    builder = _SubgraphBuilder()
+    block = ""  # the block whose arguments the open subgraph reads
+    is_host = False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            builder.put(n, builder.group_index[n.all_input_nodes[0]])
+            builder.put(n, builder.subgraph_index[n.all_input_nodes[0]])
         elif runs_alone(n):
             builder.add_alone(n)
-        elif n in scalars and (index := builder.scalar_group_for(n)) is not None:
+        elif n in scalars and (index := builder.scalar_subgraph_for(n)) is not None:
             builder.put(n, index)
         else:
             argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
             if (argument_block and argument_block != block) or (
-                builder.is_open and _overwrites_unseen(n, builder.groups[-1])
+                builder.is_open and _overwrites_unseen(n, builder.subgraphs[-1])
             ):
                 block = argument_block
                 builder.is_open = False
@@ -110,91 +111,93 @@ def split_into_groups(nodes: Iterable[Node]) -> list[list[Node]]:
                 builder.is_open = False
             builder.add(n)
     builder.move_to_readers(scalars)
-    return [group for group in builder.groups if group]
+    return [subgraph for subgraph in builder.subgraphs if subgraph]
 
 
-class _GroupBuilder:
-    """Groups of nodes while nodes are added.
+class _SubgraphBuilder:
+    """The subgraphs of a graph while nodes are added.
 
     Attributes:
-        groups: the groups in order; some may be empty.
-        group_index: the index of each node's group.
-        is_open: whether the last group is compiled, and takes the next node.
+        subgraphs: the subgraphs in order; some may be empty.
+        subgraph_index: the index of each node's subgraph.
+        is_open: whether the last subgraph is compiled, and takes the next node.
     """
 
     def __init__(self) -> None:
-        self.groups: list[list[Node]] = []
-        self.group_index: dict[Node, int] = {}
+        self.subgraphs: list[list[Node]] = []
+        self.subgraph_index: dict[Node, int] = {}
         self.is_open = False
-        self._scalar_groups: list[int] = []  # the indices of the groups of scalars, one before each compiled group
+        # the indices of the subgraphs of scalars, one before each compiled subgraph
+        self._scalar_subgraphs: list[int] = []
 
     def put(self, node: Node, index: int) -> None:
-        """Add a node to a group."""
-        self.group_index[node] = index
-        self.groups[index].append(node)
+        """Add a node to a subgraph."""
+        self.subgraph_index[node] = index
+        self.subgraphs[index].append(node)
 
     def add_alone(self, node: Node) -> None:
         """Add a node that runs alone."""
-        self.groups.append([])
-        self.put(node, len(self.groups) - 1)
+        self.subgraphs.append([])
+        self.put(node, len(self.subgraphs) - 1)
         self.is_open = False
 
     def add(self, node: Node) -> None:
-        """Add a node to the open group, or begin a group with it."""
+        """Add a node to the open subgraph, or begin a subgraph with it."""
         if not self.is_open:
             self._begin_scalars()
-            self.groups.append([])
+            self.subgraphs.append([])
             self.is_open = True
-        self.put(node, len(self.groups) - 1)
+        self.put(node, len(self.subgraphs) - 1)
 
-    def scalar_group_for(self, node: Node) -> int | None:
-        """Return the index of the scalar group for a scalar; None if the scalar needs the open group.
+    def scalar_subgraph_for(self, node: Node) -> int | None:
+        """Return the index of the scalar subgraph for a scalar; None if the scalar needs the open subgraph.
 
-        It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A
-        write goes to the last scalar group, since all readers of the overwritten value must come before.
+        It is the first scalar subgraph after all the scalar's operands, so that the scalars of all units run at once. A
+        write goes to the last scalar subgraph, since all readers of the overwritten value must come before.
         """
-        needed = max([self.group_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
-        if self.is_open and (needed == len(self.groups) - 1 or _overwrites_for(node, self.groups[-1])):
+        needed = max([self.subgraph_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+        if self.is_open and (needed == len(self.subgraphs) - 1 or _overwrites_for(node, self.subgraphs[-1])):
             return None
-        begun = self._scalar_groups
+        begun = self._scalar_subgraphs
         if not self.is_open and (node.target is COPY or not begun or begun[-1] < needed):
             self._begin_scalars()
         return begun[-1] if node.target is COPY else begun[bisect_left(begun, needed)]
 
     def _begin_scalars(self) -> None:
-        """Begin a scalar group, unless the last group is one."""
-        if not self._scalar_groups or self._scalar_groups[-1] != len(self.groups) - 1:
-            self._scalar_groups.append(len(self.groups))
-            self.groups.append([])
+        """Begin a scalar subgraph, unless the last subgraph is one."""
+        if not self._scalar_subgraphs or self._scalar_subgraphs[-1] != len(self.subgraphs) - 1:
+            self._scalar_subgraphs.append(len(self.subgraphs))
+            self.subgraphs.append([])
 
     def move_to_readers(self, scalars: AbstractSet[Node]) -> None:
-        """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
+        """Move nodes that only the next compiled subgraph needs into that subgraph, unless more bytes would be stored.
 
         So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
         arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
         """
-        for i, j in _neighbours(self.groups, scalars):
-            written = {storage_id(x) for n in self.groups[i] if n.target is COPY for x in stand_ins_of(n)}
-            for node in reversed(self.groups[i]):
+        for i, j in _neighbours(self.subgraphs, scalars):
+            written = {storage_id(x) for n in self.subgraphs[i] if n.target is COPY for x in stand_ins_of(n)}
+            for node in reversed(self.subgraphs[i]):
                 users = users_through_views(node)
                 if (
                     not users
-                    or any(self.group_index.get(u) != j for u in users)
-                    or not _may_run_later(node, written, j, self.group_index)
+                    or any(self.subgraph_index.get(u) != j for u in users)
+                    or not _may_run_later(node, written, j, self.subgraph_index)
                 ):
                     continue
-                self.groups[i].remove(node)
-                self.groups[j].insert(0, node)
-                self.group_index[node] = j
+                self.subgraphs[i].remove(node)
+                self.subgraphs[j].insert(0, node)
+                self.subgraph_index[node] = j
 
 
-def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
-    """List the pairs of compiled groups with nothing but scalars between them, the last pair first."""
-    found, before = [], None
-    for i, group in enumerate(groups):
-        if not group or scalars >= {*group}:
+def _neighbours(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
+    """List the pairs of compiled subgraphs with nothing but scalars between them, the last pair first."""
+    found: list[tuple[int, int]] = []
+    before = None
+    for i, subgraph in enumerate(subgraphs):
+        if not subgraph or scalars >= {*subgraph}:
             continue
-        if runs_alone(group[0]):
+        if runs_alone(subgraph[0]):
             before = None
             continue
         if before is not None:
@@ -203,7 +206,7 @@ def _neighbours(groups: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) ->
     return found[::-1]
 
 
-def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_index: Mapping[Node, int]) -> bool:
+def _may_run_later(node: Node, written: AbstractSet[int], later: int, subgraph_index: Mapping[Node, int]) -> bool:
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
         return False
@@ -213,25 +216,25 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_inde
     ends = [
         a
         for a in inputs
-        if not is_input(a) and all(group_index.get(u, later) == later or u is node for u in users_through_views(a))
+        if not is_input(a) and all(subgraph_index.get(u, later) == later or u is node for u in users_through_views(a))
     ]
     return nbytes(*[x for a in ends for x in stand_ins_of(a)]) <= nbytes(*stand_ins_of(node))
 
 
-def _overwrites_for(node: Node, group: list[Node]) -> bool:
-    """Return whether a node writes an argument that a group reads."""
+def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
+    """Return whether a node writes an argument that a subgraph reads."""
     if node.target is not COPY:
         return False
     written = source_of(node.all_input_nodes[0])
-    return any(source_of(a) is written for n in group for a in n.all_input_nodes)
+    return any(source_of(a) is written for n in subgraph for a in n.all_input_nodes)
 
 
-def _overwrites_unseen(node: Node, group: list[Node]) -> bool:
-    """Return whether a node writes memory that a group reads by another argument, which Inductor assumes separate."""
+def _overwrites_unseen(node: Node, subgraph: list[Node]) -> bool:
+    """Return whether a node writes what a subgraph reads by another argument, which Inductor assumes separate."""
     if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])
-    read = [a for n in group for a in n.all_input_nodes if any(storage_id(x) == storage for x in stand_ins_of(a))]
+    read = [a for n in subgraph for a in n.all_input_nodes if any(storage_id(x) == storage for x in stand_ins_of(a))]
     return not all(is_own_part(a) for a in read)
 
 
@@ -288,7 +291,7 @@ def parts_of_arguments(graph: Graph) -> set[Node]:
     return own_parts | {n for nodes in slices.values() if len(nodes) > 1 for n in nodes}
 
 
-# Between groups: which values later groups need, and which views must exist as values.
+# Between subgraphs: which values later subgraphs need, and which views must exist as values.
 
 
 def written_argument(node: Node) -> Node:
@@ -298,9 +301,9 @@ def written_argument(node: Node) -> Node:
     return node
 
 
-def operands(group: Sequence[Node]) -> list[Node]:
-    """List the arguments of the nodes of a group."""
-    return [a for n in group for a in n.all_input_nodes]
+def operands(subgraph: Sequence[Node]) -> list[Node]:
+    """List the arguments of the nodes of a subgraph."""
+    return [a for n in subgraph for a in n.all_input_nodes]
 
 
 def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
@@ -319,10 +322,10 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
     return list(found)
 
 
-def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
-    """List the aliases that must exist as values: operands of groups that run alone, and results of the graph."""
+def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
+    """List the aliases that must exist as values: operands of subgraphs that run alone, and results of the graph."""
     found: set[Node] = set()
-    stack = [a for group in groups if runs_alone(group[0]) for a in group[0].all_input_nodes]
+    stack = [a for subgraph in subgraphs if runs_alone(subgraph[0]) for a in subgraph[0].all_input_nodes]
     stack += results
     while stack:
         n = stack.pop()
@@ -332,17 +335,17 @@ def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> s
     return found
 
 
-def exports(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
-    """List for each group the values that later groups or the caller need."""
-    group_index = {n: i for i, group in enumerate(groups) for n in group}
-    found: list[dict[Node, None]] = [{} for _ in groups]
-    for i, group in enumerate(groups):
-        for x in sources(operands(group)):
-            if x in group_index and group_index[x] != i:
-                found[group_index[x]][x] = None
+def exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
+    """List for each subgraph the values that later subgraphs or the caller need."""
+    subgraph_index = {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
+    found: list[dict[Node, None]] = [{} for _ in subgraphs]
+    for i, subgraph in enumerate(subgraphs):
+        for x in sources(operands(subgraph)):
+            if x in subgraph_index and subgraph_index[x] != i:
+                found[subgraph_index[x]][x] = None
     for x in sources(results):
-        if x in group_index:
-            found[group_index[x]][x] = None
+        if x in subgraph_index:
+            found[subgraph_index[x]][x] = None
     return [list(e) for e in found]
 
 

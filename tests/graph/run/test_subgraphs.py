@@ -1,4 +1,4 @@
-"""The groups of nodes that become segments: scalars run before the loops that read them, and a unit's update is one."""
+"""The subgraphs that become segments: scalars run before the loops that read them, and a unit's update is one."""
 
 import shutil
 from typing import Any
@@ -11,9 +11,9 @@ from torch.fx import Node
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
-from fzero.graph.run._groups import split_into_groups
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
+from fzero.graph.run._subgraphs import split_into_subgraphs
 from fzero.optim import schedules
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
@@ -93,9 +93,9 @@ def test_the_update_of_a_leaf_is_one_segment(name):
     assert sum(x.scalars for x in segments) <= 1
 
 
-def groups_of(b: Builder, results: list[Any]) -> dict[Node, int]:
-    groups = split_into_groups(b.done(results).nodes)
-    return {n: i for i, group in enumerate(groups) for n in group}
+def subgraphs_of(b: Builder, results: list[Any]) -> dict[Node, int]:
+    subgraphs = split_into_subgraphs(b.done(results).nodes)
+    return {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
 
 
 def two_blocks() -> Builder:
@@ -112,7 +112,7 @@ def test_a_gradient_is_scaled_where_its_block_is_updated():
     new = b(aten.sub.Tensor, x, scaled)
     other = b(aten.mul.Tensor, b.cast(h, torch.float32), scale)
     newer = b(aten.sub.Tensor, y, other)
-    home = groups_of(b, [new, newer])
+    home = subgraphs_of(b, [new, newer])
     assert home[scaled] == home[new] != home[newer] == home[other] == home[other.all_input_nodes[0]]
 
 
@@ -122,7 +122,7 @@ def test_what_reads_an_argument_comes_before_what_overwrites_it():
     twice = b(aten.mul.Tensor, x, 2)
     written = b(aten.copy_.default, x, b(aten.sub.Tensor, x, 1))
     newer = b(aten.sub.Tensor, y, twice)
-    home = groups_of(b, [written, newer])
+    home = subgraphs_of(b, [written, newer])
     assert home[twice] == home[written] != home[newer]
 
 
@@ -132,7 +132,7 @@ def test_the_last_reader_of_what_is_larger_stays_with_it():
     large = b(aten.mm.default, b.fit(z, (8, 2)), b.fit(z, (2, 8)))
     new = b(aten.sub.Tensor, x, 1)
     part = b(aten.add.Tensor, b(aten.slice.Tensor, b.flat(large), 0, 0, 8), 1.0)
-    home = groups_of(b, [new, b(aten.mul.Tensor, part, y)])
+    home = subgraphs_of(b, [new, b(aten.mul.Tensor, part, y)])
     assert home[part] == home[new]
 
 
