@@ -216,7 +216,8 @@ def _lines(graph: Graph) -> list[_Line]:
 
 
 def _graph(lines: Sequence[_Line]) -> Graph:
-    graph, nodes = Graph(), list[Node]()
+    graph = Graph()
+    nodes = list[Node]()
 
     def node(x: Any) -> Any:
         return nodes[x.number] if isinstance(x, _NodeNumber) else x

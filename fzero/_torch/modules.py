@@ -102,7 +102,8 @@ def _buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer |
         return None
     # an empty tensor comes before a tensor that begins at the same offset
     ordered = sorted(members, key=lambda i: (tensors[i].storage_offset(), tensors[i].numel(), i))
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for i in ordered:
         if tensors[i].storage_offset() != end:
             return None

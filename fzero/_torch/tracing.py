@@ -66,7 +66,8 @@ def graph_of(order: Iterable[Node]) -> Graph:
     Raises:
         KeyError: if a node comes before one of its arguments.
     """
-    graph, copies = Graph(), dict[Node, Node]()
+    graph = Graph()
+    copies = dict[Node, Node]()
     names, table = graph._graph_namespace, graph._find_nodes_lookup_table
     insert, find = graph._insert, copies.__getitem__
     node = None

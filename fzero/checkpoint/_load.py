@@ -249,7 +249,9 @@ def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[
 
 def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """Split sorted reads into reads that do not overlap, and the rest. Untied leaves may read the same bytes."""
-    batch, rest, end = [], [], 0
+    batch = []
+    rest = []
+    end = 0
     for request in requests:
         (batch if request.offset >= end else rest).append(request)
         end = max(end, request.offset + request.nbytes) if request.offset >= end else end
@@ -279,7 +281,10 @@ def _views(
     parts: Sequence[ReadRequest], start: int, stop: int, scratch: memoryview
 ) -> tuple[list[memoryview], list[Callable[[], None]]]:
     """List the buffers for a block's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
-    views, finish, at, used = list[memoryview](), list[Callable[[], None]](), start, 0
+    views = list[memoryview]()
+    finish = list[Callable[[], None]]()
+    at = start
+    used = 0
     for request in [*parts, None]:
         gap = (stop if request is None else request.offset) - at
         if gap:

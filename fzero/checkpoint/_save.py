@@ -324,7 +324,8 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
 
 def _in_blocks(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
     """Yield the bytes of a file in blocks of `BLOCK` bytes; the last one may be shorter."""
-    block, space = list[memoryview](), BLOCK
+    block = list[memoryview]()
+    space = BLOCK
 
     def views() -> Iterator[memoryview]:
         yield memoryview(head)
@@ -339,6 +340,7 @@ def _in_blocks(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[mem
             rest = rest[len(block[-1]) :]
             if not space:
                 yield block
-                block, space = [], BLOCK
+                block = []
+                space = BLOCK
     if block:
         yield block

@@ -200,7 +200,8 @@ def _best_buckets(candidates: Sequence[int], chances: Sequence[float], count: in
     below = torch.tensor([0.0, *accumulate(chances)], dtype=torch.float64, device="cpu")
     cost = n[None, :] * (below[None, :] - below[:, None])  # [i, j]: batches above candidate i, rounded up to j
     cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(1), cost, torch.inf)
-    least, before = cost[0], []
+    least = cost[0]
+    before = []
     for _ in range(min(count, len(candidates)) - 1):
         least, last = (least[:, None] + cost).min(0)
         before.append(last)

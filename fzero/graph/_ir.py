@@ -192,7 +192,9 @@ def users_through_views(node: Node) -> list[Node]:
 
 def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
     """Return a value's views (the value itself first), and the nodes that use the value through a view."""
-    views, users, seen = [value], [], {value}
+    views = [value]
+    users = []
+    seen = {value}
     for view in views:  # grows as it goes
         for user in view.users:
             if user not in seen:

@@ -105,7 +105,8 @@ def mark_functions(prefix: str) -> Iterator[None]:
 def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     """Place operations one after the other. Infer unknown phases from the position relative to the backward pass."""
     backward = [i for i, r in enumerate(operations) if r.phase == "backward"]
-    start, results = 0.0, list[Span]()
+    start = 0.0
+    results = list[Span]()
     for i, r in enumerate(operations):
         phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
         results.append(Span(r.name, r.line, function_at(r.line), r.phase or phase, start, r.seconds))

@@ -159,7 +159,9 @@ def _parents(graphs: Sequence[ValueGraph], node: Node) -> Iterator[tuple[Node, b
 
 def _ends(graphs: Sequence[ValueGraph], start: Iterable[Node], nan: bool) -> set[Node]:
     """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
-    stack, visited, ends = list(start), set[Node](), set[Node]()
+    stack = list(start)
+    visited = set[Node]()
+    ends = set[Node]()
     while stack:
         node = stack.pop()
         if node in visited:

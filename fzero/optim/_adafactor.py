@@ -173,7 +173,9 @@ def _length(shapes: Sequence[Shape]) -> int:
 def _leaf_ranges(shapes: Sequence[Shape]) -> list[_LeafRange]:
     """Return the range of each leaf, and the range of the padding last; the padding has no sums."""
     end = _length(shapes)
-    ranges, offset, start = [], 0, 0
+    ranges = []
+    offset = 0
+    start = 0
     for shape in shapes:
         rows, columns = math.prod(row_shape(shape)), math.prod(column_shape(shape) or (0,))
         if len(shape) > 1:

@@ -291,7 +291,8 @@ class Mesh:
             Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i, device="cpu"))
             for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
         ]
-        products, sizes = [], dict(self.shape)
+        products = []
+        sizes = dict(self.shape)
         for name, group in self.joint:
             names = tuple(name.split(","))
             i = self.index(names)

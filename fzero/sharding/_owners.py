@@ -220,7 +220,9 @@ def _matrices_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
         for slot, i in enumerate(owner_stacks)
         if i is not None
     }
-    rows, like, offsets = [], xs[0].select(-3, 0).flatten(-2), dict.fromkeys(flat, 0)
+    rows = []
+    like = xs[0].select(-3, 0).flatten(-2)
+    offsets = dict.fromkeys(flat, 0)
     for parts in assignment.pieces:
         pieces = []
         for p in parts[rank]:

@@ -83,7 +83,8 @@ def leaves_of(params: Tree) -> UnitLeaves:
     Raises:
         TypeError: if the tree has none.
     """
-    unit_leaves, first = UnitLeaves({}, {}), dict[Any, str]()
+    unit_leaves = UnitLeaves({}, {})
+    first = dict[Any, str]()
     paths, leaves, _ = tree.flatten_with_paths(params, is_box)
     for path, x in zip(paths, leaves, strict=True):
         if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:

@@ -49,7 +49,8 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
         return (time.perf_counter() - start) / times
 
     run(1)
-    samples, deadline = [], time.perf_counter() + budget
+    samples = []
+    deadline = time.perf_counter() + budget
     while not samples or time.perf_counter() < deadline:
         samples.append(run(group))
     return statistics.median(samples)

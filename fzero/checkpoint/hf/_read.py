@@ -139,7 +139,8 @@ def tensors_in(files: Files) -> Tensors:
         )
     tensors: dict[str, StoredTensor] = {}
     weights = _weight_map(files)
-    headers, crc = dict[str, dict[str, StoredTensor]](), 0
+    headers = dict[str, dict[str, StoredTensor]]()
+    crc = 0
     for name in sorted(set(weights.values())):
         headers[name], header_crc = _header(files, name)
         crc = zlib.crc32(header_crc.to_bytes(4, "big"), crc)

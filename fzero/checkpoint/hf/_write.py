@@ -120,7 +120,8 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
         TypeError: if safetensors does not have a leaf's dtype.
     """
     parts: list[list[tuple[NamedLeaf, torch.dtype]]] = [[]]
-    size, seen = 0, dict[str, str]()
+    size = 0
+    seen = dict[str, str]()
     for leaf in leaves:
         path, name = leaf.paths[0], leaf.names[0]
         if seen.setdefault(name, path) != path:
@@ -141,7 +142,8 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
 def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    ranges, at = list[tuple[int, StoredTensor]](), 0
+    ranges = list[tuple[int, StoredTensor]]()
+    at = 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape

@@ -84,7 +84,8 @@ def move_sends_first(start: Node) -> None:
 
 def rename_nodes(graph: Graph) -> Graph:
     """Copy a graph and name its nodes anew, so that names are the same on all ranks of a pipeline."""
-    out, copies = Graph(), dict[Node, Node]()
+    out = Graph()
+    copies = dict[Node, Node]()
     for n in graph.nodes:
         args, kwargs = (map_arg(x, copies.__getitem__) for x in (n.args, n.kwargs))  # pyright: ignore
         copies[n] = out.create_node(n.op, n.target, args, kwargs, None if n.op == "call_function" else n.name)  # pyright: ignore
@@ -290,7 +291,9 @@ def _argument(body: Graph, node: Node) -> Node:
 
 def _body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     """Make the graph of one iteration; list its arguments besides the iteration's number, the slices and the sums."""
-    body, copies, rest = Graph(), dict[Node, Node](), list[Node]()
+    body = Graph()
+    copies = dict[Node, Node]()
+    rest = list[Node]()
     for n in [iteration.start, *iteration.parts, *[before for before, _ in iteration.sums]]:
         copies[n] = _argument(body, n)
     marks, members = iteration.marks, {*iteration.nodes}

@@ -85,7 +85,8 @@ def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
         if not is_input(node):
             change[position[node]] += size
             change[len(nodes) if s in output_storages else min(stops[s] + 1, len(nodes))] -= size
-    live, now = [], 0
+    live = []
+    now = 0
     for delta in change[:-1]:
         now += delta
         live.append(now)
@@ -226,7 +227,8 @@ class _RowWalk:
         for _, _, block in ends:
             if id(block) in stop and holds[id(block)] == block.holders and id(block) not in output_blocks:
                 freed[min(stop.pop(id(block)) + 1, len(profile.live))] += block.size
-        live, freed_bytes = [], 0
+        live = []
+        freed_bytes = 0
         for phase_bytes, size in zip(profile.live, freed, strict=False):
             freed_bytes += size
             live.append(self.now + phase_bytes - freed_bytes)

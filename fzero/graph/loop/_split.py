@@ -205,7 +205,8 @@ def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
     for n in reversed(graph.nodes):
         if n in needed:
             needed.update(n.all_input_nodes)
-    out, copies = Graph(), dict[Node, Node]()
+    out = Graph()
+    copies = dict[Node, Node]()
     for n in [*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]]:
         copies[n] = out.node_copy(n, copies.__getitem__)
     return out

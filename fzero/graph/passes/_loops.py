@@ -106,7 +106,8 @@ def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -
 
 def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
     """Copy a body with gathered units as arguments, after its other arguments."""
-    out, copies = Graph(), dict[Node, Node]()
+    out = Graph()
+    copies = dict[Node, Node]()
     inputs = [n for n in body.nodes if is_input(n)]
     for n in inputs:
         copies[n] = out.node_copy(n, copies.__getitem__)
@@ -204,7 +205,8 @@ def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     """Follow a reduced gradient into its sum; None if it is used otherwise."""
     inputs = [n for n in body.nodes if is_input(n)]
     sums = inputs[loop.sum_indices.start : loop.sum_indices.stop]
-    path, node = list[Node](), source
+    path = list[Node]()
+    node = source
     while len(node.users) == 1:
         node = next(iter(node.users))
         path.append(node)

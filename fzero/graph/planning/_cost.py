@@ -110,7 +110,8 @@ def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per
         mesh: all axes with their sizes, the slowest first.
         ranks_per_machine: the number of ranks on a machine.
     """
-    strides, stride = dict[str, int](), 1
+    strides = dict[str, int]()
+    stride = 1
     for name, size in reversed(mesh):
         strides[name] = stride
         stride *= size

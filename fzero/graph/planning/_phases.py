@@ -35,7 +35,8 @@ def _phases(nodes: Sequence[Node]) -> dict[Node, str]:
     first = next(i for i, n in enumerate(nodes) if n in backward)
     backward |= {n for n in nodes[first:] if is_reduction(n) and n.meta.get("unit", "") != "(metric)"}
     ancestors = _ancestors(nodes, backward)
-    phase_of, phase = {}, "backward"
+    phase_of = {}
+    phase = "backward"
     for i, n in reversed(list(enumerate(nodes))):
         if n in backward:
             phase = "backward"

@@ -86,7 +86,8 @@ def _moves_values(node: Node) -> bool:
 
 def _weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
     """Return the unit of each node that holds only parameters, and of each node that applies a parameter to a value."""
-    weights, applied = dict(known_weights), dict[Node, str]()
+    weights = dict(known_weights)
+    applied = dict[Node, str]()
     for n in graph.nodes:
         inputs = n.all_input_nodes
         units = [weights[a] for a in inputs if a in weights]

@@ -220,7 +220,8 @@ def pass_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
     """Yield the start, stop and name of each pass; updates between gradients belong to the backward pass."""
     names = [o.phase if o.times == 1 else f"{o.phase}, {o.times} times" for o in plan.operations]
     last = {name: i for i, name in enumerate(names)}
-    current, with_updates = "", set[str]()
+    current = ""
+    with_updates = set[str]()
     for i, name in enumerate(names):
         is_interleaved = name.startswith("update") and current.startswith("backward") and i < last[current]
         with_updates |= {current} if is_interleaved else set()

@@ -309,7 +309,8 @@ def operands(subgraph: Sequence[Node]) -> list[Node]:
 def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
     """List the values that nodes are or alias; `parts` count as values."""
     found: dict[Node, None] = {}
-    stack, seen = list(reversed(nodes)), set()
+    stack = list(reversed(nodes))
+    seen = set()
     while stack:
         n = stack.pop()
         if n in seen:

@@ -79,7 +79,8 @@ def place_blocks(schedule: Schedule, counts: Sequence[int]) -> BlockPlacement:
     """
     ranks = range(schedule.ranks)
     rank_stages = [[s for s, rank in enumerate(schedule.rank_of_stage) if rank == r] for r in ranks]
-    chunks, slot = [], 0
+    chunks = []
+    slot = 0
     for k in range(max(map(len, rank_stages))):
         size = max([counts[stages[k]] for stages in rank_stages if k < len(stages)])
         chunks.append(tuple(range(slot, slot + size)))

@@ -29,7 +29,8 @@ def walk(schedule: "Schedule") -> Iterator[RankAction]:
     Raises:
         ValueError: if no rank can continue. The message names the waiting actions, and what each waits for.
     """
-    at, values = [0] * schedule.ranks, set[Value]()
+    at = [0] * schedule.ranks
+    values = set[Value]()
     waiters = dict[Value, list[int]]()  # by value, the ranks that wait for it
     runnable = list(range(schedule.ranks - 1, -1, -1))
     while runnable:
