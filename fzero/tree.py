@@ -159,11 +159,11 @@ def elementwise(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     rows = {
         tuple([identity(x) for x in xs]): xs for xs in zip(*columns, strict=True) if isinstance(xs[0], torch.Tensor)
     }
-    found = apply_to_groups(f, rows)
+    grouped = apply_to_groups(f, rows)
 
     def result(*xs: Any) -> Any:
         key = tuple([identity(x) for x in xs])
-        return found[key] if key in found else f(*xs)
+        return grouped[key] if key in grouped else f(*xs)
 
     return map(result, tree, *rest)
 

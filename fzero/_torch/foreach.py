@@ -68,12 +68,12 @@ def apply_to_groups(f: Callable[..., Any], rows: Mapping[Any, Sequence[Any]]) ->
     Returns:
         The results of the rows in groups, by their keys.
     """
-    found: dict[Any, torch.Tensor] = {}
+    results: dict[Any, torch.Tensor] = {}
     for keys in _groups(rows):
         columns = zip(*[rows[key] for key in keys], strict=True)
         out = f(*[TensorList(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns])
-        found.update(zip(keys, out.tensors, strict=True))
-    return found
+        results.update(zip(keys, out.tensors, strict=True))
+    return results
 
 
 def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:

@@ -55,11 +55,11 @@ def scalars_of(nodes: Iterable[Node]) -> set[Node]:
     for n in zero_dim:
         if all(a in constants for a in n.all_input_nodes):
             constants.add(n)
-    found: set[Node] = set()
+    scalars: set[Node] = set()
     for n in reversed(zero_dim):
-        if n not in constants or all(u in found for u in n.users):
-            found.add(n)
-    return found
+        if n not in constants or all(u in scalars for u in n.users):
+            scalars.add(n)
+    return scalars
 
 
 def read_by_loops(subgraph: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
@@ -192,7 +192,7 @@ class _SubgraphBuilder:
 
 def _neighbours(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
     """List the pairs of compiled subgraphs with nothing but scalars between them, the last pair first."""
-    found: list[tuple[int, int]] = []
+    neighbours: list[tuple[int, int]] = []
     before = None
     for i, subgraph in enumerate(subgraphs):
         if not subgraph or scalars >= {*subgraph}:
@@ -201,9 +201,9 @@ def _neighbours(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node])
             before = None
             continue
         if before is not None:
-            found.append((before, i))
+            neighbours.append((before, i))
         before = i
-    return found[::-1]
+    return neighbours[::-1]
 
 
 def _may_run_later(node: Node, written: AbstractSet[int], later: int, subgraph_index: Mapping[Node, int]) -> bool:
@@ -308,7 +308,7 @@ def operands(subgraph: Sequence[Node]) -> list[Node]:
 
 def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
     """List the values that nodes are or alias; `parts` count as values."""
-    found: dict[Node, None] = {}
+    values: dict[Node, None] = {}
     stack = list(reversed(nodes))
     seen = set()
     while stack:
@@ -319,35 +319,35 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
         if is_alias(n) and n not in parts:
             stack += n.all_input_nodes
         else:
-            found[written_argument(n)] = None
-    return list(found)
+            values[written_argument(n)] = None
+    return list(values)
 
 
 def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
     """List the aliases that must exist as values: operands of subgraphs that run alone, and results of the graph."""
-    found: set[Node] = set()
+    views: set[Node] = set()
     stack = [a for subgraph in subgraphs if runs_alone(subgraph[0]) for a in subgraph[0].all_input_nodes]
     stack += results
     while stack:
         n = stack.pop()
-        if is_alias(n) and n not in found:
-            found.add(n)
+        if is_alias(n) and n not in views:
+            views.add(n)
             stack += n.all_input_nodes
-    return found
+    return views
 
 
 def exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
     """List for each subgraph the values that later subgraphs or the caller need."""
     subgraph_index = {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
-    found: list[dict[Node, None]] = [{} for _ in subgraphs]
+    exported: list[dict[Node, None]] = [{} for _ in subgraphs]
     for i, subgraph in enumerate(subgraphs):
         for x in sources(operands(subgraph)):
             if x in subgraph_index and subgraph_index[x] != i:
-                found[subgraph_index[x]][x] = None
+                exported[subgraph_index[x]][x] = None
     for x in sources(results):
         if x in subgraph_index:
-            found[subgraph_index[x]][x] = None
-    return [list(e) for e in found]
+            exported[subgraph_index[x]][x] = None
+    return [list(e) for e in exported]
 
 
 def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
@@ -358,15 +358,15 @@ def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values
         register_of: the registers of all values computed so far.
         view_values: the views that exist as values.
     """
-    found: dict[Node, None] = {}
+    ordered: dict[Node, None] = {}
     stack = [(n, False) for n in reversed(nodes)]
     while stack:
         n, ready = stack.pop()
-        if n in register_of or n not in view_values or n in found:
+        if n in register_of or n not in view_values or n in ordered:
             continue
         if ready:
-            found[n] = None
+            ordered[n] = None
         else:
             stack.append((n, True))
             stack += [(a, False) for a in n.all_input_nodes]
-    return list(found)
+    return list(ordered)
