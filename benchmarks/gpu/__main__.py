@@ -9,7 +9,8 @@ if a check failed, 2 if there is no GPU.
 """
 
 import argparse
-import importlib.util
+import functools
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,12 +18,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.report import exit_status, write
-from benchmarks.gpu.run import ROOT, Outcome, Part, launch, run_parts
+from benchmarks.gpu.run import ROOT, Launch, Outcome, Part, launch, run_parts
 from tests.cuda import lane
 
 PARTS = [Part("checks", 3), Part("memory", 3), Part("peers", 3), Part("offload", 2), Part("speeds", 0.5)]
 PARTS += [Part("kernels", 1)]
-NEEDED = ("optree", "einops", "filelock", "fsspec", "rich", "xxhash", "pytest", "hypothesis")
 NO_GPU = """torch {version} sees no GPU here.
 If there is one, its driver may be older than this torch. Then take a torch that fits it:
   make gpu GPU_PYTHON=python3
@@ -32,6 +32,28 @@ or rehearse without a GPU:
 
 def main() -> int:
     """Run the parts and write the report."""
+    args = arguments()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if problem := problem_with(args, gpus):
+        print(problem, file=sys.stderr)
+        return 2
+    ranks = args.gpus or (1 if args.rehearse else min(max(gpus, 1), 8))
+    notes = [f"{ranks} processes, one a card." if ranks > 1 else "One process."]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the parts' processes, too, as Ctrl-C does
+    with tempfile.TemporaryDirectory() as cache:
+        variables = rehearsal(ranks, cache) if args.rehearse else {}
+        if args.rehearse:
+            notes.append("**A rehearsal on the CUDA without a GPU: kernels do nothing, so no number or time counts.**")
+        options = ["--toy"] * args.toy + ["--backends", *args.backends]
+        outcome = written(args, launch(ranks, options, variables), notes)
+    status = exit_status(outcome, args.rehearse)
+    bad = [f"{r.part}, {r.case}: {r.outcome} {r.reason}" for r in outcome.results if r.outcome in ("wrong", "failed")]
+    print("\n".join([*bad, f"wrote {args.out}; {'a check failed' if status else 'all checks hold'}"]))
+    return status
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         "benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,44 +64,36 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=["eager", "fx", "inductor"], help="the last is the default's")
     parser.add_argument("--rehearse", action="store_true", help="run on the CUDA without a GPU")
     parser.add_argument("--toy", action="store_true", help="tiny models")
-    parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; of a rehearsal .venv-cuda/gpu.md")
+    parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; .venv-cuda/gpu.md if nothing real is run")
     args = parser.parse_args()
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"{sys.executable} lacks {', '.join(missing)}: install them, or use `make gpu`", file=sys.stderr)
-        return 2
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not (gpus or args.rehearse or args.toy):
-        print(NO_GPU.format(version=torch.__version__), file=sys.stderr)
-        return 2
-    ranks = args.gpus or (1 if args.rehearse else min(max(gpus, 1), 8))
-    options = ["--toy"] * args.toy + ["--backends", *args.backends]
-    notes, variables = [f"{ranks} process{'es' * (ranks > 1)}, one a card."], {}
-    with tempfile.TemporaryDirectory() as cache:
-        if args.rehearse:
-            notes += ["**A rehearsal on the CUDA without a GPU: kernels do nothing, so no number and no time counts.**"]
-            variables = rehearsal(ranks, cache)
-        out = args.out or (lane.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
-        say = lambda line: print(line, flush=True)  # noqa: E731
-        outcome = Outcome("", [], 0.0)
+    args.out = args.out or (lane.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
+    return args
 
-        def keep(now: Outcome) -> None:
-            nonlocal outcome
-            outcome = now
-            write(now, out, command, notes, is_last=False)
 
-        try:
-            parts = [part for part in PARTS if part.name in args.parts]
-            run_parts(parts, args.minutes * 60, launch(ranks, options, variables), say, keep)
-        except KeyboardInterrupt:
-            notes.append("The run was stopped by hand.")
-        write(outcome, out, command, notes, is_last=True)
-    status = exit_status(outcome, args.rehearse)
-    bad = [f"{r.part}, {r.case}: {r.outcome} {r.reason}" for r in outcome.results if r.outcome in ("wrong", "failed")]
-    print("\n".join([*bad, f"wrote {out}; {'a check failed' if status else 'all checks hold'}"]))
-    return status
+def problem_with(args: argparse.Namespace, gpus: int) -> str:
+    """Say why nothing can run here; "" if it can."""
+    if args.rehearse and not lane.is_here():
+        return "this torch is built without CUDA; `make gpu ARGS=--rehearse` makes an environment with one"
+    return "" if gpus or args.rehearse or args.toy else NO_GPU.format(version=torch.__version__)
+
+
+def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outcome:
+    """Run the parts, write the report after each case and at the end, and return what became of them."""
+    command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
+    outcomes = [Outcome("", [], 0.0)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        write(outcome, args.out, command, notes, is_last=False)
+
+    try:
+        parts = [part for part in PARTS if part.name in args.parts]
+        run_parts(parts, args.minutes * 60, launch, functools.partial(print, flush=True), keep)
+    except KeyboardInterrupt:
+        notes.append("The run was stopped by hand.")
+    write(outcomes[-1], args.out, command, notes, is_last=True)
+    return outcomes[-1]
 
 
 def rehearsal(ranks: int, cache: str) -> dict[str, str]:

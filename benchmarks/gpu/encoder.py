@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero import optim, tree
+from fzero import optim
 from tests.helpers import train_step_for
 
-__all__ = ["HALF", "Config", "batch_of", "init", "loss_fn", "plain_step", "train_step_of"]
+__all__ = ["HALF", "Config", "batch_of", "init", "loss_fn", "train_step_of"]
 
 HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 
@@ -116,16 +116,3 @@ def batch_of(c: Config) -> tuple[Tensor, Tensor]:
 def train_step_of(c: Config, opt: optim.Optimizer, precision: fzero.Precision | None = None) -> Callable[..., Any]:
     """Make the train step of a user."""
     return train_step_for(functools.partial(loss_fn, c), opt, precision=precision)
-
-
-def plain_step(train_step: Callable[..., Any], is_compiled: bool) -> Callable[..., Any]:
-    """Make the step of a user who has one device: new values are written over the old."""
-
-    def written(params: Any, opt_state: Any, batch: Any) -> Any:
-        new_params, new_state, loss = train_step(params, opt_state, batch)
-        new = tree.tensors((new_params, new_state))
-        for x, y in zip(tree.tensors((params, opt_state)), new, strict=True):
-            x.copy_(y)
-        return params, opt_state, loss
-
-    return torch.compile(written) if is_compiled else written

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fzero import tree
 from fzero._torch import wait_for_device
 from fzero._torch.watched import allocations
 
-__all__ = ["MB", "Meter", "Peaks", "milliseconds"]
+__all__ = ["MB", "Meter", "Peaks", "from_rank_0", "milliseconds"]
 
 MB = 1e6  # bytes
 GROUP = 3  # steps between two readings of the clock, so that the host may run ahead as in training
@@ -67,16 +68,30 @@ class Meter:
         return Peaks(*(now[f"{kind}.all.peak"] - self._before[f"{kind}.all.current"] for kind in kinds))
 
     def seconds(self, run: Callable[[], Any], most: float = 4.0) -> list[float]:
-        """Return the seconds of a call, over rounds of a few calls; fewer rounds after `most` seconds."""
-        times, end = list[float](), time.perf_counter() + most
+        """Return the seconds of a call, over rounds of a few calls; fewer rounds if they take more than `most` seconds.
+
+        All ranks make the same number of calls.
+        """
         wait_for_device(self.device)
-        while len(times) < self.rounds and (not times or time.perf_counter() < end):
-            start = time.perf_counter()
-            for _ in range(GROUP):
-                run()
-            wait_for_device(self.device)
-            times.append((time.perf_counter() - start) / GROUP)
-        return times
+        first = self._round(run)
+        more = from_rank_0(min(self.rounds - 1, int(most / (first * GROUP))))
+        return [first, *[self._round(run) for _ in range(more)]]
+
+    def _round(self, run: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        for _ in range(GROUP):
+            run()
+        wait_for_device(self.device)
+        return (time.perf_counter() - start) / GROUP
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's value, which all ranks that exist agree on."""
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def milliseconds(times: list[float]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def launch(ranks: int, options: Sequence[str], variables: Mapping[str, str]) -> 
     def start(part: str, out: Path, skip: int, seconds: float, log: Path) -> "subprocess.Popen[bytes]":
         words = ["-m", "benchmarks.gpu.worker", part, str(out), "--skip", str(skip), "--seconds", str(seconds)]
         threads = max(1, (os.cpu_count() or 1) // ranks)  # for updates on the host; torchrun's own default is 1
-        own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": threads, **variables}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": threads, **variables, "PYTHONPATH": path}
         if ranks == 1:
             command = [sys.executable, *words]
             own = {**rank_variables(0, 1, free_port()), **own}
@@ -102,12 +103,16 @@ class Run:
 
     def results(self) -> Iterator[Result]:
         """Yield each case's result as it comes."""
-        while True:
+        while not self.cases or self.done < len(self.cases):
             self.out.touch()
+            before = self.done
             process = self.launch(self.part, self.out, self.done, self.end - time.monotonic(), self.log)
             try:
-                while process.poll() is None and time.monotonic() < self.end + GRACE:
+                end = self.end + GRACE
+                while process.poll() is None and time.monotonic() < end:
                     yield from self._new_results()
+                    if self.cases and self.done == len(self.cases):  # all that is left is to end, which may hang
+                        end = min(end, time.monotonic() + GRACE)
                     time.sleep(POLL)
                 is_late = process.poll() is None
             finally:
@@ -116,14 +121,13 @@ class Run:
             if is_late:
                 yield from self._stopped()
                 return
-            if self.current is None and (process.returncode == 0 or self.done == len(self.cases)):
-                if process.returncode and not self.cases:
-                    yield self._result(THE_PART, "failed", f"it did not begin: {last_line(self.log)}")
-                return
             if self.current is not None:
                 case = self.cases[self.current]
                 self.done, self.current = self.current + 1, None
                 yield self._result(case, "failed", f"its process died: {last_line(self.log)}")
+            elif self.done == before:
+                yield self._result(THE_PART, "failed", f"it did not begin: {last_line(self.log)}")
+                return
 
     def _new_results(self) -> Iterator[Result]:
         lines = self.out.read_text().split("\n")[:-1]
@@ -141,8 +145,8 @@ class Run:
     def _stopped(self) -> Iterator[Result]:
         """Yield what the end of the time does to the case that runs, and to those after it."""
         if self.current is not None:
-            yield self._result(self.cases[self.current], "left out", "stopped, since its time was over")
             self.done += 1
+            yield self._result(self.cases[self.current], "left out", "stopped, since its time was over")
         elif not self.cases:
             yield self._result(THE_PART, "left out", "its time was over before it began")
         for case in self.cases[self.done :]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import fzero
 from benchmarks.gpu.case import RANKS, Case, LeftOutError, Result, Setting
+from benchmarks.gpu.meter import from_rank_0
 from benchmarks.one_rank import alone
 from benchmarks.report import machine
 from fzero._torch import wait_for_device
@@ -36,7 +37,7 @@ LEAST = 2.0  # seconds that a case needs to begin
 BROKEN = 3  # the exit status of a process whose device does not answer
 
 
-def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: float, mesh: fzero.ranks.Mesh) -> bool:
+def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: float) -> bool:
     """Run cases until the time is over; return whether the device still answers.
 
     Args:
@@ -45,12 +46,11 @@ def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: floa
         emit: takes what becomes of them.
         skip: how many cases ran before, in another process.
         seconds: the time that is left. Who started this process ends a case that takes longer.
-        mesh: the mesh of the part.
     """
     end = time.monotonic() + seconds
     emit({"cases": [[case.name, case.is_check] for case in cases], "card": card()})
     for i, case in list(enumerate(cases))[skip:]:
-        if agreed(time.monotonic() + LEAST > end, mesh):
+        if from_rank_0(time.monotonic() + LEAST > end):
             emit({"end": Result(part, case.name, "left out", "no time was left").to_json()})
             continue
         emit({"start": i})
@@ -65,6 +65,7 @@ def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: floa
 def tried(part: str, case: Case) -> Result:
     """Run a case. An error becomes its outcome, and goes to the log as a whole."""
     result, start = Result(part, case.name, "ok", is_check=case.is_check), time.monotonic()
+    torch.manual_seed(0)  # all ranks draw the same parameters
     try:
         rows = case.run()
         holds = min([row.pop("holds", True) for row in rows], default=True)
@@ -98,15 +99,6 @@ def clean_up() -> bool:
         traceback.print_exc()
         return False
     return True
-
-
-def agreed(is_late: bool, mesh: fzero.ranks.Mesh) -> bool:
-    """Return what rank 0 says, so that all ranks leave out the same cases."""
-    if dist.get_backend() == "fake" or mesh.size == 1:
-        return is_late
-    answer = [is_late]
-    dist.broadcast_object_list(answer)
-    return answer[0]
 
 
 def card() -> str:
@@ -153,7 +145,7 @@ def main() -> int:
     with world(module.NEEDS_ALL_RANKS) as mesh:
         exists = dist.get_backend() != "fake"
         setting = Setting(mesh, exists, args.toy, log.without_gpu(), tuple(args.backends))
-        is_alive = run_cases(args.part, module.cases(setting), emit, args.skip, args.seconds, mesh)
+        is_alive = run_cases(args.part, module.cases(setting), emit, args.skip, args.seconds)
     return 0 if is_alive else BROKEN
 
 

@@ -175,7 +175,7 @@ Memory memory_of(const void* p) {
 }
 bool skips(size_t bytes) {
   static bool lazy = getenv("CUDA_LOG_LAZY") != nullptr;
-  return lazy && bytes > 4096;
+  return lazy && bytes > 65536;
 }
 
 API cudaError_t cudaMalloc(void** p, size_t n) {
