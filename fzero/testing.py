@@ -161,11 +161,11 @@ def is_exact_on_shards(opt: Any, steps: int = 3) -> bool:
     """Return whether an (init, update) pair gives the same numbers on flat shards as on full leaves.
 
     Args:
-        opt: a pair, such as a third-party pair (torchopt's pairs in `optim.leafwise`).
+        opt: an optimizer, such as a third-party optimizer (torchopt's optimizers in `optim.leafwise`).
         steps: the number of updates to try.
 
     Returns:
-        Whether the pair may run on shards, at stages 1 to 3.
+        Whether the optimizer may run on shards, at stages 1 to 3.
 
     Example:
         >>> is_exact_on_shards(optim.adam(0.1))
@@ -180,7 +180,7 @@ def is_exact_on_shards(opt: Any, steps: int = 3) -> bool:
     def train(params: Any, grads: Sequence[Any]) -> Any:
         state = opt.init(params)
         for g in grads:
-            # copies, since some third-party pairs write into their arguments
+            # copies, since some third-party optimizers write into their arguments
             updates, state = opt.update(tree.map(torch.clone, g), state, params=params)
             params = optim.apply_updates(params, updates)
         return params

@@ -240,7 +240,7 @@ def adafactor(
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
-        A pair; its state has the parameters' dtypes.
+        An optimizer; its state has the parameters' dtypes.
 
     Raises:
         ValueError: if a hyperparameter is out of its range; on update, if `params` is not given.

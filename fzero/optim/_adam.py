@@ -74,7 +74,7 @@ def adamw(
             tensors). By default all leaves decay.
 
     Returns:
-        A pair; its state has two moments per element, of the parameter's dtype.
+        An optimizer; its state has two moments per element, of the parameter's dtype.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter is negative. On update, if
@@ -119,14 +119,14 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
         eps: added to the root of the second moment.
 
     Returns:
-        A pair; its state has two moments per element, of the parameter's dtype.
+        An optimizer; its state has two moments per element, of the parameter's dtype.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or `eps` is negative.
 
     Example:
-        >>> pair = scale_by_adam()
-        >>> pair.update({"w": torch.tensor(2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
+        >>> opt = scale_by_adam()
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init({"w": torch.tensor(1.0)}))[0]
         {'w': tensor(1.0000)}
     """
     check_fraction(b1=b1, b2=b2)
@@ -185,7 +185,7 @@ def lamb(
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
-        A pair, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
+        An optimizer, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
         `scale_by_learning_rate`. Its state has two moments per element, of the parameter's dtype.
 
     Raises:
@@ -211,7 +211,7 @@ def scale_by_trust_ratio() -> Optimizer:
     If the norm of a leaf or of its step is zero, the step stays unchanged.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: on update, if `params` is not given.

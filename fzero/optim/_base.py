@@ -1,4 +1,4 @@
-"""The (init, update) pair of optax, its hyperparameters, and the checks that all pairs share."""
+"""The (init, update) pair of optax, its hyperparameters, and the checks that all optimizers share."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ __all__ = [
     "Number",
     "OptState",
     "Optimizer",
-    "Pair",
+    "OptimizerLike",
     "Params",
     "Updates",
     "apply_updates",
@@ -30,8 +30,8 @@ __all__ = [
     "at_least_float32",
     "chain",
     "check_fraction",
+    "check_has_method",
     "check_nonnegative",
-    "check_pair",
     "check_positive",
     "check_rate",
     "find_state",
@@ -39,7 +39,7 @@ __all__ = [
     "rate_at",
     "torch_hints",
     "torch_optimizer_message",
-    "wrap_pairs",
+    "wrap_optimizers",
 ]
 
 # The check of every function that takes an (init, update) pair.
@@ -48,7 +48,7 @@ __all__ = [
 _EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # torch.optim has classes of the same names
 
 
-def check_pair(opt: Any, method: str) -> None:
+def check_has_method(opt: Any, method: str) -> None:
     """Check that an optimizer is an (init, update) pair with the method that is needed: "init" or "update".
 
     Raises:
@@ -67,7 +67,7 @@ def check_pair(opt: Any, method: str) -> None:
 
 
 def torch_optimizer_message(opt: Any) -> str:
-    """Return an error message that says which fzero pair replaces an optimizer of torch.optim, or its class."""
+    """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
     text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
     text += "(init, update) pair, two pure functions: "
@@ -80,7 +80,7 @@ def torch_optimizer_message(opt: Any) -> str:
 # The (init, update) pair of optax: an optimizer is two pure functions over trees.
 #
 # `init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
-# parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair runs on any layout unchanged.
+# parameters. On boxed trees `tree_map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
 
 
 Params = Tree
@@ -88,15 +88,15 @@ Params = Tree
 Updates = Tree
 """A tree like the parameters: gradients, or the differences that `apply_updates` adds to the parameters."""
 OptState = Tree
-"""The state of a pair: any tree. Its leaves that mirror the parameters lie in boxes if the parameters do."""
+"""The state of an optimizer: any tree. Its leaves that mirror the parameters lie in boxes if the parameters do."""
 Mask = Tree | Callable[[Params], Tree]
 """A tree of bools like the full parameters, or a function that returns one from the full leaves (as meta tensors)."""
 
 State = TypeVar("State")
 
 
-class Pair(Protocol):
-    """An (init, update) pair: an `Optimizer`, or a third-party object with the two methods of optax's pairs.
+class OptimizerLike(Protocol):
+    """An (init, update) pair: an `Optimizer`, or a third-party object with the two methods of optax's optimizers.
 
     Example:
         >>> import fzero, torch
@@ -127,11 +127,11 @@ class Optimizer:
     Attributes:
         init: `init(params) -> state`.
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
-        exact_on_shards: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
-            in `fzero.optim`; None if unknown, and `fzero.testing.is_exact_on_shards` finds out.
-        precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
-        skips_overflow: whether the pair skips steps whose gradients overflowed, as a loss scale does.
-        parts: the pairs that this pair is composed of.
+        exact_on_shards: whether the optimizer gives the same numbers on flat shards as on full leaves: True for all
+            optimizers in `fzero.optim`; None if unknown, and `fzero.testing.is_exact_on_shards` finds out.
+        precision: the policy by which `step.init` casts the parameters, if the optimizer keeps master weights.
+        skips_overflow: whether the optimizer skips steps whose gradients overflowed, as a loss scale does.
+        parts: the optimizers that this optimizer is composed of.
         elementwise: False if the update of an element reads other elements, for a norm for instance.
         offloads_state: whether part of the state lies in host memory.
         param_offload_ratio: the share of the parameters that lies in host memory, or a rule `(path) -> share`.
@@ -154,7 +154,7 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """The name of the function or class that made the pair, with the names of its parts."""
+        """The name of the function or class that made the optimizer, with the names of its parts."""
         factory = getattr(self.update, "__qualname__", type(self.update).__name__)
         inner = ", ".join([part.name for part in self.parts])
         return factory.split(".")[0] + (f"({inner})" if inner else "")
@@ -176,35 +176,35 @@ class Optimizer:
         return offload_params(params, ratio, self.precision) if ratio else params
 
 
-def as_optimizer(pair: Pair) -> Optimizer:
-    """Return a pair as an `Optimizer`; a third-party one may have an attribute `exact_on_shards`.
+def as_optimizer(opt: OptimizerLike) -> Optimizer:
+    """Return an optimizer as an `Optimizer`; a third-party one may have an attribute `exact_on_shards`.
 
     Raises:
-        TypeError: if it is no pair.
+        TypeError: if it has no `init` or no `update`.
     """
-    if isinstance(pair, Optimizer):
-        return pair
+    if isinstance(opt, Optimizer):
+        return opt
     for method in ("init", "update"):
-        check_pair(pair, method)
-    return Optimizer(pair.init, pair.update, getattr(pair, "exact_on_shards", None))
+        check_has_method(opt, method)
+    return Optimizer(opt.init, opt.update, getattr(opt, "exact_on_shards", None))
 
 
-def wrap_pairs(
-    init: Callable[[Params], OptState], update: Callable[..., tuple[Updates, OptState]], *pairs: Pair
+def wrap_optimizers(
+    init: Callable[[Params], OptState], update: Callable[..., tuple[Updates, OptState]], *opts: OptimizerLike
 ) -> Optimizer:
-    """Return a pair of functions that call `pairs`, with the attributes that follow from theirs."""
-    optimizers = [as_optimizer(pair) for pair in pairs]
-    exact = {pair.exact_on_shards for pair in optimizers}
-    policies = [pair.precision for pair in optimizers if pair.precision is not None]
+    """Return an optimizer of functions that call `opts`, with the attributes that follow from theirs."""
+    optimizers = [as_optimizer(opt) for opt in opts]
+    exact = {opt.exact_on_shards for opt in optimizers}
+    policies = [opt.precision for opt in optimizers if opt.precision is not None]
     return Optimizer(
         init,
         update,
         exact_on_shards=False if False in exact else None if None in exact else True,
         precision=policies[0] if policies else None,
-        skips_overflow=any(pair.skips_overflow for pair in optimizers),
+        skips_overflow=any(opt.skips_overflow for opt in optimizers),
         parts=tuple(optimizers),
-        elementwise=False if any(pair.elementwise is False for pair in optimizers) else None,
-        offloads_state=any(pair.offloads_state for pair in optimizers),
+        elementwise=False if any(opt.elementwise is False for opt in optimizers) else None,
+        offloads_state=any(opt.offloads_state for opt in optimizers),
         param_offload_ratio=next((x.param_offload_ratio for x in optimizers if x.param_offload_ratio), 0),
     )
 
@@ -235,14 +235,14 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
-def chain(*pairs: Pair) -> Optimizer:
-    """Compose pairs: the updates of one are the gradients of the next.
+def chain(*opts: OptimizerLike) -> Optimizer:
+    """Compose optimizers: the updates of one are the gradients of the next.
 
     Args:
-        *pairs: (init, update) pairs, third-party ones among them.
+        *opts: (init, update) pairs, third-party ones among them.
 
     Returns:
-        A pair whose state is the tuple of the links' states.
+        An optimizer whose state is the tuple of the links' states.
 
     Raises:
         ValueError: if `master_weights` is not the last link: a later link would change the parameters and not the
@@ -255,26 +255,26 @@ def chain(*pairs: Pair) -> Optimizer:
         >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
-    optimizers = [as_optimizer(pair) for pair in pairs]
-    if any(pair.precision is not None for pair in optimizers[:-1]):
+    optimizers = [as_optimizer(opt) for opt in opts]
+    if any(opt.precision is not None for opt in optimizers[:-1]):
         raise ValueError("chain: master_weights must be the last link, or around the whole chain")
-    if any(pair.skips_overflow for pair in optimizers):
+    if any(opt.skips_overflow for opt in optimizers):
         raise ValueError(
             "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "
             "after it would see steps that are skipped"
         )
 
     def init(params: Params) -> OptState:
-        return tuple([pair.init(params) for pair in pairs])
+        return tuple([opt.init(params) for opt in opts])
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         new = []
-        for pair, s in zip(pairs, state, strict=True):
-            grads, s = pair.update(grads, s, params=params)
+        for opt, s in zip(opts, state, strict=True):
+            grads, s = opt.update(grads, s, params=params)
             new.append(s)
         return grads, tuple(new)
 
-    return wrap_pairs(init, update, *pairs)
+    return wrap_optimizers(init, update, *opts)
 
 
 # Hints for torch's argument names: the error of `adamw(lr=1e-3)` says which argument to use instead.
@@ -306,7 +306,7 @@ _HINTS: dict[str, str] = {
     "dampening": "there is none: scale the gradients with optim.scale in a chain",
     "maximize": "negate the loss",
     "lr_decay": "give a schedule as learning_rate, such as optim.exponential_decay",
-    "amsgrad": "there is no such variant: write your own pair, optim.Optimizer(init, update)",
+    "amsgrad": "there is no such variant: write your own optimizer, optim.Optimizer(init, update)",
     **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _NOT_NEEDED),
 }
 
@@ -364,7 +364,7 @@ def _are_parameters(x: Any) -> bool:
     return inspect.isgenerator(x) or isinstance(x, list | tuple | dict)
 
 
-# Hyperparameters: numbers that are checked when a pair is made, or 0-d tensors that may change during training.
+# Hyperparameters: numbers that are checked when an optimizer is made, or 0-d tensors that may change during training.
 
 
 Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state

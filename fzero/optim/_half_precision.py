@@ -12,14 +12,14 @@ from fzero._notice import warn_once
 from fzero.collectives import psum, to_host
 from fzero.optim._base import (
     Optimizer,
+    OptimizerLike,
     OptState,
-    Pair,
     Params,
     Updates,
     apply_updates,
     check_positive,
     find_state,
-    wrap_pairs,
+    wrap_optimizers,
 )
 from fzero.optim._precision import Precision
 from fzero.sharding import Shard, Slot, is_box, map_spaces, traced_spec, zero_padding
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class MasterState(NamedTuple):
-    """The master weights, a tree like the parameters, and the state of the pair.
+    """The master weights, a tree like the parameters, and the state of the optimizer.
 
     A parameter that is itself in full precision has no second copy: its entry in `master` is None.
     """
@@ -48,8 +48,8 @@ class MasterState(NamedTuple):
     inner: OptState
 
 
-def master_weights(pair: Pair, precision: Precision) -> Optimizer:
-    """Apply a pair to master weights, and return updates that set the parameters to the rounded masters.
+def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
+    """Apply an optimizer to master weights, and return updates that set the parameters to the rounded masters.
 
     Half-precision parameters lose every update smaller than their last bit; master weights accumulate such updates
     (arXiv:1710.03740). They are part of the optimizer state, so stages 1 to 3 shard them. With Adam that takes 12 bytes
@@ -57,12 +57,12 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
     update overwrites parameters that were changed by hand.
 
     Args:
-        pair: an (init, update) pair, such as a whole chain; it sees gradients and parameters in `precision.master`'s
+        opt: an (init, update) pair, such as a whole chain; it sees gradients and parameters in `precision.master`'s
             dtype, as in training without half precision.
         precision: the policy that `fzero.value_and_grad` gets, too.
 
     Returns:
-        A pair. Call its `init` with the parameters before they are cast, so that the masters have all their bits.
+        An optimizer. Call its `init` with the parameters before they are cast, so that the masters have all their bits.
         `fzero.zero.ShardedStep.init` does so, and casts them afterwards. Unsharded: `opt_state = opt.init(params)`,
         then `params = precision.cast(params)`.
 
@@ -96,7 +96,7 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
     def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(without_copies(masters, precision.dtype_tree(params)), pair.init(masters))
+        return MasterState(without_copies(masters, precision.dtype_tree(params)), opt.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
@@ -104,7 +104,7 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
         like = precision.dtype_tree(params)
         _check_dtypes(params, grads, like, precision)
         masters = master_params(params, state)
-        updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
+        updates, inner = opt.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
 
         def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
 
         return tree.map(update_of, params, updates, new), MasterState(without_copies(new, like), inner)
 
-    return replace(wrap_pairs(init, update, pair), precision=precision)
+    return replace(wrap_optimizers(init, update, opt), precision=precision)
 
 
 def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
@@ -212,13 +212,13 @@ def _check_dtypes(params: Params, grads: Updates, like: Params, precision: Preci
 
 
 class LossScaleState(NamedTuple):
-    """The scale of the loss, and the state of the pair.
+    """The scale of the loss, and the state of the optimizer.
 
     Attributes:
         scale: the factor for the next loss: float32, 0-d.
         growth: the number of good steps since the scale changed: int64, 0-d.
         skipped: the number of steps that overflowed and changed nothing: int64, 0-d.
-        inner: the state of the pair.
+        inner: the state of the optimizer.
     """
 
     scale: torch.Tensor
@@ -228,7 +228,7 @@ class LossScaleState(NamedTuple):
 
 
 def dynamic_loss_scale(
-    pair: Pair,
+    opt: OptimizerLike,
     initial: float = 2.0**16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -239,12 +239,12 @@ def dynamic_loss_scale(
     """Skip steps whose gradients overflowed, and adapt the loss scale so that few do (arXiv:1710.03740).
 
     The reduced gradients decide whether a step counts, by one psum of a number, so all ranks agree. The choice is a
-    `where`, so Python never waits for the value. A skipped step leaves the parameters and the pair's state bit for bit
-    unchanged. Wrap the whole chain in it. `fzero.scaled_value_and_grad` scales the loss, and divides the gradients by
-    the scale. The numbers are those of `torch.amp.GradScaler`.
+    `where`, so Python never waits for the value. A skipped step leaves the parameters and the optimizer's state bit for
+    bit unchanged. Wrap the whole chain in it. `fzero.scaled_value_and_grad` scales the loss, and divides the gradients
+    by the scale. The numbers are those of `torch.amp.GradScaler`.
 
     Args:
-        pair: an (init, update) pair.
+        opt: an (init, update) pair.
         initial: the first scale.
         growth_factor: multiplies the scale after `growth_interval` good steps in a row.
         backoff_factor: multiplies the scale after a step that overflowed.
@@ -253,7 +253,7 @@ def dynamic_loss_scale(
         maximum: the largest scale.
 
     Returns:
-        A pair; its state is a `LossScaleState`.
+        An optimizer; its state is a `LossScaleState`.
 
     Raises:
         ValueError: if a number is not positive, `growth_factor` is below 1, `backoff_factor` is above 1, `initial` is
@@ -279,12 +279,12 @@ def dynamic_loss_scale(
     def init(params: Params) -> LossScaleState:
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return LossScaleState(
-            torch.tensor(initial, dtype=torch.float32, device="cpu"), zero, zero.clone(), pair.init(params)
+            torch.tensor(initial, dtype=torch.float32, device="cpu"), zero, zero.clone(), opt.init(params)
         )
 
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         good = all_finite(grads)
-        updates, inner = pair.update(grads, state.inner, params=params)
+        updates, inner = opt.update(grads, state.inner, params=params)
         # x + -0.0 is x for every x; 0.0 would change a parameter of -0.0 to 0.0
         updates = map_spaces(lambda space, u: _select(good, space, u, torch.full_like(u, -0.0)), updates)
         inner = map_spaces(partial(_select, good), inner, state.inner)
@@ -296,18 +296,18 @@ def dynamic_loss_scale(
         growth = torch.where(grows, torch.zeros_like(growth), growth)
         return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
 
-    return replace(wrap_pairs(init, update, pair), skips_overflow=True)
+    return replace(wrap_optimizers(init, update, opt), skips_overflow=True)
 
 
-def static_loss_scale(pair: Pair, scale: float) -> Optimizer:
+def static_loss_scale(opt: OptimizerLike, scale: float) -> Optimizer:
     """Skip steps whose gradients overflowed, at a constant loss scale. See `dynamic_loss_scale`.
 
     Args:
-        pair: an (init, update) pair.
+        opt: an (init, update) pair.
         scale: the factor for the loss; a power of two causes no rounding.
 
     Returns:
-        A pair; its state is a `LossScaleState`.
+        An optimizer; its state is a `LossScaleState`.
 
     Raises:
         ValueError: if `scale` is not positive.
@@ -317,7 +317,7 @@ def static_loss_scale(pair: Pair, scale: float) -> Optimizer:
         >>> static_loss_scale(optim.sgd(0.5), 1024.0).init({"w": torch.ones(2)}).scale
         tensor(1024.)
     """
-    return dynamic_loss_scale(pair, scale, 1.0, 1.0, minimum=scale, maximum=scale)
+    return dynamic_loss_scale(opt, scale, 1.0, 1.0, minimum=scale, maximum=scale)
 
 
 def loss_scale(opt_state: OptState) -> LossScaleState:

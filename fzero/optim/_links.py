@@ -33,7 +33,7 @@ __all__ = [
     "set_to_zero",
 ]
 
-# Pairs that multiply gradients by a number: the last link of most chains.
+# Optimizers that multiply gradients by a number: the last link of most chains.
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -46,7 +46,7 @@ def scale(factor: Number) -> Optimizer:
     """Multiply gradients by `factor`.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Example:
         >>> scale(-0.5).update({"w": torch.tensor(2.0)}, ())[0]
@@ -66,13 +66,13 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         schedule: see `fzero.optim.Schedule`. Its values keep their sign: to descend, return a negative rate.
 
     Returns:
-        A pair; its state is a counter.
+        An optimizer; its state is a counter.
 
     Example:
-        >>> pair = scale_by_schedule(lambda count: 1.0 / (1 + count))
-        >>> grads, state = {"w": torch.tensor(2.0)}, pair.init({})
+        >>> opt = scale_by_schedule(lambda count: 1.0 / (1 + count))
+        >>> grads, state = {"w": torch.tensor(2.0)}, opt.init({})
         >>> for _ in range(2):
-        ...     updates, state = pair.update(grads, state)
+        ...     updates, state = opt.update(grads, state)
         >>> updates
         {'w': tensor(1.)}
     """
@@ -95,7 +95,7 @@ def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
         learning_rate: a number, or a schedule.
 
     Returns:
-        A pair. It has no state for a number, and a counter for a schedule.
+        An optimizer. It has no state for a number, and a counter for a schedule.
 
     Raises:
         ValueError: if `learning_rate` is a negative number.
@@ -115,7 +115,7 @@ def set_to_zero() -> Optimizer:
     """Replace gradients by zeros. With `masked` this freezes leaves.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Example:
         >>> from fzero.optim import masked
@@ -150,7 +150,7 @@ def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optim
             tensors). By default all leaves decay.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: if `weight_decay` is negative. On update, if `weight_decay` is not 0 and `params` is not given, or
@@ -199,7 +199,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
             pass torch.float32, or rounding loses small changes.
 
     Returns:
-        A pair.
+        An optimizer.
 
     Raises:
         ValueError: if `decay` is not in [0, 1). On update, if `params` is not given.
@@ -245,14 +245,14 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
         accumulator_dtype: the dtype of the average; by default the dtype of `values`.
 
     Returns:
-        A pair, `update(values, state) -> (average, state)`.
+        An optimizer, `update(values, state) -> (average, state)`.
 
     Raises:
         ValueError: if `decay` is not in [0, 1).
 
     Example:
-        >>> pair = ema(0.9)
-        >>> average, state = pair.update({"w": torch.tensor(2.0)}, pair.init({"w": torch.tensor(0.0)}))
+        >>> opt = ema(0.9)
+        >>> average, state = opt.update({"w": torch.tensor(2.0)}, opt.init({"w": torch.tensor(0.0)}))
         >>> average, state.ema
         ({'w': tensor(2.)}, {'w': tensor(0.2000)})
     """

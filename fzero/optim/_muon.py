@@ -13,7 +13,7 @@ from fzero.optim._base import (
     Mask,
     Number,
     Optimizer,
-    Pair,
+    OptimizerLike,
     Params,
     Updates,
     chain,
@@ -192,7 +192,7 @@ def muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     *,
-    fallback: Pair | None = None,
+    fallback: OptimizerLike | None = None,
     mask: Mask | None = None,
     ns_dtype: torch.dtype | None = torch.bfloat16,
 ) -> Optimizer:
@@ -215,15 +215,16 @@ def muon(
         ns_steps: the number of iterations.
         adjust_lr_fn: how the rate grows with a matrix `[r, c]`: "original" (or None) times sqrt(max(1, r / c)), or
             "match_rms_adamw" (arXiv:2502.16982) times 0.2 sqrt(max(r, c)), for AdamW's rate and decay.
-        fallback: the pair for all other leaves, such as `optim.adamw(3e-4)`. It is required if there are such leaves.
-            Muon and `fallback` both keep state for all leaves, as `masked` does.
+        fallback: the optimizer for all other leaves, such as `optim.adamw(3e-4)`. It is required if there are such
+            leaves. Muon and `fallback` both keep state for all leaves, as `masked` does.
         mask: which leaves are Muon's: a tree of bools, or a function that returns one from the tree of full leaves (as
             meta tensors). By default the leaves with two dimensions. A leaf `[.., r, c]` in the mask is a stack of
             separate matrices, such as experts. Give convolutions to `fallback`.
         ns_dtype: the dtype of the iteration, and of the matrices on the wire; None for the gradients' dtype.
 
     Returns:
-        A pair. Its state is a `MuonState`; with `fallback` it is a tuple of a `MuonState` and the state of `fallback`.
+        An optimizer. Its state is a `MuonState`; with `fallback` it is a tuple of a `MuonState` and the state of
+        `fallback`.
 
     Raises:
         ValueError: if a hyperparameter is out of its range, or `mask` is given without `fallback`. On init and update,
@@ -246,7 +247,7 @@ def muon(
     if adjust_lr_fn not in _SCALES:
         raise ValueError(f'adjust_lr_fn={adjust_lr_fn!r}: expected None, "original" or "match_rms_adamw"')
     if mask is not None and fallback is None:
-        raise ValueError("muon: mask= selects Muon's leaves, and no pair updates the rest: give fallback= too")
+        raise ValueError("muon: mask= selects Muon's leaves, and no optimizer updates the rest: give fallback= too")
 
     def direction(matrix: torch.Tensor) -> torch.Tensor:
         return _orthogonalize(matrix, ns_coefficients, ns_steps, eps)
@@ -316,7 +317,7 @@ def _not(mask: Tree) -> Tree:
 
 
 def _check_mask(params: Params, mask: Mask | None, has_fallback: bool) -> Tree:
-    """Return the mask as a tree of bools, after a check that Muon's leaves are matrices and the rest have a pair."""
+    """Return the mask as a tree of bools. Muon's leaves must be matrices, and the rest must have an optimizer."""
     leaves = abstract(params)
     is_matrix = _mask(leaves, mask)
     paths, entries, _ = tree.flatten_with_paths(leaves)
@@ -325,7 +326,7 @@ def _check_mask(params: Params, mask: Mask | None, has_fallback: bool) -> Tree:
             continue
         if not m and not has_fallback:
             raise ValueError(
-                f"muon is for matrices, and leaf {path!r} is {tree.show(x)}: give the other leaves another pair, "
+                f"muon is for matrices, and leaf {path!r} is {tree.show(x)}: give the other leaves another optimizer, "
                 "optim.muon(0.02, fallback=optim.adamw(3e-4)), and by mask= the embeddings and the head too"
             )
         if m and x.ndim < 2:

@@ -121,7 +121,7 @@ def clip(max_delta: Number) -> Optimizer:
         max_delta: the largest absolute value that passes unchanged.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: if `max_delta` is not positive.
@@ -150,7 +150,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
         max_norm: the largest 2-norm that passes unchanged.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: if `max_norm` is not positive.
@@ -179,7 +179,7 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
         threshold: the largest root mean square that passes unchanged.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: if `threshold` is not positive.
@@ -220,7 +220,7 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         names: parts of the paths of leaves that hold experts along dimension 0, as for `fzero.parallel.experts.split`.
 
     Returns:
-        A pair without state.
+        An optimizer without state.
 
     Raises:
         ValueError: if `max_norm` is not positive, or `names` are not parts of paths. On update, if no leaf's path has

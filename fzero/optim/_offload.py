@@ -12,7 +12,16 @@ import torch
 
 from fzero import tree
 from fzero.collectives import to_device, to_host
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, as_optimizer, find_state, wrap_pairs
+from fzero.optim._base import (
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    as_optimizer,
+    find_state,
+    wrap_optimizers,
+)
 from fzero.optim._half_precision import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
 from fzero.sharding import Shard, boxes_to_device, is_box, spaces
@@ -23,48 +32,50 @@ UPDATE_SPACES = ("host", "device")
 
 
 class DelayedState(NamedTuple):
-    """The state of a pair whose host updates by the gradients of the previous step.
+    """The state of an optimizer whose host updates by the gradients of the previous step.
 
     Attributes:
         previous_grads: the previous step's gradients for the units with a host piece; None for the rest.
-        inner: the pair's state.
+        inner: the optimizer's state.
     """
 
     previous_grads: Updates
     inner: OptState
 
 
-def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False) -> Optimizer:
-    """Keep a ratio of a pair's state in host memory; the numbers equal those of `pair` bit for bit.
+def offload(
+    opt: OptimizerLike, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False
+) -> Optimizer:
+    """Keep a ratio of an optimizer's state in host memory; the numbers equal those of `opt` bit for bit.
 
     The host holds the last units of the tree, and the end of one unit's shards. Their gradients come first, and the
     next step needs their parameters last. The host receives its share of the gradients in the gradients' dtype. It
-    returns parameters in their own dtype if the pair keeps master weights, and updates otherwise. So in bfloat16 each
-    element costs 2 bytes each way, once per step.
+    returns parameters in their own dtype if the optimizer keeps master weights, and updates otherwise. So in bfloat16
+    each element costs 2 bytes each way, once per step.
 
     Args:
-        pair: an (init, update) pair. Clip before it, on the device: `chain(clip_by_global_norm(1.0), offload(...))`.
+        opt: an (init, update) pair. Clip before it, on the device: `chain(clip_by_global_norm(1.0), offload(...))`.
         ratio: the share of the state's elements that lies on the host, from 0 to 1; or a rule `(path) -> share` that
             is called for each leaf. The host holds the end of each rank's shard of a unit.
         update: the space in which the host's share is updated. "host" sends gradients to the host and results back; it
-            needs a pair that treats each element by itself. "device" copies the state to the device and back, one unit
-            at a time; it works with any pair.
+            needs an optimizer that treats each element by itself. "device" copies the state to the device and back, one
+            unit at a time; it works with any optimizer.
         delay: 1 to update units with a host piece by the gradients of the previous step, as ZeRO-Offload's delayed
             parameter update does. The host then computes during the whole step. This is another algorithm: the numbers
-            are those of `pair` with these units' gradients one step late, and zeros at the first step.
+            are those of `opt` with these units' gradients one step late, and zeros at the first step.
         params: whether the host's share of the parameters lies on the host, too; `step.init` puts it there. It needs
             stage 3. A unit's share moves to the device whenever the unit is gathered. Later links of a chain see it on
             the host.
 
     Returns:
-        A pair. Its state is the state of `pair` with its boxes in pieces, so checkpoints of one ratio load at another.
-        At stage 0 and unsharded, each leaf of the state is a box over no axis.
+        An optimizer. Its state is the state of `opt` with its boxes in pieces, so checkpoints of one ratio load at
+        another. At stage 0 and unsharded, each leaf of the state is a box over no axis.
 
     Raises:
         TypeError: if `ratio` is neither a number nor a rule.
         ValueError: if `ratio` is not from 0 to 1, or `update` is not "host" or "device". If `delay` is neither 0 nor
-            1, or is 1 with `update="device"`. If `update="host"` and `pair` reads more than one element of a leaf. If
-            `pair` is a loss scale, which goes around `offload`. In `step.init`, if `params` is true below stage 3. On
+            1, or is 1 with `update="device"`. If `update="host"` and `opt` reads more than one element of a leaf. If
+            `opt` is a loss scale, which goes around `offload`. In `step.init`, if `params` is true below stage 3. On
             use, if the state was split at another ratio, or made for gradients of another dtype.
 
     Example:
@@ -79,7 +90,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         >>> opt.update(params, state, params)[0]["w"].shape
         torch.Size([256])
     """
-    optimizer = as_optimizer(pair)
+    optimizer = as_optimizer(opt)
     check_ratio(ratio)
     if update not in UPDATE_SPACES:
         raise ValueError(f"update={update!r}: expected one of {UPDATE_SPACES}")
@@ -88,7 +99,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     if update == "host" and optimizer.elementwise is False:
         raise ValueError(
             f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
-            'clipping before offload, in a chain, or update on the device, offload(pair, ratio, update="device")'
+            'clipping before offload, in a chain, or update on the device, offload(opt, ratio, update="device")'
         )
     if delay not in (0, 1) or (delay and update == "device"):
         raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update="host"')
@@ -97,8 +108,8 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     def init(params: Params) -> OptState:
         plan = offload_plan_of(params, ratio, optimizer.precision)
         if optimizer.elementwise is False:
-            return plan.state_to_host(pair.init(params))
-        state = pair.init(plan.to_pieces(params, to_host))
+            return plan.state_to_host(opt.init(params))
+        state = opt.init(plan.to_pieces(params, to_host))
         return DelayedState(_zero_gradients(plan, params, optimizer), state) if delay else state
 
     def offload_update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
@@ -108,7 +119,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
 
     offload_update.__qualname__ = "offload.update"
     return replace(
-        wrap_pairs(init, offload_update, pair),
+        wrap_optimizers(init, offload_update, opt),
         elementwise=optimizer.elementwise,
         offloads_state=True,
         param_offload_ratio=ratio if params else 0,
@@ -116,20 +127,20 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
 
 
 def _update_on_host(
-    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+    opt: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Send the host's share of the gradients to the host, and update each piece in its space."""
-    return _update_in_pieces(pair, plan, plan.to_pieces(grads, to_host), state, params)
+    return _update_in_pieces(opt, plan, plan.to_pieces(grads, to_host), state, params)
 
 
 def _update_delayed(
-    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
+    opt: Optimizer, plan: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Update units with a host piece by the previous step's gradients, and store this step's gradients for the next."""
     new = plan.to_pieces(grads, to_host)
     previous_grads = plan.host_units(new)
     _check_previous_grads(previous_grads, state.previous_grads)
-    updates, inner = _update_in_pieces(pair, plan, plan.with_host_units(new, state.previous_grads), state.inner, params)
+    updates, inner = _update_in_pieces(opt, plan, plan.with_host_units(new, state.previous_grads), state.inner, params)
     return updates, DelayedState(previous_grads, inner)
 
 
@@ -150,11 +161,11 @@ def _check_previous_grads(new: Updates, previous_grads: Updates) -> None:
             )
 
 
-def _zero_gradients(plan: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
+def _zero_gradients(plan: OffloadPlan, params: Params, opt: Optimizer) -> Updates:
     """Return the previous gradients at the first step: zeros in the gradients' dtype."""
 
     def zeros(path: str, x: torch.Tensor | None) -> torch.Tensor | None:
-        policy = pair.precision
+        policy = opt.precision
         if x is None:
             return None
         dtype = x.dtype if policy is None else policy.gradients(policy.dtype_of(path, x)).grad
@@ -164,13 +175,13 @@ def _zero_gradients(plan: OffloadPlan, params: Params, pair: Optimizer) -> Updat
 
 
 def _update_in_pieces(
-    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+    opt: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Update each piece in its space, and move the results to the device, where the parameters lie there."""
     params_in_pieces = None if params is None else plan.to_pieces(params, to_host)
-    updates, state = pair.update(grads, state, params=params_in_pieces)
+    updates, state = opt.update(grads, state, params=params_in_pieces)
     leaves_only = plan.has_host_params(params)
-    if pair.precision is None or params is None:
+    if opt.precision is None or params is None:
         return plan.from_pieces(
             updates, lambda i, u: [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)], leaves_only
         ), state
@@ -190,24 +201,24 @@ def _update_in_pieces(
 
 
 def _update_on_device(
-    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+    opt: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Move the host's share of the state to the device, update there, and move the share back."""
     params_on_device = None if params is None else boxes_to_device(params)
-    updates, new = pair.update(grads, plan.state_to_device(state), params=params_on_device)
+    updates, new = opt.update(grads, plan.state_to_device(state), params=params_on_device)
     return (
         plan.to_pieces(updates, to_host, boxes_only=True) if plan.has_host_params(params) else updates
     ), plan.state_to_host(new)
 
 
 def with_offload_ratio(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
-    """Return the state of a pair as `offload` keeps it at `ratio`, from any other ratio; 0 moves all to the device.
+    """Return an optimizer's state as `offload` keeps it at `ratio`, from any other ratio; 0 moves all to the device.
 
     The pieces are copied, so both states take memory at once. If the state does not fit twice, save it, make another
     state by `step.init`, and load.
 
     Args:
-        opt_state: the state, made by `offload(pair)` at any ratio, or by `pair` itself on boxes.
+        opt_state: the state, made by `offload(opt)` at any ratio, or by `opt` itself on boxes.
         params: the parameters; they set the order of the units, and the device.
         ratio: as in `offload`.
 

@@ -105,7 +105,7 @@ class OffloadPlan:
             if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
                 raise ValueError(
                     f"offload: unit {traced_spec(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
-                    f"ratio says {_host_text(spec_id)}: give step.init the pair that the step updates with"
+                    f"ratio says {_host_text(spec_id)}: give step.init the optimizer that the step updates with"
                 )
             out[i] = split_shard(box, spec_id, move) if leaf.has_shard else Slot(spec_id, leaf.index)
         return tree.unflatten(self.structure, out)
@@ -156,7 +156,7 @@ class OffloadPlan:
         return tree.unflatten(structure, out)
 
     def state_to_device(self, state: Tree) -> Tree:
-        """Move the host's share of a state to the device, in the pair's own layout: the inverse of `state_to_host`."""
+        """Move the host's share of a state to the device, in the state's own layout: the inverse of `state_to_host`."""
         out, structure = tree.flatten(state, is_box)
         full: dict[int, torch.Tensor] = {}  # leaves of units over no axis
         for i, x in enumerate(out):
@@ -298,7 +298,7 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
         elif isinstance(x, Slot):
             unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
-            unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the pair, such as its rate
+            unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the optimizer, such as its rate
         elif tree.identity(x) in seen:
             unit_leaves.append(seen[tree.identity(x)]._replace(has_shard=False))
         else:

@@ -44,7 +44,7 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
         nesterov: whether to look ahead (Sutskever et al., ICML 2013, as torch.optim writes it).
 
     Returns:
-        A pair.
+        An optimizer.
 
     Raises:
         ValueError: if a number is negative, or `nesterov` is true without momentum.
@@ -103,7 +103,7 @@ def adagrad(
         eps: added to the root.
 
     Returns:
-        A pair; its state has one number per element, of the parameter's dtype.
+        An optimizer; its state has one number per element, of the parameter's dtype.
 
     Raises:
         ValueError: if a hyperparameter is negative.
@@ -164,8 +164,8 @@ def lion(
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
-        A pair, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`. Its state has one
-        number per element, of the parameter's dtype.
+        An optimizer, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`. Its state has
+        one number per element, of the parameter's dtype.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay is negative. On update, if there is a
@@ -189,8 +189,8 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
     """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
 
     Example:
-        >>> pair = scale_by_lion()
-        >>> pair.update({"w": torch.tensor(-2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
+        >>> opt = scale_by_lion()
+        >>> opt.update({"w": torch.tensor(-2.0)}, opt.init({"w": torch.tensor(1.0)}))[0]
         {'w': tensor(-1.)}
     """
     check_fraction(b1=b1, b2=b2)

@@ -1,4 +1,4 @@
-"""Wrappers of a pair: on some leaves, leaf by leaf, on full leaves, or with hyperparameters in its state."""
+"""Wrappers of an optimizer: on some leaves, leaf by leaf, on full leaves, or with hyperparameters in its state."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero.axes import LayoutRules, bound_axis
 from fzero.collectives import all_gather, own_part
-from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, as_optimizer, wrap_pairs
+from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
 from fzero.sharding import (
     Shard,
     ShardedUnit,
@@ -29,28 +29,28 @@ from fzero.tree import Tree
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked", "on_full_leaves"]
 
-# A pair on some leaves.
+# An optimizer on some leaves.
 
 
-def masked(pair: Pair, mask: Mask) -> Optimizer:
-    """Apply a pair to the leaves where `mask` is True; pass the gradients of all other leaves unchanged.
+def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
+    """Apply an optimizer to the leaves where `mask` is True; pass the gradients of all other leaves unchanged.
 
-    The numbers are those of `optax.masked`, on any layout: a shard may hold leaves of both kinds. The pair sees zeros
-    as the gradients and parameters of masked-out leaves. So they count in no norm, and their state stays as `init` made
-    it. That state exists (optax leaves it out), because a tree's structure must not depend on how it is sharded. So
-    mask links without state, such as `scale_by_learning_rate`, after one `scale_by_adam`: two masked `adamw` hold the
-    moments twice. Leaves that must cost no memory belong in another tree.
+    The numbers are those of `optax.masked`, on any layout: a shard may hold leaves of both kinds. The optimizer sees
+    zeros as the gradients and parameters of masked-out leaves. So they count in no norm, and their state stays as
+    `init` made it. That state exists (optax leaves it out), because a tree's structure must not depend on how it is
+    sharded. So mask links without state, such as `scale_by_learning_rate`, after one `scale_by_adam`: two masked
+    `adamw` hold the moments twice. Leaves that must cost no memory belong in another tree.
 
     Args:
-        pair: an (init, update) pair.
+        opt: an (init, update) pair.
         mask: a tree of bools with the structure of the full parameters, or a function that returns one from the tree
             of full leaves (as meta tensors).
 
     Returns:
-        A pair; its state is the state of `pair`.
+        An optimizer; its state is the state of `opt`.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around `masked`. On use, if `mask` has
+        ValueError: if `opt` keeps master weights or a loss scale, which go around `masked`. On use, if `mask` has
             another structure than the parameters, or differs on tied leaves. The message names the path.
 
     Example:
@@ -60,7 +60,7 @@ def masked(pair: Pair, mask: Mask) -> Optimizer:
         >>> opt.update(params, opt.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
-    optimizer = as_optimizer(pair)
+    optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
 
@@ -68,15 +68,15 @@ def masked(pair: Pair, mask: Mask) -> Optimizer:
         return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, leaf_mask)
 
     def init(params: Params) -> OptState:
-        return pair.init(zero_outside(params, per_leaf(params, mask)))
+        return opt.init(zero_outside(params, per_leaf(params, mask)))
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         leaf_mask = per_leaf(grads, mask)
         inner = None if params is None else zero_outside(params, leaf_mask)
-        updates, state = pair.update(zero_outside(grads, leaf_mask), state, params=inner)
+        updates, state = opt.update(zero_outside(grads, leaf_mask), state, params=inner)
         return tree.map(lambda g, m, u: _where(m, u, g), grads, leaf_mask, updates), state
 
-    return wrap_pairs(init, update, pair)
+    return wrap_optimizers(init, update, opt)
 
 
 def _where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -86,25 +86,26 @@ def _where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x if mask else y
 
 
-# An adapter for third-party pairs that flatten trees themselves.
+# An adapter for third-party optimizers that flatten trees themselves.
 
 
-def leafwise(pair: Pair) -> Optimizer:
+def leafwise(opt: OptimizerLike) -> Optimizer:
     """Run a third-party (init, update) pair on one leaf at a time; each leaf's state takes the leaf's place.
 
-    Some pairs flatten the tree into a list and keep the state in it, as torchopt's optimizers do. Such state does not
-    show which values are shards and which are replicated. Leaf by leaf, each shard's state stays in its box. Pairs
-    that look at several leaves at once, such as clipping by a global norm, do not work: use fzero's, in a `chain`.
+    Some optimizers flatten the tree into a list and keep the state in it, as torchopt's optimizers do. Such state does
+    not show which values are shards and which are replicated. Leaf by leaf, each shard's state stays in its box.
+    Optimizers that look at several leaves at once, such as clipping by a global norm, do not work: use fzero's, in a
+    `chain`.
 
     Args:
-        pair: an elementwise pair, such as `torchopt.adamw(1e-3)`. If its update has an argument `inplace`, it is called
-            with `inplace=False`.
+        opt: an elementwise optimizer, such as `torchopt.adamw(1e-3)`. If its update has an argument `inplace`, it is
+            called with `inplace=False`.
 
     Returns:
-        A pair; its state is a tree like the parameters, with the pair's state of each leaf.
+        An optimizer; its state is a tree like the parameters, with the optimizer's state of each leaf.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around it.
+        ValueError: if `opt` keeps master weights or a loss scale, which go around it.
 
     Example:
         >>> import torch
@@ -114,13 +115,13 @@ def leafwise(pair: Pair) -> Optimizer:
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.1000)}
     """
-    optimizer = as_optimizer(pair)
+    optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
-    takes_inplace = "inplace" in inspect.signature(pair.update).parameters
+    takes_inplace = "inplace" in inspect.signature(opt.update).parameters
 
     def init(params: Params) -> OptState:
-        return tree.map(lambda p: pair.init([p]), params)
+        return tree.map(lambda p: opt.init([p]), params)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         options = {"inplace": False} if takes_inplace else {}
@@ -132,43 +133,43 @@ def leafwise(pair: Pair) -> Optimizer:
         for i, (g, s, p) in enumerate(zip(leaves, states, param_leaves, strict=True)):
             keys.append(i if g is None or p is None else (tree.identity(g), tree.identity(p)))
             if keys[-1] not in results:
-                u, s = ([None], s) if g is None else pair.update([g], s, params=None if p is None else [p], **options)
+                u, s = ([None], s) if g is None else opt.update([g], s, params=None if p is None else [p], **options)
                 results[keys[-1]] = u[0], s
         updates, new = ([results[key][j] for key in keys] for j in (0, 1))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return wrap_pairs(init, update, pair)
+    return wrap_optimizers(init, update, opt)
 
 
-# A pair on full leaves at every stage: its arguments are gathered one unit at a time, and its results sharded again.
+# An optimizer on full leaves at every stage: its arguments are gathered by unit, and its results sharded again.
 #
 # The state has units of its own, sharded over the ranks as the parameters are. One unit holds the whole state of the
 # leaves of one unit of parameters, of any shapes. So a rank holds 1/N of the state, and one collective gathers a unit.
 
 
-def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
-    """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other pairs run on shards.
+def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
+    """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other optimizers run on shards.
 
-    Use it for a pair that mixes the elements of a leaf, by a factorisation, a sort, or a norm of rows. Each update
-    gathers the gradients, state and parameters of one unit, runs the pair on every rank, and keeps this rank's shard of
-    the results. So each rank does the full work, and one unit is full at a time. A step communicates the pair's
-    arguments once more; at stages 1 and 2 the parameters are full already, and at stage 0 everything is. `optim.muon`
-    divides the work among the ranks instead.
+    Use it for an optimizer that mixes the elements of a leaf, by a factorisation, a sort, or a norm of rows. Each
+    update gathers the gradients, state and parameters of one unit, runs the optimizer on every rank, and keeps this
+    rank's shard of the results. So each rank does the full work, and one unit is full at a time. A step communicates
+    the optimizer's arguments once more; at stages 1 and 2 the parameters are full already, and at stage 0 everything
+    is. `optim.muon` divides the work among the ranks instead.
 
     Between steps each rank holds 1/N of the state, of any shapes; numbers (0-d) and integers are replicated. Chain
-    elementwise links outside of `on_full_leaves`: `chain(on_full_leaves(pair), scale_by_learning_rate(1e-3))`.
+    elementwise links outside of `on_full_leaves`: `chain(on_full_leaves(opt), scale_by_learning_rate(1e-3))`.
 
     Args:
-        pair: a pair that needs full leaves. It gets one leaf at a time, as a tree of one tensor, so its numbers cannot
-            depend on how leaves are grouped into units.
-        reads_params: whether the pair's update reads the parameters. If not, they are not gathered, and the update gets
-            None.
+        opt: an optimizer that needs full leaves. It gets one leaf at a time, as a tree of one tensor, so its numbers
+            cannot depend on how leaves are grouped into units.
+        reads_params: whether the optimizer's update reads the parameters. If not, they are not gathered, and the update
+            gets None.
 
     Returns:
-        A pair; its state is a tree like the parameters, with the pair's state of a leaf in the leaf's place.
+        An optimizer; its state is a tree like the parameters, with the optimizer's state of a leaf in the leaf's place.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around `on_full_leaves`.
+        ValueError: if `opt` keeps master weights or a loss scale, which go around `on_full_leaves`.
 
     Example:
         >>> import fzero
@@ -181,15 +182,15 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
         >>> fzero.mesh(dp=2).spmd(f)({"w": 3 * torch.eye(3)})["w"].diagonal()
         tensor([-0.1000, -0.1000, -0.1000])
     """
-    optimizer = as_optimizer(pair)
+    optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
         raise ValueError("on_full_leaves: put master_weights, and a loss scale, around on_full_leaves")
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
-        states = _on_plain(pair.init, entries)
+        states = _on_plain(opt.init, entries)
         for unit in sharded_units(paths, entries):
-            for position, state in _shard_states(paths, unit, [pair.init(p) for p in _leaves(unit.shard)]).items():
+            for position, state in _shard_states(paths, unit, [opt.init(p) for p in _leaves(unit.shard)]).items():
                 states[position] = state
         return tree.unflatten(structure, states)
 
@@ -200,7 +201,7 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
         param_entries = [None] * len(entries) if params is None else tree.leaves_up_to(grads, params, is_box)
 
         def update_leaf(g: torch.Tensor, s: OptState, p: torch.Tensor | None) -> tuple[torch.Tensor, OptState]:
-            return pair.update(g, s, params=p)
+            return opt.update(g, s, params=p)
 
         results = _on_plain(update_leaf, entries, states, param_entries)
         updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
@@ -211,11 +212,11 @@ def on_full_leaves(pair: Pair, reads_params: bool = True) -> Optimizer:
                 new[position] = state
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return _exact_on_shards(wrap_pairs(init, update, pair))
+    return _exact_on_shards(wrap_optimizers(init, update, opt))
 
 
-def _exact_on_shards(pair: Optimizer) -> Optimizer:
-    return Optimizer(pair.init, pair.update, exact_on_shards=True, elementwise=False)
+def _exact_on_shards(opt: Optimizer) -> Optimizer:
+    return Optimizer(opt.init, opt.update, exact_on_shards=True, elementwise=False)
 
 
 def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
@@ -304,7 +305,7 @@ def _gather_state(states: Any) -> Any:
 
 
 class InjectHyperparamsState(NamedTuple):
-    """The number of updates (int64, 0-d), the hyperparameters (float64, 0-d), and the state of the pair."""
+    """The number of updates (int64, 0-d), the hyperparameters (float64, 0-d), and the state of the optimizer."""
 
     count: torch.Tensor
     hyperparams: dict[str, torch.Tensor]
@@ -322,7 +323,7 @@ def inject_hyperparams(
     update overwrites scheduled hyperparameters, so changing them by hand has no effect.
 
     Args:
-        factory: a function that makes a pair, such as `optim.adamw`, or your own function that returns a `chain`.
+        factory: a function that makes an optimizer, such as `optim.adamw`, or your own function that returns a `chain`.
         static_args: names of arguments that stay out of the state: functions that are no schedules, such as `mask`, and
             numbers that decide a structure. Bools, None and trees always stay out.
 
@@ -362,18 +363,18 @@ def inject_hyperparams(
             schedules={k: v for k, v in dynamic.items() if callable(v)},
         )
         # the numbers are not yet tensors, so that `factory` checks them
-        pair = injected.pair_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
-        return wrap_pairs(injected.init, injected.update, pair)
+        opt = injected.optimizer_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
+        return wrap_optimizers(injected.init, injected.update, opt)
 
     return make
 
 
-@dataclass(frozen=True, eq=False)  # a trace may hash the pair, and dicts have no hash
+@dataclass(frozen=True, eq=False)  # a trace may hash the optimizer, and dicts have no hash
 class _Injected:
-    """A pair whose hyperparameters are in its state.
+    """An optimizer whose hyperparameters are in its state.
 
     Attributes:
-        factory: the function that makes a pair of hyperparameters.
+        factory: the function that makes an optimizer of hyperparameters.
         signature: the signature of `factory`.
         args: the positional arguments of `factory`.
         kwargs: its keyword arguments.
@@ -392,7 +393,7 @@ class _Injected:
         """Make the state, with the hyperparameters of the first update."""
         count = torch.zeros((), dtype=torch.int64, device="cpu")
         hyperparams = {k: _scalar_tensor(k, v, count) for k, v in self.numbers.items()} | self.scheduled_at(count)
-        return InjectHyperparamsState(count, hyperparams, self.pair_with(hyperparams).init(params))
+        return InjectHyperparamsState(count, hyperparams, self.optimizer_with(hyperparams).init(params))
 
     def update(
         self, grads: Updates, state: InjectHyperparamsState, params: Params | None = None
@@ -401,15 +402,15 @@ class _Injected:
         _check_names(state.hyperparams, {**self.numbers, **self.schedules})
         current = {k: _scalar_tensor(k, v, state.count) for k, v in state.hyperparams.items()}
         hyperparams = {**current, **self.scheduled_at(state.count)}
-        updates, inner = self.pair_with(hyperparams).update(grads, state.inner_state, params=params)
+        updates, inner = self.optimizer_with(hyperparams).update(grads, state.inner_state, params=params)
         return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
 
     def scheduled_at(self, count: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the scheduled hyperparameters of an update."""
         return {k: _scalar_tensor(k, schedule(count), count) for k, schedule in self.schedules.items()}
 
-    def pair_with(self, hyperparams: dict[str, Any]) -> Optimizer:
-        """Make the pair with other hyperparameters in place of its own."""
+    def optimizer_with(self, hyperparams: dict[str, Any]) -> Optimizer:
+        """Make the optimizer with other hyperparameters in place of its own."""
         bound = self.signature.bind(*self.args, **self.kwargs)
         bound.arguments.update(hyperparams)
         return self.factory(*bound.args, **bound.kwargs)

@@ -29,7 +29,7 @@ from fzero.axes import (
     resolve_axes,
 )
 from fzero.collectives import all_gather, psum
-from fzero.optim import apply_updates, check_pair
+from fzero.optim import apply_updates, check_has_method
 from fzero.sharding import (
     Shard,
     ShardedUnit,
@@ -290,7 +290,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         `(params, grads, opt_state) -> (params, opt_state)`.
 
     Raises:
-        TypeError: if `opt` is not a pair, for example an optimizer of torch.optim.
+        TypeError: if `opt` has no `update`, for example an optimizer of torch.optim.
         ValueError: when called, if the trees differ in structure or layout. The message names the leaf.
 
     Example:
@@ -300,7 +300,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         >>> step(opt)(params, {"w": torch.tensor(2.0)}, opt.init(params))[0]
         {'w': tensor(0.8000)}
     """
-    check_pair(opt, "update")
+    check_has_method(opt, "update")
 
     def update(params: Any, grads: Any, opt_state: Any) -> tuple[Any, Any]:
         updates, opt_state = opt.update(grads, opt_state, params=params)

@@ -251,9 +251,9 @@ class ModelStep:
         self._check(config, depth)
         axes: dict[str, Any] = {**config.axes}
         ranks = mesh(**axes)
-        pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config)), config.policy)
-        pair = optim.offload(pair, config.offload) if config.offload else pair
-        opt = optim.chain(optim.clip_by_global_norm(1.0), pair)
+        opt = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config)), config.policy)
+        opt = optim.offload(opt, config.offload) if config.offload else opt
+        opt = optim.chain(optim.clip_by_global_norm(1.0), opt)
         grad_fn = self._gradients(shape, config, depth)
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -290,8 +290,8 @@ def tune(
         >>> import fzero, torch
         >>> from fzero import optim
         >>> def make_step(config):
-        ...     pair = optim.master_weights(optim.adam(1e-3), config.policy)
-        ...     opt = optim.offload(pair, config.offload)
+        ...     opt = optim.master_weights(optim.adam(1e-3), config.policy)
+        ...     opt = optim.offload(opt, config.offload)
         ...
         ...     def loss_fn(params, x):
         ...         for p in params["blocks"]:

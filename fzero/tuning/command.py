@@ -355,12 +355,12 @@ def _compare(paths: Sequence[pathlib.Path]) -> int:
 def recipe(config: Configuration) -> str:
     """Return the code of a train step in a configuration."""
     c = config
-    pair = "optim.master_weights(optim.adamw(3e-4), precision)"
-    pair = f"optim.offload({pair}, {c.offload:g})" if c.offload else pair
+    opt = "optim.master_weights(optim.adamw(3e-4), precision)"
+    opt = f"optim.offload({opt}, {c.offload:g})" if c.offload else opt
     lines = [
         f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
         f"precision = fzero.Precision(param=torch.{c.precision})",
-        f"opt = optim.chain(optim.clip_by_global_norm(1.0), {pair})",
+        f"opt = optim.chain(optim.clip_by_global_norm(1.0), {opt})",
         *_model_lines(c),
         "",
         "def train_step(params, opt_state, batch):",

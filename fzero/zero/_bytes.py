@@ -67,8 +67,8 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
-    There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
-    on meta tensors, or if the system does not report its free memory.
+    There is no check without offload, or for parameters on the meta device. Nor is there one if the optimizer's `init`
+    fails on meta tensors, or if the system does not report its free memory.
 
     Args:
         init: the optimizer's `init`, as a program of all ranks.
@@ -87,7 +87,7 @@ def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, opti
         return
     try:
         trees = [init(within)]
-    except (NotImplementedError, RuntimeError):  # the pair reads values
+    except (NotImplementedError, RuntimeError):  # the optimizer reads values
         return
     if optimizer.param_offload_ratio:
         meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)

@@ -13,7 +13,7 @@ from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
 from fzero.graph import other_memory, refuse_writes_into
-from fzero.optim import Optimizer, Pair, torch_optimizer_message
+from fzero.optim import Optimizer, OptimizerLike, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
@@ -251,13 +251,13 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
 # Checks of the optimizer, and of its new state.
 
 
-def check_optimizer(pair: Pair, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
-    """Check that the stage can run an optimizer: on shards, it must be exact there. A notice names the `pair`."""
+def check_optimizer(opt: OptimizerLike, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
+    """Check that the stage can run an optimizer: on shards, it must be exact there. A notice names the `opt`."""
     if not on_shards:
         return
     if optimizer.exact_on_shards is None:
         warn_once(
-            f"fzero: {type(pair).__name__} does not declare whether it is exact on shards, and is assumed to be: "
+            f"fzero: {type(opt).__name__} does not declare whether it is exact on shards, and is assumed to be: "
             "fzero.testing.is_exact_on_shards(opt) checks it"
         )
     if optimizer.exact_on_shards is False:

@@ -201,8 +201,8 @@ class ShardedStep:
 
         Returns:
             `(params, opt_state)` for the step: plain tensors and boxes without an autograd graph. They share memory
-            with donated tensors only. With a pair that keeps master weights, the parameters have the dtypes of its
-            precision policy.
+            with donated tensors only. With an optimizer that keeps master weights, the parameters have the dtypes of
+            its precision policy.
 
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
@@ -271,7 +271,7 @@ class ShardedStep:
 
         Raises:
             ValueError: if the state is on the meta device, and the parameters have values. An error gets a note if the
-                pair flattens trees by itself.
+                optimizer flattens trees by itself.
         """
 
         def init(params: Any) -> Any:
@@ -282,7 +282,7 @@ class ShardedStep:
         except ValueError as error:
             if "differs by rank" in str(error):
                 error.add_note(
-                    "A pair that flattens trees by itself returns state without boxes: wrap it, optim.leafwise(pair)"
+                    "An optimizer that flattens trees returns state without boxes: wrap it, optim.leafwise(opt)"
                 )
             raise
         if not any(x.is_meta for x in tree.tensors(params)):

@@ -176,7 +176,7 @@ def test_every_name_of_the_top_level_is_in_the_reference():
 
 
 # Names of fzero.optim that other packages use, and no reader of the reference.
-INTERNAL = {"as_optimizer", "check_pair", "torch_optimizer_message"}
+INTERNAL = {"as_optimizer", "check_has_method", "torch_optimizer_message"}
 
 
 def test_every_name_of_optim_is_in_the_reference():

@@ -249,7 +249,7 @@ MUTANTS = [
     *File("optim/_base.py", HOST_MEMORY).faults(
         Fault(
             "a chain does not say that a link offloads",
-            "wrap_pairs",
+            "wrap_optimizers",
             becomes("any(A.offloads_state for A in B)", "False"),
         ),
     ),

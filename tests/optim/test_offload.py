@@ -652,5 +652,5 @@ def test_parameters_on_the_host_need_stage_3_and_one_ratio():
     step = Way(3, 2).step(optim.offload(optim.sgd(0.1, momentum=0.9), 0.9, params=True), row)
     low, _ = step.init(params, pair)
     _, state = step.init(params, optim.offload(optim.sgd(0.1, momentum=0.9), 0.9))
-    with pytest.raises(ValueError, match=r"elements .* on the host, and ratio says .*: give step.init the pair"):
+    with pytest.raises(ValueError, match=r"elements .* on the host, and ratio says .*: give step.init the optimizer"):
         step(low, state, step.mesh.split(batches_of(4)[0]))

@@ -537,7 +537,7 @@ def test_torchopt_is_the_same_on_shards(name, stage):
 def test_a_pair_that_flattens_trees_is_told_to_be_wrapped():
     with pytest.raises(ValueError, match="differs by rank") as caught:
         fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2)).init(params_of(), torchopt.adamw(1e-2))
-    assert "optim.leafwise(pair)" in caught.value.__notes__[0]
+    assert "optim.leafwise(opt)" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("stage", range(4))
