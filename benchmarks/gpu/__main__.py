@@ -5,7 +5,7 @@ python -m benchmarks.gpu --rehearse      # without a GPU, on the CUDA of tests/c
 python -m benchmarks.gpu --toy           # tiny models, on a CPU if there is no GPU
 
 With one card a part stands for rank 0 of 8, whose other ranks do not exist, where it needs no others. The status is 1
-if a check failed, 2 if there is no GPU.
+if a check failed, 2 if there is no GPU, 130 if the run was stopped.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from tests.cuda import lane
 
 PARTS = [Part("checks", 3), Part("memory", 3), Part("peers", 3), Part("offload", 2), Part("speeds", 0.5)]
 PARTS += [Part("kernels", 1)]
+STOPPED = "The run was stopped by hand."
 NO_GPU = """torch {version} sees no GPU here.
 If there is one, its driver may be older than this torch. Then take a torch that fits it:
   make gpu GPU_PYTHON=python3
@@ -46,9 +47,10 @@ def main() -> int:
             notes.append("**A rehearsal on the CUDA without a GPU: kernels do nothing, so no number or time counts.**")
         options = ["--toy"] * args.toy + ["--backends", *args.backends]
         outcome = written(args, launch(ranks, options, variables), notes)
-    status = exit_status(outcome, args.rehearse)
+    status = 130 if STOPPED in notes else exit_status(outcome, args.rehearse)
+    words = {0: "no check failed", 130: "stopped before all was done"}
     bad = [f"{r.part}, {r.case}: {r.outcome} {r.reason}" for r in outcome.results if r.outcome in ("wrong", "failed")]
-    print("\n".join([*bad, f"wrote {args.out}; {'a check failed' if status else 'all checks hold'}"]))
+    print("\n".join([*bad, f"wrote {args.out}; {words.get(status, 'a check failed')}"]))
     return status
 
 
@@ -91,7 +93,7 @@ def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outco
         parts = [part for part in PARTS if part.name in args.parts]
         run_parts(parts, args.minutes * 60, launch, functools.partial(print, flush=True), keep)
     except KeyboardInterrupt:
-        notes.append("The run was stopped by hand.")
+        notes.append(STOPPED)
     write(outcomes[-1], args.out, command, notes, is_last=True)
     return outcomes[-1]
 

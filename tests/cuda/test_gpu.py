@@ -11,8 +11,11 @@ from tests.cuda import lane
 
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_a_rehearsal_of_make_gpu_fails_nowhere(ranks, tmp_path):
-    """With two ranks each is a process with a GPU of its own, under torchrun."""
-    parts = [part.name for part in PARTS] if ranks == 1 else ["checks", "memory", "peers"]
+    """With two ranks each is a process with a GPU of its own, under torchrun.
+
+    The lane's ranks exchange no values, by which DeepSpeed's would agree, so there its part is left out.
+    """
+    parts = [part.name for part in PARTS if ranks == 1 or part.name != "peers"]
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--toy", "--backends", "eager", "fx"]
     command += ["--gpus", str(ranks), "--parts", *parts, "--out", str(tmp_path / "gpu.md")]
     env = {**lane.variables(), "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""}

@@ -31,6 +31,11 @@ MUTANTS = [
         Fault("a line belongs to the outermost function, not the innermost", "function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(
+            "a mark of the backward pass says forward",
+            "mark_functions.before",
+            constant("backward", "forward or update"),
+        ),
+        Fault(
             "the update counts as the forward pass", "_place_spans", (bare("A > B[-1]"), constant("update", "forward"))
         ),
     ),
