@@ -59,6 +59,7 @@ def facts(
     sanitizer: bool = False,
     device_graph: bool = False,
     card: str = "",
+    timed: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
 
@@ -73,13 +74,14 @@ def facts(
         device_graph: whether the step is recorded as a graph of the device.
         card: the card that is shown, "A100", "H100" or "B200"; what is compiled for it is compiled anew. By default the
             H100, or the GPU that is there.
+        timed: whether work and collectives get their seconds by the cost model (`tests.cuda.timeline`).
         root: the project that is measured; another than this one is not kept for the tables.
 
     Raises:
         AssertionError: if the process fails; with its last lines.
     """
     command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
-    command += ["--default-device"] * default_device + ["--device-graph"] * device_graph
+    command += ["--default-device"] * default_device + ["--device-graph"] * device_graph + ["--timeline"] * timed
     output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer, card)
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     compiled = {"card": card, "targets": targets(card)} if card else {}

@@ -66,6 +66,17 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def note(kind: str, size: int, name: str) -> None:
+    """Note something of one's own in the log of the CUDA without a GPU."""
+    _library().cuda_log_note(_kept(kind), None, size, _kept(name))
+
+
+@functools.cache
+def _kept(text: str) -> bytes:
+    """Return bytes that live as long as the process, since the log keeps pointers."""
+    return text.encode()
+
+
 def _logged(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     library = _library()
     library.cuda_log_start()

@@ -9,9 +9,11 @@ import torch
 from benchmarks.report import publish, table
 from tests.cuda import lane
 from tests.cuda.log import is_flash_attention
-from tests.cuda.steps import SIZES
+from tests.cuda.steps import LLAMA, MIXTRAL, SIZES
+from tests.cuda.timeline import Timeline, draw
 
 MB = 1e6
+LARGE = {LLAMA: "one sequence of 8,192 tokens", MIXTRAL: "one sequence of 4,096 tokens, experts on 8 ranks"}
 
 
 def write() -> None:
@@ -27,8 +29,9 @@ def write() -> None:
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
-        "33.6 MB, which are in the other columns.",
-        _memory(_first([r for r in rows if r["task"] in SIZES and r["plan"] and r["ranks"] == 8])),
+        "33.6 MB, which are in the other columns. On 64 ranks, in bfloat16 with float32 masters and remat: "
+        f"{'; '.join(f'{name} with {batch}' for name, batch in LARGE.items())}.",
+        _memory(_first([r for r in rows if r["task"] in {*SIZES, *LARGE} and r["plan"]])),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
         _counts(_first([r for r in rows if r["task"] not in SIZES and r["ranks"] == 8 and _is_plain(r)])),
@@ -40,6 +43,12 @@ def write() -> None:
         "The toy transformer computes its loss in bfloat16, at stage 3. A card that is shown has the A100's, the "
         "H100's or the B200's architecture, and nothing more of it. cuDNN's attention is off in the lane.",
         _kernels([r for r in rows if "card" in r]),
+        "## A timeline of Llama 3 8B",
+        "64 H100, eight to a machine, one sequence of 8,192 tokens each, stage 3, bfloat16, remat. Order, streams and "
+        "waits are the log's; seconds are those of fzero's cost model on `fzero.tuning.H100`, not measured. A "
+        "collective is hidden where the compute stream does not wait for it.",
+        _timelines(_first([r for r in rows if r.get("timeline")])),
+        "![The step's timeline, and two parts of it](results/timeline.png)",
         "## What a recorded step asks of CUDA",
         "`fzero.jit(step, device_graph=True)`: the other kernels copy the batch in and the loss out.",
         _graphs(_first([r for r in rows if r["graph"]])),
@@ -52,7 +61,7 @@ def write() -> None:
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
-    return not row["default"] and not row["graph"] and "card" not in row
+    return not row["default"] and not row["graph"] and "card" not in row and not row.get("timeline")
 
 
 def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,6 +80,19 @@ def _launches(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
         collectives = sum(n for kind, n in counts.items() if kind.startswith("collective"))
         kinds = ("copy: device to device", "copy: pinned to device", "record event")
         lines.append([name, counts["kernel"], counts["product"], collectives, *(counts.get(x, 0) for x in kinds)])
+    return table(head, lines)
+
+
+def _timelines(rows: list[dict[str, Any]]) -> str:
+    """List the seconds of each timeline, and draw the last one."""
+    head = ["model", "backend", "step ms", "collectives ms", "waited for ms", "hidden"]
+    lines = []
+    for r in rows:
+        found = Timeline.of(r["timeline"])
+        seconds = (found.seconds, found.communication, found.exposed)
+        lines.append([r["task"], r["backend"], *(f"{1e3 * x:,.0f}" for x in seconds), f"{found.hidden:.1%}"])
+        title = f"{r['task']}, rank 0 of {r['ranks']}: {found.hidden:.1%} of the collectives' time is hidden"
+        draw(found, title, lane.ROOT / "benchmarks" / "results" / "timeline.png")
     return table(head, lines)
 
 

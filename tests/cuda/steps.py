@@ -1,6 +1,7 @@
 """The train steps that the lane runs: a perceptron, a GPT, experts, a pipeline, an offloaded optimizer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.parallel import experts
+from fzero.tuning._models import init, shape_of
+from fzero.tuning._steps import loss_of
 
 WIDTH = 64
 
@@ -126,6 +129,35 @@ def transformer(ranks: int, size: GPT, dtype: torch.dtype = torch.float32) -> Ta
     )
 
 
+LLAMA, MIXTRAL = "llama-3-8b", "mixtral-8x7b, 8 blocks"
+
+
+def language_model(ranks: int, name: str, length: int, depth: int | None = None, ep: int = 1) -> Task:
+    """Make a model of `fzero.tuning.model_step` in bfloat16, with float32 masters, and remat of each block.
+
+    Args:
+        ranks: of the world.
+        name: a preset of `fzero.tuning`.
+        length: tokens of a rank's only sequence.
+        depth: how many blocks; by default all.
+        ep: the size of the axis over which experts are split.
+    """
+    shape, policy = shape_of(name), fzero.Precision(param=torch.bfloat16)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.master_weights(optim.adamw(3e-4), policy))
+    loss_fn = partial(loss_of, shape, False, partial(fzero.remat, save=None))
+
+    def params(mesh: fzero.ranks.Mesh) -> Any:
+        return tree.map(lambda p: torch.empty(p.shape, dtype=torch.bfloat16), init(shape, depth or shape.depth))
+
+    def batch() -> Any:
+        return tuple([torch.zeros(1, length, dtype=torch.long) for _ in range(2)])
+
+    split = {"split": experts.split("experts", axis="ep")} if ep > 1 else {}
+    axes = {"dp": ranks // ep} | ({"ep": ep} if ep > 1 else {})
+    step = train_step_of(loss_fn, opt, precision=policy, gather=False)
+    return Task(axes, split, step, opt, params, batch)
+
+
 def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float32) -> Task:
     """Two layers of four experts, two of them for each token; without a capacity no token is dropped."""
     count, hidden, opt = 4, 2 * WIDTH, adamw()
@@ -203,6 +235,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "pipeline": pipeline,
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),
+    LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),
+    MIXTRAL: lambda ranks: language_model(ranks, "mixtral-8x7b", 4096, depth=8, ep=8),
     "toy, bfloat16": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16),
     **{name: lambda ranks, size=size: transformer(ranks, size) for name, size in SIZES.items()},
 }

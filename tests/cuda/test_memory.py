@@ -3,11 +3,16 @@
 import pytest
 
 from tests.cuda.lane import facts
+from tests.cuda.steps import LLAMA, MIXTRAL
 
 MODELS = [("gpt-1.5b", "fx"), ("bert-large", "fx"), ("bert-large", "inductor"), ("vit-g", "fx")]
+MODELS += [(LLAMA, "fx"), (MIXTRAL, "fx")]
+STAGES = {LLAMA: (1, 2, 3), MIXTRAL: (0, 1, 2, 3)}  # on 64 ranks; Llama's stage 0 fits into no card
 
 
 def models(model: str, backend: str) -> dict:
+    if model in STAGES:
+        return facts(model, backend, *STAGES[model], ranks=64, lazy=True)
     return facts(model, backend, lazy=True)
 
 
@@ -24,7 +29,7 @@ def test_what_a_step_requests_is_its_plan(model, backend):
 @pytest.mark.parametrize(("model", "backend"), MODELS)
 def test_the_peak_is_the_plans(model, backend, request):
     if model == "gpt-1.5b":
-        reason = "at stage 0 blocks of 10 MB and more are rounded up to 2 MB each, 1.7% in all; a plan counts none"
+        reason = "blocks of 10 MB and more are rounded up to 2 MB each, 1.7% in all at stage 0; a plan counts none"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     for stage, step in models(model, backend).items():
         assert step["peak"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
@@ -44,7 +49,9 @@ def test_a_steady_step_asks_the_driver_for_no_memory(model, backend):
 
 
 @pytest.mark.parametrize(("model", "backend"), MODELS)
-@pytest.mark.xfail(strict=True, reason="blocks of many sizes come and go, and the allocator does not join segments")
-def test_little_more_is_reserved_than_used(model, backend):
+def test_little_more_is_reserved_than_used(model, backend, request):
+    if (model, backend) != ("bert-large", "inductor"):
+        reason = "blocks of many sizes come and go, and the allocator does not join segments"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     for stage, step in models(model, backend).items():
         assert step["reserved"] <= 1.05 * step["peak"], f"stage {stage}"

@@ -17,8 +17,10 @@ import torch
 
 import fzero
 from benchmarks.one_rank import alone
+from fzero import tuning
 from tests.cuda import log, streams
 from tests.cuda.steps import TASKS, Task
+from tests.cuda.timeline import NoteWork, Timeline, timeline
 
 WARM_UP = 3  # calls before the one that is recorded
 
@@ -29,7 +31,7 @@ def rank_0_of(axes: dict[str, int]) -> AbstractContextManager[fzero.ranks.Mesh]:
 
 
 def measured(
-    task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh, device_graph: bool = False
+    task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh, device_graph: bool = False, timed: bool = False
 ) -> dict[str, Any]:
     """Run a step at a stage, and return its facts; bytes."""
     torch.manual_seed(0)
@@ -39,6 +41,7 @@ def measured(
     state: list[Any] = list(step.init(params, task.opt, donate=True))
     batch = mesh.local(local, task.batch_axes)
     del params, local
+    torch.cuda.empty_cache()  # of the full parameters, which no step needs
     jitted = step if backend == "eager" else fzero.jit(step, backend=backend, device_graph=device_graph)
     run: Callable[..., Any] = jitted
 
@@ -64,8 +67,17 @@ def measured(
         "counts": log.counts(events),
         "collectives": streams.collectives(events),
         "early_frees": streams.early_frees(events),
+        "timeline": _timed(call, mesh.size) if timed else None,
         "kernels": sorted({e.name for e in events if e.kind in ("kernel", "product")}),
     }
+
+
+def _timed(call: Callable[[], None], ranks: int) -> Timeline:
+    """Call a step on H100s whose machines hold eight each."""
+    device = tuning.H100.as_device()
+    with NoteWork(device):
+        _, events = log.record(call)
+    return timeline(events, device, ranks)
 
 
 def main() -> None:
@@ -76,6 +88,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--default-device", action="store_true", help="call torch.set_default_device first")
     parser.add_argument("--device-graph", action="store_true", help="record the step as a graph of the device")
+    parser.add_argument("--timeline", action="store_true", help="give each work and collective its seconds")
     args = parser.parse_args()
     log.leave_out_cudnn()
     if args.default_device:
@@ -83,7 +96,11 @@ def main() -> None:
     task = TASKS[args.task](args.ranks)
     with rank_0_of(task.mesh) as mesh:
         for stage in args.stages:
-            print("FACTS", json.dumps(measured(task, stage, args.backend, mesh, args.device_graph)), flush=True)
+            print(
+                "FACTS",
+                json.dumps(measured(task, stage, args.backend, mesh, args.device_graph, args.timeline)),
+                flush=True,
+            )
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
