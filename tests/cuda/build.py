@@ -20,19 +20,22 @@ FLAGS = ["-std=c++17", "-O2", "-fPIC", "-w"]  # torch's headers differ between v
 
 
 def libraries(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Build both libraries into a folder, if they are older than their sources, and return their paths."""
+    """Build the libraries into a folder, if they are older than their sources, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"driver": folder / "libcuda.so.1", "runtime": folder / "libcudart_log.so"}
+    found["management"] = folder / "libnvidia-ml.so.1"
     sources = [pathlib.Path(__file__), *SOURCES.iterdir()]
     newest = max(source.stat().st_mtime for source in sources)
     if all(path.exists() and path.stat().st_mtime > newest for path in found.values()):
         return found
     wanted = undefined()
     driver = {name for name in wanted if OF_DRIVER.match(name)}
+    management = {name for name in wanted if name.startswith("nvml")}
     runtime = ["cudart.cpp", "cublas.cpp", "nccl.cpp"]
     return {
         "driver": library(found["driver"], ["driver.cpp"], driver),
-        "runtime": library(found["runtime"], runtime, wanted - driver),
+        "runtime": library(found["runtime"], runtime, wanted - driver - management),
+        "management": library(found["management"], ["nvml.cpp"], management),
     }
 
 
@@ -43,6 +46,8 @@ def undefined() -> set[str]:
         for path in SITE.glob(f"torch/lib/{pattern}"):
             symbols = _output("nm", "-D", "--undefined-only", str(path))
             found |= set(WANTED.findall(re.sub(r"@.*", "", symbols)))
+    for path in SITE.glob("torch/lib/libc10_cuda.so"):  # the allocator looks functions of the driver up by name
+        found |= {name.decode() for name in re.findall(rb"\0((?:cu|nvml)[A-Z]\w+)(?=\0)", path.read_bytes())}
     for path in SITE.glob("triton/backends/nvidia/*.c"):
         found |= set(re.findall(r"\b(cu[A-Z]\w+)\b", path.read_text()))
     return found

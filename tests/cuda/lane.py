@@ -60,6 +60,7 @@ def facts(
     device_graph: bool = False,
     card: str = "",
     timed: bool = False,
+    expandable: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """Measure a task in a process of its own, and return the facts of each stage (`tests.cuda.worker`).
 
@@ -75,6 +76,7 @@ def facts(
         card: the card that is shown, "A100", "H100" or "B200"; what is compiled for it is compiled anew. By default the
             H100, or the GPU that is there.
         timed: whether work and collectives get their seconds by the cost model (`tests.cuda.timeline`).
+        expandable: whether the allocator's segments grow instead of having a size.
         root: the project that is measured; another than this one is not kept for the tables.
 
     Raises:
@@ -82,13 +84,14 @@ def facts(
     """
     command = [sys.executable, "-m", "tests.cuda.worker", task, "--backend", backend, "--ranks", str(ranks)]
     command += ["--default-device"] * default_device + ["--device-graph"] * device_graph + ["--timeline"] * timed
-    output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer, card)
+    output = run([*command, "--stages", *map(str, stages or range(4))], root, lazy, sanitizer, card, expandable)
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     compiled = {"card": card, "targets": targets(card)} if card else {}
     with MEASURED.open("a") as file:
         for row in rows if root == ROOT and not sanitizer else ():
             what = {"task": task, "backend": backend, "ranks": ranks, "default": default_device, "graph": device_graph}
-            file.write(json.dumps(what | compiled | row) + "\n")
+            what |= compiled | {"expandable": expandable}
+            file.write(json.dumps(what | row) + "\n")
     return {row["stage"]: row for row in rows}
 
 
@@ -109,7 +112,12 @@ def targets(card: str) -> dict[str, int]:
 
 
 def run(
-    command: list[str], root: pathlib.Path = ROOT, lazy: bool = False, sanitizer: bool = False, card: str = ""
+    command: list[str],
+    root: pathlib.Path = ROOT,
+    lazy: bool = False,
+    sanitizer: bool = False,
+    card: str = "",
+    expandable: bool = False,
 ) -> str:
     """Run a command in a project, in the lane's environment, and return its output.
 
@@ -118,6 +126,7 @@ def run(
     """
     env = variables(lazy) | {"PYTHONPATH": str(root)}
     env |= {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+    env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     if card:
         shutil.rmtree(COMPILED / card, ignore_errors=True)
         env |= {"CUDA_LOG_CARD": card, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED / card)}

@@ -29,9 +29,10 @@ def write() -> None:
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
-        "33.6 MB, which are in the other columns. On 64 ranks, in bfloat16 with float32 masters and remat: "
+        "33.6 MB, which are in the other columns; `planned` is both. `expandable` is a run with "
+        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On 64 ranks, in bfloat16 with float32 masters and remat: "
         f"{'; '.join(f'{name} with {batch}' for name, batch in LARGE.items())}.",
-        _memory(_first([r for r in rows if r["task"] in {*SIZES, *LARGE} and r["plan"]])),
+        _memory([r for r in rows if r["task"] in {*SIZES, *LARGE} and r["plan"]]),
         "## What a steady step asks of CUDA",
         "Products are calls of cuBLAS. A wait is a call in which the host stands still until the device is done.",
         _counts(_first([r for r in rows if r["task"] not in SIZES and r["ranks"] == 8 and _is_plain(r)])),
@@ -68,7 +69,7 @@ def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what another process measured already."""
     found: dict[Any, dict[str, Any]] = {}
     for r in rows:
-        found.setdefault((r["task"], r["backend"], r["stage"]), r)
+        found.setdefault(_key(r), r)
     return [*found.values()]
 
 
@@ -147,17 +148,28 @@ def _laws() -> str:
 
 
 def _memory(rows: list[dict[str, Any]]) -> str:
-    head = ["model", "backend", "stage", "plan MB", "requested MB", "peak MB", "peak / plan", "reserved / peak"]
+    head = ["model", "backend", "stage", "plan MB", "requested MB", "peak MB"]
+    head += [f"{ratio}{how}" for how in ("", ", expandable") for ratio in ("peak / planned", "reserved / peak")]
+    expandable = {_key(r): r for r in rows if r["expandable"]}
     lines = [
         [
             *(r["task"], r["backend"], r["stage"]),
             *(f"{r[name] / MB:,.1f}" for name in ("plan", "requested", "peak")),
-            f"{r['peak'] / r['plan']:.4f}",
-            f"{r['reserved'] / r['peak']:.3f}",
+            *_ratios(r),
+            *(_ratios(expandable[_key(r)]) if _key(r) in expandable else ["", ""]),
         ]
-        for r in rows
+        for r in _first([r for r in rows if not r["expandable"]])
     ]
     return table(head, lines)
+
+
+def _key(r: dict[str, Any]) -> tuple[Any, ...]:
+    return r["task"], r["backend"], r["stage"]
+
+
+def _ratios(r: dict[str, Any]) -> list[str]:
+    """Return the peak in relation to the plan with its workspace, and the reserved bytes in relation to the peak."""
+    return [f"{r['peak'] / (r['plan'] + r['workspace']):.4f}", f"{r['reserved'] / r['peak']:.3f}"]
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

@@ -184,6 +184,30 @@ API cudaError_t cudaMalloc(void** p, size_t n) {
   note("malloc", (void*)0, n);
   return *p ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
+// Addresses and memory apart, for the driver (driver.cpp): an expandable segment is a range of addresses that grows.
+API void* cuda_log_reserve(size_t bytes) {
+  void* p = take(bytes, Memory::device);
+  Guard guard(state().lock);
+  if (p) state().device_bytes -= bytes;  // addresses take no memory
+  return p;
+}
+API void cuda_log_unreserve(void* p, size_t bytes) {
+  Guard guard(state().lock);
+  state().device_bytes += bytes;
+  release(p);
+}
+API bool cuda_log_create(size_t bytes) {
+  Guard guard(state().lock);
+  bool fits = state().device_bytes + bytes <= DEVICE_BYTES;
+  if (fits) state().device_bytes += bytes;
+  note("malloc", (void*)0, bytes);
+  return fits;
+}
+API void cuda_log_delete(size_t bytes) {
+  Guard guard(state().lock);
+  state().device_bytes -= bytes;
+  note("free", (void*)0);
+}
 API cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t) { return cudaMalloc(p, n); }
 API cudaError_t cudaFree(void* p) {
   if (p) note("free", (void*)0);

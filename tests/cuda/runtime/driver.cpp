@@ -2,6 +2,7 @@
 //
 // Its log is the one of the runtime (cudart.cpp), which is loaded before it.
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #define API extern "C" __attribute__((visibility("default")))
 
 static int context = 1;
+static const int OUT_OF_MEMORY = 2;
 
 static void note(const char* kind, void* stream, size_t n, const char* name) {
   using Note = void (*)(const char*, void*, size_t, const char*);
@@ -123,6 +125,38 @@ API int cuPointerGetAttribute(void* out, int a, uintptr_t p) {
   else *(int*)out = a == 2 ? 2 : 0;            // memory of the device
   return 0;
 }
+// Virtual memory, of which torch makes expandable segments. A handle is its number of bytes.
+template <class F>
+static F* of_runtime(const char* name) {
+  return (F*)dlsym(RTLD_DEFAULT, name);
+}
+API int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
+  *bytes = 2 << 20;
+  return 0;
+}
+API int cuMemAddressReserve(void** p, size_t bytes, size_t, void*, unsigned long long) {
+  static auto reserve = of_runtime<void*(size_t)>("cuda_log_reserve");
+  *p = reserve ? reserve(bytes) : nullptr;
+  return *p ? 0 : OUT_OF_MEMORY;
+}
+API int cuMemAddressFree(void* p, size_t bytes) {
+  static auto unreserve = of_runtime<void(void*, size_t)>("cuda_log_unreserve");
+  if (unreserve) unreserve(p, bytes);
+  return 0;
+}
+API int cuMemCreate(size_t* handle, size_t bytes, const void*, unsigned long long) {
+  static auto create = of_runtime<bool(size_t)>("cuda_log_create");
+  *handle = bytes;
+  return create && create(bytes) ? 0 : OUT_OF_MEMORY;
+}
+API int cuMemRelease(size_t handle) {
+  static auto remove = of_runtime<void(size_t)>("cuda_log_delete");
+  if (remove) remove(handle);
+  return 0;
+}
+API int cuMemMap(void*, size_t, size_t, size_t, unsigned long long) { return 0; }
+API int cuMemSetAccess(void*, size_t, const void*, size_t) { return 0; }
+API int cuMemUnmap(void* p, size_t bytes) { return madvise(p, bytes, MADV_DONTNEED); }  // the host gets its memory back
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) {
   *n = 2;
   return 0;
