@@ -490,7 +490,7 @@ def test_gradients_that_were_never_reduced_are_named():
 
 # ---------------------------------------------------------------- layouts that do not meet
 
-RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it on the mesh.*call step.init on this one"
+RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it with the step that sharded it.*step.partition"
 
 LAYOUTS: dict[str, Row] = {
     "a state cut for another mesh": (

@@ -225,13 +225,21 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """Add updates to parameters, keeping their dtypes; leaves that are one tensor object (tied) stay one.
 
     Raises:
-        ValueError: if the trees differ in structure or are sharded differently. The message names the path.
+        ValueError: if the trees differ in structure, in a leaf's shape, or are sharded differently. The message names
+            the path.
 
     Example:
         >>> import torch
         >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(0.5)})
         {'w': tensor(1.5000)}
     """
+    for i, (p, u) in enumerate(zip(tree.flatten(params)[0], tree.leaves_up_to(params, updates), strict=True)):
+        if isinstance(p, torch.Tensor) and isinstance(u, torch.Tensor) and p.shape != u.shape:
+            path = tree.flatten_with_paths(params)[0][i]
+            raise ValueError(
+                f"leaf {path!r} is {list(p.shape)}, and its update is {list(u.shape)}: an update has the shape of its "
+                "parameter; pass what opt.update returned for gradients of these parameters"
+            )
     return tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 

@@ -290,8 +290,8 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise ValueError(
-                f"{what} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it "
-                "was sharded for, and call step.init on this one"
+                f"{what} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it with the "
+                "step that sharded it, then pass it to step.partition(full, like=...) of this mesh's step"
             )
     order, names = spec.order, [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):

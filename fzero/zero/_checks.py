@@ -176,7 +176,7 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
         if not sharded and is_sharded(args[i]):
             raise ValueError(
                 f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
-                "that sharded it, then call step.init"
+                "that sharded it, then step.partition(params)"
             )
 
 

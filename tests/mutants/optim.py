@@ -8,6 +8,13 @@ MUTANTS = [
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
     ),
+    *File("optim/_base.py", ("tests/optim/test_optim.py",)).faults(
+        Fault(
+            "an update of another shape is broadcast onto its parameter",
+            "apply_updates",
+            becomes("A.shape != B.shape", "False"),
+        ),
+    ),
     *File("optim/_norms.py", PAIRS).faults(
         Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),
         Fault("leaf norms are of the rank's part only", "_leaf_norms", bare("B(A, axes)")),

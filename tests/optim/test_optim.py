@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -259,6 +260,13 @@ def test_bfloat16_parameters_keep_their_dtype_in_a_sharded_step(stage):
         assert loss.dtype == torch.bfloat16
     assert {x.dtype for x in tree.tensors(step.gather(p))} == {torch.bfloat16}
     assert_trees_close(step.gather(p), train(opt, params, batches), 0.05)
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (1, 4), (3,), (0,)])
+def test_apply_updates_refuses_an_update_of_another_shape(shape):
+    params, updates = {"a": {"w": torch.ones(4, 4)}}, {"a": {"w": torch.ones(shape)}}
+    with pytest.raises(ValueError, match=rf"leaf 'a.w' is \[4, 4\], and its update is {re.escape(str([*shape]))}"):
+        optim.apply_updates(params, updates)
 
 
 def test_apply_updates_keeps_dtypes_whatever_the_updates_are():
