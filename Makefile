@@ -81,7 +81,7 @@ gpu: $(if $(filter .venv-cuda/%,$(GPU_PYTHON)),.venv-cuda/stamp) ## ten minutes 
 .venv-cuda/stamp: pyproject.toml constraints.txt
 	@echo 'This downloads 3 GB of torch $(CUDA_TORCH) with CUDA from PyPI, which take 5.5 GB in .venv-cuda.'
 	$(PYTHON) -m venv .venv-cuda
-	@sed 's/^torch==.*/torch==$(CUDA_TORCH)/' constraints.txt > .venv-cuda/constraints.txt
+	@sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$(CUDA_TORCH)/' constraints.txt > .venv-cuda/constraints.txt
 	$(CUDA_PIP) torch numpy hatchling editables
 	$(CUDA_PIP) --quiet --no-build-isolation --editable '.[testing,examples,finetune]' pytest pytest-xdist
 	@touch $@

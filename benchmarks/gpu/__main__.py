@@ -45,6 +45,8 @@ def main() -> int:
         variables = rehearsal(ranks, cache) if args.rehearse else {}
         if args.rehearse:
             notes.append("**A rehearsal on the CUDA without a GPU: kernels do nothing, so no number or time counts.**")
+        args.logs = args.logs or Path(cache, "logs")
+        args.logs.mkdir(parents=True, exist_ok=True)
         options = ["--toy"] * args.toy + ["--backends", *args.backends]
         outcome = written(args, launch(ranks, options, variables), notes)
     status = 130 if STOPPED in notes else exit_status(outcome, args.rehearse)
@@ -67,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="run on the CUDA without a GPU")
     parser.add_argument("--toy", action="store_true", help="tiny models")
     parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; .venv-cuda/gpu.md if nothing real is run")
+    parser.add_argument("--logs", type=Path, help="a folder for what the parts print; default: it is not kept")
     args = parser.parse_args()
     args.out = args.out or (lane.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
     return args
@@ -91,7 +94,7 @@ def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outco
 
     try:
         parts = [part for part in PARTS if part.name in args.parts]
-        run_parts(parts, args.minutes * 60, launch, functools.partial(print, flush=True), keep)
+        run_parts(parts, args.minutes * 60, launch, functools.partial(print, flush=True), keep, args.logs)
     except KeyboardInterrupt:
         notes.append(STOPPED)
     write(outcomes[-1], args.out, command, notes, is_last=True)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -95,6 +94,7 @@ class Run:
         self.part, self.launch = part, launch
         self.end = time.monotonic() + seconds
         self.out, self.log = folder / f"{part}.jsonl", folder / f"{part}.log"
+        self.out.unlink(missing_ok=True)  # of an earlier run
         self.cases: list[tuple[str, bool]] = []  # names, and which of them are checks
         self.card = ""
         self.current: int | None = None  # the case that runs
@@ -163,6 +163,7 @@ def run_parts(
     launch: Launch,
     say: Callable[[str], None],
     write: Callable[[Outcome], None],
+    logs: Path,
 ) -> Outcome:
     """Run parts one after the other, and return their results.
 
@@ -172,25 +173,25 @@ def run_parts(
         launch: starts the processes of a part.
         say: takes a line on how far it is.
         write: writes the report; called after each case.
+        logs: the folder of what the parts print, an error's lines among it.
     """
     start, outcome = time.monotonic(), Outcome("", [], 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        for i, part in enumerate(parts):
-            left = seconds - (time.monotonic() - start)
-            share = left * part.weight / sum([p.weight for p in parts[i:]])
-            if share < LEAST:
-                results: Iterator[Result] = iter([Result(part.name, THE_PART[0], "left out", "no time was left")])
-                run = None
-            else:
-                say(f"{part.name}: up to {share:.0f} s")
-                run = Run(part.name, share, launch, Path(folder))
-                results = run.results()
-            for result in results:
-                passed = time.monotonic() - start
-                outcome = Outcome((run and run.card) or outcome.card, [*outcome.results, result], passed)
-                place = f"{run.done} of {len(run.cases)}" if run and run.cases else ""
-                say(f"{passed:4.0f} s of {seconds:.0f}, {part.name} {place}: {line_of(result)}")
-                write(outcome)
+    for i, part in enumerate(parts):
+        left = seconds - (time.monotonic() - start)
+        share = left * part.weight / sum([p.weight for p in parts[i:]])
+        if share < LEAST:
+            results: Iterator[Result] = iter([Result(part.name, THE_PART[0], "left out", "no time was left")])
+            run = None
+        else:
+            say(f"{part.name}: up to {share:.0f} s")
+            run = Run(part.name, share, launch, logs)
+            results = run.results()
+        for result in results:
+            passed = time.monotonic() - start
+            outcome = Outcome((run and run.card) or outcome.card, [*outcome.results, result], passed)
+            place = f"{run.done} of {len(run.cases)}" if run and run.cases else ""
+            say(f"{passed:4.0f} s of {seconds:.0f}, {part.name} {place}: {line_of(result)}")
+            write(outcome)
     return outcome
 
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -148,7 +149,10 @@ def stubs(part: str, out: pathlib.Path, skip: int, seconds: float, log: pathlib.
 
 def outcome_of(*parts: str, seconds: float = 60.0) -> tuple[Outcome, list[str]]:
     said: list[str] = []
-    return run_parts([Part(name, 1) for name in parts], seconds, stubs, said.append, lambda outcome: None), said
+    with tempfile.TemporaryDirectory() as folder:
+        logs = pathlib.Path(folder)
+        logs.joinpath("lives.jsonl").write_text("of an earlier run\n")
+        return run_parts([Part(x, 1) for x in parts], seconds, stubs, said.append, lambda outcome: None, logs), said
 
 
 def test_a_process_that_dies_costs_one_case():
