@@ -10,19 +10,22 @@ if a check failed, 2 if there is no GPU, 130 if the run was stopped.
 
 import argparse
 import functools
+import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.report import exit_status, write
-from benchmarks.gpu.run import ROOT, Launch, Outcome, Part, launch, run_parts
+from benchmarks.gpu.run import ROOT, Launch, Outcome, Part, compile_all, launch, run_parts
 from tests.cuda import lane
 
-PARTS = [Part("checks", 3), Part("memory", 3), Part("peers", 3), Part("offload", 2), Part("speeds", 0.5)]
-PARTS += [Part("kernels", 1)]
+PARTS = [Part("checks", 3, 3), Part("memory", 3, 4), Part("peers", 3, 6), Part("offload", 2, 2), Part("speeds", 1)]
+PARTS += [Part("kernels", 1, 1)]
+COMPILING = 0.3  # of the time, at most
 STOPPED = "The run was stopped by hand."
 NO_GPU = """torch {version} sees no GPU here.
 If there is one, its driver may be older than this torch. Then take a torch that fits it:
@@ -48,6 +51,7 @@ def main() -> int:
         args.logs = args.logs or Path(cache, "logs")
         args.logs.mkdir(parents=True, exist_ok=True)
         options = ["--toy"] * args.toy + ["--backends", *args.backends]
+        args.compilers = (os.cpu_count() or 1) // ranks if args.compilers is None else args.compilers
         outcome = written(args, launch(ranks, options, variables), notes)
     status = 130 if STOPPED in notes else exit_status(outcome, args.rehearse)
     words = {0: "no check failed", 130: "stopped before all was done"}
@@ -66,6 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="processes, one a card; default all cards, at most 8")
     parser.add_argument("--parts", nargs="+", default=names, choices=names)
     parser.add_argument("--backends", nargs="+", default=["eager", "fx", "inductor"], help="the last is the default's")
+    parser.add_argument("--compilers", type=int, help="processes that compile before; default: the cores; 0 for none")
     parser.add_argument("--rehearse", action="store_true", help="run on the CUDA without a GPU")
     parser.add_argument("--toy", action="store_true", help="tiny models")
     parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; .venv-cuda/gpu.md if nothing real is run")
@@ -94,7 +99,10 @@ def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outco
 
     try:
         parts = [part for part in PARTS if part.name in args.parts]
-        run_parts(parts, args.minutes * 60, launch, functools.partial(print, flush=True), keep, args.logs)
+        say, end = functools.partial(print, flush=True), time.monotonic() + args.minutes * 60
+        if args.compilers and {"inductor"} & {*args.backends}:
+            compile_all(parts, args.compilers, COMPILING * args.minutes * 60, launch, say, args.logs)
+        run_parts(parts, end - time.monotonic(), launch, say, keep, args.logs)
     except KeyboardInterrupt:
         notes.append(STOPPED)
     write(outcomes[-1], args.out, command, notes, is_last=True)

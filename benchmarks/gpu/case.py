@@ -26,6 +26,7 @@ class Setting(NamedTuple):
         toy: whether models are tiny.
         rehearse: whether kernels do nothing, so that numbers are not judged.
         backends: those of `fzero.jit` to measure, and "eager".
+        only_compiles: whether cases run for what they leave in the compiler's caches, and no time is taken.
     """
 
     mesh: fzero.ranks.Mesh
@@ -33,10 +34,11 @@ class Setting(NamedTuple):
     toy: bool
     rehearse: bool
     backends: tuple[Any, ...]
+    only_compiles: bool = False
 
     def meter(self) -> Meter:
         """Make a meter of the mesh's device."""
-        return Meter(self.mesh.device, 2 if self.toy else 10)
+        return Meter(self.mesh.device, 1 if self.only_compiles else 2 if self.toy else 10)
 
     @property
     def backend(self) -> Any:
@@ -57,11 +59,13 @@ class Case(NamedTuple):
         name: the first column of its rows.
         run: runs it and returns its rows. A row whose "holds" is False is a check that failed.
         is_check: whether an error in it is a failed check.
+        compiles: whether it waits for Inductor, so that it is run before as well (`benchmarks.gpu.run.compile_all`).
     """
 
     name: str
     run: Callable[[], list[Values]]
     is_check: bool = False
+    compiles: bool = False
 
 
 @dataclass

@@ -62,7 +62,7 @@ def cases(setting: Setting) -> list[Case]:
     def run(way: Way) -> Callable[[], list[Values]]:
         return lambda: [checked(way, setting)]
 
-    return [Case(way.name, run(way), is_check=True) for way in ways]
+    return [Case(way.name, run(way), is_check=True, compiles=way.backend == "inductor") for way in ways]
 
 
 def config(setting: Setting) -> Config:

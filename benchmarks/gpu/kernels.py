@@ -30,7 +30,7 @@ class Run(NamedTuple):
 def cases(setting: Setting) -> list[Case]:
     """List the profiles."""
     return [
-        Case(f"jitted step, {setting.backend}", lambda: by_kind(setting)),
+        Case(f"jitted step, {setting.backend}", lambda: by_kind(setting), compiles=setting.backend == "inductor"),
         Case("eager step, by function", lambda: by_function(setting)),
     ]
 

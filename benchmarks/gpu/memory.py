@@ -37,7 +37,8 @@ def cases(setting: Setting) -> list[Case]:
     for model, backend in (("bert-large", setting.backend), ("vit-g", "fx")):
         for stage in (3, 2, 1, 0):
             run = _sharded(model, stage, backend, setting)
-            found.append(Case(f"{model}, stage {stage}, {backend}", run, is_check=True))
+            name = f"{model}, stage {stage}, {backend}"
+            found.append(Case(name, run, is_check=True, compiles=backend == "inductor"))
     return found
 
 

@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def cases(setting: Setting) -> list[Case]:
     """List the ratios and the ways to update."""
-    return [Case(name, _measured(options, setting)) for name, options in OPTIONS.items()]
+    compiles = setting.backend == "inductor"
+    return [Case(name, _measured(options, setting), compiles=compiles) for name, options in OPTIONS.items()]
 
 
 def _measured(options: dict[str, Any], setting: Setting) -> Callable[[], list[Values]]:

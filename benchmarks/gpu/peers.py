@@ -48,7 +48,10 @@ def cases(setting: Setting) -> list[Case]:
         fzero_system(1, setting.backend),
         *([fsdp2(True, False), fzero_system(3, "fx")] if is_compiled else []),
     ]
-    return [Case(system.key.replace(" ", "-"), _measured(system, setting)) for system in systems]
+    return [
+        Case(system.key.replace(" ", "-"), _measured(system, setting), compiles=system.is_compiled)
+        for system in systems
+    ]
 
 
 def _measured(system: System, setting: Setting) -> Callable[[], list[Values]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.case import Result
 from tests.distributed.launch import environment, free_port, rank_variables
 
-__all__ = ["ROOT", "Launch", "Outcome", "Part", "Run", "launch", "run_parts"]
+__all__ = ["ROOT", "Launch", "Outcome", "Part", "Run", "compile_all", "launch", "run_parts"]
 
 ROOT = Path(__file__).parents[2]
 LEAST = 5.0  # seconds that a part needs to begin
@@ -29,10 +29,12 @@ class Part(NamedTuple):
     Attributes:
         name: of the file in `benchmarks/gpu/` with its cases.
         weight: its share of the time that is left, beside the weights of the parts after it.
+        compiles: its share of the processes that compile, beside the shares of the others; 0 if it compiles nothing.
     """
 
     name: str
     weight: float
+    compiles: int = 0
 
 
 class Outcome(NamedTuple):
@@ -49,9 +51,9 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-# Starts the processes of a part: takes its name, the file of its results, the cases to skip, and the seconds that it
-# may take, and the file of its log.
-Launch = Callable[[str, Path, int, float, Path], "subprocess.Popen[bytes]"]
+# Starts the processes of a part: takes its name, the file of its results, the seconds that it may take, the file of
+# its log, and more options of `benchmarks.gpu.worker`.
+Launch = Callable[[str, Path, float, Path, Sequence[str]], "subprocess.Popen[bytes]"]
 
 
 def launch(ranks: int, options: Sequence[str], variables: Mapping[str, str]) -> Launch:
@@ -63,8 +65,8 @@ def launch(ranks: int, options: Sequence[str], variables: Mapping[str, str]) -> 
         variables: of the environment, beside this process's own.
     """
 
-    def start(part: str, out: Path, skip: int, seconds: float, log: Path) -> "subprocess.Popen[bytes]":
-        words = ["-m", "benchmarks.gpu.worker", part, str(out), "--skip", str(skip), "--seconds", str(seconds)]
+    def start(part: str, out: Path, seconds: float, log: Path, more: Sequence[str]) -> "subprocess.Popen[bytes]":
+        words = ["-m", "benchmarks.gpu.worker", part, str(out), "--seconds", str(seconds), *more]
         threads = max(1, (os.cpu_count() or 1) // ranks)  # for updates on the host; torchrun's own default is 1
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": threads, **variables, "PYTHONPATH": path}
@@ -106,7 +108,8 @@ class Run:
         while not self.cases or self.done < len(self.cases):
             self.out.touch()
             before = self.done
-            process = self.launch(self.part, self.out, self.done, self.end - time.monotonic(), self.log)
+            skip = ["--skip", str(self.done)]
+            process = self.launch(self.part, self.out, self.end - time.monotonic(), self.log, skip)
             try:
                 end = self.end + GRACE
                 while process.poll() is None and time.monotonic() < end:
@@ -155,6 +158,41 @@ class Run:
     def _result(self, case: tuple[str, bool], outcome: str, reason: str) -> Result:
         name, is_check = case
         return Result(self.part, name, outcome, reason, is_check=is_check)
+
+
+def compile_all(
+    parts: Sequence[Part], processes: int, seconds: float, launch: Launch, say: Callable[[str], None], logs: Path
+) -> None:
+    """Run the cases that wait for a compiler in many processes at once, which leaves what they compile on the disk.
+
+    On a machine with many cores that takes a fraction of the time that one case after the other would wait. Nothing is
+    measured, and what fails here fails again, and is told, in its own part.
+
+    Args:
+        parts: all that will run.
+        processes: about as many, and at least one for each part that compiles.
+        seconds: after which those that still compile are ended.
+        launch: starts the processes of a part.
+        say: takes a line on how far it is.
+        logs: the folder of what they print.
+    """
+    shares = sum(part.compiles for part in parts)
+    started: list[subprocess.Popen[bytes]] = []
+    start = time.monotonic()
+    try:
+        for part in parts:
+            n = max(1, processes * part.compiles // shares) if part.compiles else 0
+            for i in range(n):
+                out, log = (logs / f"compile-{part.name}-{i}.{end}" for end in ("jsonl", "log"))
+                started.append(launch(part.name, out, seconds, log, ["--compile", str(i), str(n)]))
+        say(f"compile: up to {seconds:.0f} s, {len(started)} processes")
+        while any(process.poll() is None for process in started) and time.monotonic() < start + seconds:
+            time.sleep(POLL)
+    finally:
+        late = sum(process.poll() is None for process in started)
+        for process in started:
+            kill(process)
+    say(f"{time.monotonic() - start:4.0f} s, compile: " + (f"{late} processes were not done" if late else "done"))
 
 
 def run_parts(

@@ -1,6 +1,7 @@
 """Run the cases of a part, one after the other, on this rank. Rank 0 writes what becomes of them, a JSON a line.
 
 python -m benchmarks.gpu.worker PART OUT [--skip N] [--seconds S] [--toy] [--backends eager fx inductor]
+python -m benchmarks.gpu.worker PART OUT --compile I N     # each N-th case that compiles, from the I-th; not measured
 
 First comes {"cases": [[name, is_check], ...], "card": ...}, then for each case {"start": i} and {"end": a result}. A
 process whose device does not answer any more ends, so that the next case begins in a new one (`benchmarks.gpu.run`).
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor_config
 
 import fzero
 from benchmarks.gpu.case import RANKS, Case, LeftOutError, Result, Setting
@@ -34,6 +36,7 @@ __all__ = ["run_cases"]
 
 Emit = Callable[[dict[str, Any]], None]
 LEAST = 2.0  # seconds that a case needs to begin
+COMPILE_THREADS = 2  # of each process where many compile
 BROKEN = 3  # the exit status of a process whose device does not answer
 
 
@@ -129,6 +132,7 @@ def main() -> int:
     parser.add_argument("part")
     parser.add_argument("out", type=Path)
     parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--compile", type=int, nargs=2, metavar=("I", "N"))
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--backends", nargs="+", default=["eager", "fx", "inductor"])
@@ -144,8 +148,14 @@ def main() -> int:
 
     with world(module.NEEDS_ALL_RANKS) as mesh:
         exists = dist.get_backend() != "fake"
-        setting = Setting(mesh, exists, args.toy, log.without_gpu(), tuple(args.backends))
-        is_alive = run_cases(args.part, module.cases(setting), emit, args.skip, args.seconds)
+        only_compiles = args.compile is not None
+        setting = Setting(mesh, exists, args.toy, log.without_gpu(), tuple(args.backends), only_compiles)
+        cases = module.cases(setting)
+        if only_compiles:
+            first, every = args.compile
+            cases = [case for case in cases if case.compiles][first::every]
+            inductor_config.compile_threads = COMPILE_THREADS
+        is_alive = run_cases(args.part, cases, emit, args.skip, args.seconds)
     return 0 if is_alive else BROKEN
 
 

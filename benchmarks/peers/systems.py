@@ -51,6 +51,11 @@ class System(NamedTuple):
         """The row's name in tables and on the command line, without spaces."""
         return f"{self.name}-{self.stage}" + (f"-{self.variant}" if self.variant else "")
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles it."""
+        return self.variant.endswith(("inductor", "compile"))
+
 
 def fzero_system(stage: int, backend: str) -> System:
     """Make fzero's system of a stage and a backend."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu import checks, kernels, memory, offload, peers, speeds
 from benchmarks.gpu.case import RANKS, Case, LeftOutError, Result, Setting
 from benchmarks.gpu.report import draw, exit_status, text_of, write
-from benchmarks.gpu.run import ROOT, Outcome, Part, run_parts
+from benchmarks.gpu.run import ROOT, Outcome, Part, compile_all, run_parts
 from benchmarks.gpu.worker import run_cases, tried, world
 from benchmarks.one_rank import alone
 from tests.distributed.launch import free_port, python, rank_variables
@@ -141,9 +141,11 @@ if part == "lingers": time.sleep(60)
 """
 
 
-def stubs(part: str, out: pathlib.Path, skip: int, seconds: float, log: pathlib.Path) -> "subprocess.Popen[bytes]":
+def stubs(
+    part: str, out: pathlib.Path, seconds: float, log: pathlib.Path, more: Sequence[str]
+) -> "subprocess.Popen[bytes]":
     with log.open("ab") as file:
-        command = [sys.executable, "-c", SCRIPT, part, str(out), str(skip)]
+        command = [sys.executable, "-c", SCRIPT, part, str(out), more[-1]]
         return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 
 
@@ -183,6 +185,36 @@ def test_a_part_that_hangs_costs_its_share_and_no_more(monkeypatch):
     assert time.monotonic() - start < 20 and [r.outcome for r in lingering.results] == ["ok"] * 3
     late, _ = outcome_of("lives", seconds=0.1)
     assert [(r.case, r.reason) for r in late.results] == [("the part", "no time was left")]
+
+
+def test_many_processes_compile_at_once_each_its_share_of_a_part(tmp_path):
+    """A part that compiles has a process even where there are fewer than parts, and none outlives its time."""
+    script = "import sys, time; open(sys.argv[1], 'w').write(' '.join(sys.argv[2:])); time.sleep(float(sys.argv[3]))"
+
+    def start(
+        part: str, out: pathlib.Path, seconds: float, log: pathlib.Path, more: Sequence[str]
+    ) -> "subprocess.Popen[bytes]":
+        naps = "60" if part == "hangs" else "0"
+        return subprocess.Popen([sys.executable, "-c", script, str(out), part, naps, *more], start_new_session=True)
+
+    said: list[str] = []
+    parts = [Part("many", 1, 3), Part("hangs", 1, 1), Part("plain", 1)]
+    begin = time.monotonic()
+    compile_all(parts, 4, 8.0, start, said.append, tmp_path)
+    assert time.monotonic() - begin < 30
+    assert said[0] == "compile: up to 8 s, 4 processes" and said[1].endswith("1 processes were not done")
+    texts = {path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {*[f"many 0 --compile {i} 3" for i in range(3)], "hangs 60 --compile 0 1"}
+    compile_all(parts, 1, 0.1, start, said.append, tmp_path)
+    assert "2 processes" in said[2]
+
+
+def test_each_case_that_compiles_is_run_once_by_the_processes_that_compile(one_of_eight):
+    setting = one_of_eight._replace(backends=("eager", "fx", "inductor"), only_compiles=True)
+    for module, n in ((checks, 5), (memory, 4), (peers, 8), (offload, 8), (kernels, 1)):
+        names = [case.name for case in module.cases(setting) if case.compiles]
+        assert len(names) == n and all("fx" not in name and "eager" not in name for name in names)
+    assert setting.meter().rounds == 1
 
 
 def test_the_status_is_that_of_the_checks():
