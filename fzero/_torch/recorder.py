@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,  # pyright: ignore[reportPrivateUsage]
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.levels import is_deciding
 from fzero._torch.modules import storage_id
-from fzero._torch.stand_ins import StandInCache
+from fzero._torch.stand_ins import StandInCache, alias_of
 
 __all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "is_fzero_code", "is_user_code", "user_line"]
 
@@ -40,6 +40,7 @@ DEVICE_OF = torch.ops.prim.device.default
 REPLACEMENTS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
 
 
+@functools.cache  # each recorded operation asks for the files of its frames
 def is_user_code(file: str) -> bool:
     """Return whether a file is code of the user: not of torch, fzero, einops or Python itself, and not generated."""
     is_library = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
@@ -215,7 +216,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
     if isinstance(out, torch.Tensor):
         _track(tracer, out, node)
     else:
-        node.meta["val"] = type(out)([None if x is None else _snapshot(x) for x in out])
+        node.meta["val"] = type(out)([None if x is None else alias_of(x) for x in out])
         for i, x in enumerate(out):
             if x is not None:
                 item = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, name="getitem")
@@ -225,15 +226,8 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
 
 
 def _track(tracer: Any, x: Any, node: Node) -> None:
-    node.meta["val"] = _snapshot(x)
+    node.meta["val"] = alias_of(x)
     tracer.tensor_tracker[x] = _ProxyTensor(Proxy(node, tracer), None)
-
-
-def _snapshot(x: FakeTensor) -> FakeTensor:
-    """Return a stand-in for the same memory that keeps its shape when the tensor's shape is changed in place."""
-    with in_kernel_invocation_manager(x.fake_mode):
-        alias = torch.ops.aten.detach.default(x)
-    return FakeTensor(x.fake_mode, alias, x.fake_device)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_stand_ins.py` shows which.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,36 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from fzero._torch.modules import storage_id
 
-__all__ = ["StandInCache"]
+__all__ = ["StandInCache", "alias_of"]
+
+
+def alias_of(x: FakeTensor) -> FakeTensor:
+    """Return a stand-in for the same memory, which keeps its shape when the shape of `x` is changed in place."""
+    with _below_stand_ins():
+        return _wrapped(x, x.fake_mode, x.fake_device)
+
+
+_below_stand_ins = torch._C._DisableTorchDispatch  # pyright: ignore[reportAttributeAccessIssue]
+_warn_of_reads = torch._C._set_warn_deprecated_on_mutable_data_ptr  # pyright: ignore[reportAttributeAccessIssue]
+_refuse_reads = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore[reportAttributeAccessIssue]
+_wrap: Any = torch.Tensor._make_subclass  # it detaches the tensor, in the tensor's memory
+
+
+def _wrapped(x: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """Return a stand-in on a device with the memory and the form of a tensor, below the modes of stand-ins.
+
+    It does the work of `FakeTensor(mode, x, device)` without checking its arguments, which takes five times as long.
+    """
+    out = _wrap(FakeTensor, x, False, dispatch_device=True, device_for_backend_keys=device)
+    out.__dict__.update(_state_on(device))
+    out.fake_mode = mode
+    return out
+
+
+@functools.cache
+def _state_on(device: torch.device) -> dict[str, Any]:
+    """Return the attributes that torch gives a new stand-in on a device."""
+    return dict(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device).__dict__)
 
 
 class _Form(NamedTuple):
@@ -120,9 +150,12 @@ def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:
 def _made(form: _Form, operands: list[FakeTensor]) -> FakeTensor:
     """Make a stand-in of a form: in new memory, or in that of an operand."""
     mode: FakeTensorMode = operands[0].fake_mode
-    with in_kernel_invocation_manager(mode):
-        if form.base is None:
+    if form.base is None:
+        with _below_stand_ins():
             x = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
-        else:
-            x = torch.as_strided(operands[form.base], form.shape, form.stride, form.offset)
-    return FakeTensor(mode, x, form.device)
+            out = _wrapped(x, mode, form.device)
+            (_warn_of_reads if mode._allow_unsafe_data_ptr_access else _refuse_reads)(out)
+            return out
+    with in_kernel_invocation_manager(mode):
+        x = torch.as_strided(operands[form.base], form.shape, form.stride, form.offset)
+        return _wrapped(x, mode, form.device)

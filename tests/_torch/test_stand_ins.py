@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from fzero._torch import storage_id
-from fzero._torch.stand_ins import StandInCache
+from fzero._torch.stand_ins import StandInCache, alias_of
 
 aten: Any = torch.ops.aten
 CALLS: list[Callable[[Any, Any, Any], Any]] = [
@@ -87,3 +87,41 @@ def test_an_error_is_raised_each_time():
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 cache.call(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_stand_in_made_without_checks_has_the_state_that_torch_gives(device: str):
+    mode = FakeTensorMode()
+    mode.allow_meta = True
+    x = FakeTensor(mode, torch.empty_strided((3, 4), (1, 3), dtype=torch.bfloat16, device="meta"), torch.device(device))
+    alias = alias_of(x)
+    with in_kernel_invocation_manager(mode):
+        like = FakeTensor(mode, aten.detach.default(x), x.fake_device)
+    assert type(alias) is FakeTensor and alias is not x and alias.__dict__ == like.__dict__
+    assert described(alias, [x]) == described(like, [x])
+    for query in (
+        torch._C._dispatch_keys,
+        torch.Tensor.is_inference,
+        lambda t: t.requires_grad,
+        lambda t: t._is_view(),
+    ):
+        assert query(alias) == query(like)
+    assert alias.fake_mode is mode
+
+
+def test_an_alias_keeps_its_shape_when_the_tensors_changes():
+    with FakeTensorMode():
+        x: Any = torch.ones(3, 4)
+        alias = alias_of(x)
+        x.t_()
+        assert alias.shape == (3, 4) and storage_id(alias) == storage_id(x)
+
+
+def test_no_data_is_read_from_a_stand_in_made_from_its_form():
+    mode = FakeTensorMode()
+    mode._allow_unsafe_data_ptr_access = False
+    with mode:
+        x, cache = torch.ones(3, 4), StandInCache()
+        for made in [cache.call(aten.mul.Tensor, (x, 2), {}) for _ in range(2)]:
+            with pytest.raises(RuntimeError, match="data pointer"):
+                made.data_ptr()
