@@ -23,6 +23,7 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._norms import leaf_rms
+from fzero.optim._shapes import REMEDIES
 from fzero.optim.schedules import Schedule
 from fzero.sharding import (
     Shard,
@@ -332,11 +333,12 @@ def _directions(
     `weight` is the weight of the new squares in the means.
     """
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
-    rows, columns = tree.flatten(state.rows)[0], tree.flatten(state.columns)[0]
+    rows, columns = (tree.leaves_up_to(grads, means, is_box) for means in (state.rows, state.columns))
     out: list[Any] = list(entries)
     factors: list[Any] = [None] * len(entries)
     for sums in sums_of_squares(paths, entries):
         first = sums.positions[0]
+        _check_means(paths[first], sums, rows[first], columns[first])
         row, column = _new_means(sums, rows[first], columns[first], weight)
         leaf_factors = _factors(row, column, torch.finfo(rows[first].dtype).eps if eps is None else eps)
         direction = _full_direction(entries[first], leaf_factors) if isinstance(entries[first], torch.Tensor) else None
@@ -350,6 +352,17 @@ def _directions(
         out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
+
+
+def _check_means(path: str, sums: Sums, rows: torch.Tensor, columns: torch.Tensor | None) -> None:
+    """Check that the state of a leaf has the leaf's numbers of rows and columns."""
+    for name, mean, new in (("rows", rows, sums.rows), ("columns", columns, sums.columns)):
+        shape, expected = (None if x is None else [*x.shape] for x in (mean, new))
+        if shape != expected:
+            raise ValueError(
+                f"opt.update: gradient leaf {path!r} is {[*sums.shape]}, and its state has {name} of shape {shape}: "
+                f"expected {expected}; {REMEDIES['state']}"
+            )
 
 
 def _new_means(

@@ -23,6 +23,7 @@ from fzero.optim._base import (
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._norms import leaf_norms
+from fzero.optim._shapes import check_gradients_like
 from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
@@ -153,6 +154,7 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
 
     These are factors rather than divisors, because three divisions per element take longer than the memory traffic.
     """
+    check_gradients_like(state.mu, grads, "state")
     count = state.count + 1
     t = count.to(torch.float64)
     mu = tree.elementwise(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)

@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
+from fzero.optim._shapes import check_updates, checks_gradients
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -126,7 +127,8 @@ class Optimizer:
 
     Attributes:
         init: `init(params) -> state`.
-        update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
+        update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed. Before it
+            runs, gradients of another structure or shape than the parameters raise ValueError with the leaf's path.
         exact_on_shards: whether the optimizer gives the same numbers on flat shards as on full leaves: True for all
             optimizers in `fzero.optim`; None if unknown, and `fzero.testing.is_exact_on_shards` finds out.
         precision: the policy by which `step.init` casts the parameters, if the optimizer keeps master weights.
@@ -151,6 +153,10 @@ class Optimizer:
     elementwise: bool | None = None
     offloads_state: bool = False
     param_offload_ratio: Ratio = 0
+
+    def __post_init__(self) -> None:
+        """Let every update check its gradients."""
+        object.__setattr__(self, "update", checks_gradients(self.update))
 
     @property
     def name(self) -> str:
@@ -233,13 +239,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(0.5)})
         {'w': tensor(1.5000)}
     """
-    for i, (p, u) in enumerate(zip(tree.flatten(params)[0], tree.leaves_up_to(params, updates), strict=True)):
-        if isinstance(p, torch.Tensor) and isinstance(u, torch.Tensor) and p.shape != u.shape:
-            path = tree.flatten_with_paths(params)[0][i]
-            raise ValueError(
-                f"leaf {path!r} is {list(p.shape)}, and its update is {list(u.shape)}: an update has the shape of its "
-                "parameter; pass what opt.update returned for gradients of these parameters"
-            )
+    check_updates(params, updates)
     return tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 

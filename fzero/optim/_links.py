@@ -17,6 +17,7 @@ from fzero.optim._base import (
     check_nonnegative,
     is_zero,
 )
+from fzero.optim._shapes import check_gradients_like
 from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
@@ -222,6 +223,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         if params is None:
             raise ValueError("params_ema needs the parameters: opt.update(grads, state, params)")
+        check_gradients_like(state.ema, grads, "state")
         count = state.count + 1
         # with this weight the average needs no correction; the first value has weight 1
         weight = (1 - decay) / (1 - decay ** count.to(torch.float64)) if debias else 1 - decay
@@ -263,6 +265,7 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
         return EmaState(torch.zeros((), dtype=torch.int64, device="cpu"), zeros)
 
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
+        check_gradients_like(state.ema, grads, "state")
         count = state.count + 1
         correction = 1 - decay ** count.to(torch.float64) if debias else 1.0
         average = tree.map(lambda x, a: (decay * a + (1 - decay) * x).to(a.dtype), grads, state.ema)

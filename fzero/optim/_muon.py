@@ -24,6 +24,7 @@ from fzero.optim._base import (
     rate_at,
     torch_hints,
 )
+from fzero.optim._shapes import check_gradients_like
 from fzero.optim._wrappers import masked
 from fzero.optim.schedules import Schedule
 from fzero.sharding import (
@@ -257,6 +258,7 @@ def muon(
         return MuonState(torch.zeros((), dtype=torch.int64, device="cpu"), tree.map(torch.zeros_like, params))
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
+        check_gradients_like(state.momentum, grads, "state")
         is_matrix = _check_mask(grads, mask, fallback is not None)
         rate = rate_at(learning_rate, state.count)
         average = tree.map(lambda g, m: _lerp(m, g, 1 - momentum), grads, state.momentum)

@@ -21,6 +21,7 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim._shapes import check_gradients_like
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -71,6 +72,7 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
         rate = rate_at(learning_rate, state.count)
         buffers, direction = None, grads
         if has_momentum:
+            check_gradients_like(state.momentum, grads, "state")
             # the first buffer is zero, so it becomes the gradient, as in torch
             buffers = tree.elementwise(lambda g, b: (momentum * b + g).to(b.dtype), grads, state.momentum)
             direction = tree.elementwise(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
@@ -124,6 +126,7 @@ def adagrad(
         )
 
     def update(grads: Updates, state: AdagradState, params: Params | None = None) -> tuple[Updates, AdagradState]:
+        check_gradients_like(state.sum_of_squares, grads, "state")
         rate = rate_at(learning_rate, state.count)
 
         def direction(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -199,6 +202,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
         return LionState(tree.map(torch.zeros_like, params))
 
     def update(grads: Updates, state: LionState, params: Params | None = None) -> tuple[Updates, LionState]:
+        check_gradients_like(state.mu, grads, "state")
         signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
         return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
 

@@ -8,12 +8,26 @@ MUTANTS = [
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
     ),
-    *File("optim/_base.py", ("tests/optim/test_optim.py",)).faults(
+    *File("optim/_shapes.py", ("tests/optim/test_shapes.py",)).faults(
         Fault(
             "an update of another shape is broadcast onto its parameter",
-            "apply_updates",
-            becomes("A.shape != B.shape", "False"),
+            "check_updates",
+            never("A is not None"),
+            ("tests/optim/test_optim.py",),
         ),
+        Fault(
+            "a gradient of another shape is broadcast onto its parameter",
+            "checks_gradients.checked",
+            never("A is not None"),
+        ),
+        Fault("shapes are not compared", "_have_same_shapes", becomes("A.shape == B.shape", "True")),
+        Fault("pieces of a shard count as another shape", "_shape", becomes("A if rest else B", "first")),
+    ),
+    *File("optim/_adam.py", ("tests/optim/test_shapes.py",)).faults(
+        Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_gradients_like(A, B, C)")),
+    ),
+    *File("optim/_adafactor.py", ("tests/optim/test_shapes.py",)).faults(
+        Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),
     ),
     *File("optim/_norms.py", PAIRS).faults(
         Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),

@@ -1,0 +1,107 @@
+"""Check shapes where trees are combined element by element: torch would broadcast another shape without a word."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.sharding import Shard, is_box
+from fzero.tree import Tree
+
+__all__ = ["REMEDIES", "check_gradients_like", "check_updates", "checks_gradients"]
+
+REMEDIES = {
+    "parameter": "take the gradients of these parameters, with fzero.value_and_grad for instance",
+    "state": "make the state by opt.init(params) of the parameters that the gradients are of",
+}
+
+
+def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an optimizer's update check its gradients against the parameters, if it is given parameters."""
+    if getattr(update, "checks_gradients", False):  # the optimizer is a copy of another
+        return update
+
+    @functools.wraps(update)
+    def checked(grads: Tree, state: Tree, *args: Any, **kwargs: Any) -> Any:
+        params = args[0] if args else kwargs.get("params")
+        if params is not None:
+            check_gradients_like(params, grads, "parameter")
+        return update(grads, state, *args, **kwargs)
+
+    vars(checked)["checks_gradients"] = True
+    return checked
+
+
+def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
+    """Check that gradients have the structure and the shapes of parameters, or of a state with a leaf for each.
+
+    A gradient may be None. Shards may be in other pieces.
+
+    Args:
+        like: the parameters, or the tree of the state.
+        grads: the gradients.
+        kind: what `like` is: "parameter" or "state".
+
+    Raises:
+        ValueError: if they differ. The message names the first path.
+    """
+    found = _first_of_another_shape(grads, like)
+    if found is not None:
+        path, shape, expected = found
+        raise ValueError(
+            f"opt.update: {tree.leaf_name('gradient', path)} is {shape}, and its {kind} is {expected}: {REMEDIES[kind]}"
+        )
+
+
+def check_updates(params: Tree, updates: Tree) -> None:
+    """Check that updates have the structure and the shapes of parameters.
+
+    Raises:
+        ValueError: if they differ. The message names the first path.
+    """
+    found = _first_of_another_shape(params, updates)
+    if found is not None:
+        path, expected, shape = found
+        raise ValueError(
+            f"leaf {path!r} is {expected}, and its update is {shape}: an update has the shape of its "
+            "parameter; pass what opt.update returned for gradients of these parameters"
+        )
+
+
+def _first_of_another_shape(values: Tree, others: Tree) -> tuple[str, list[int], list[int]] | None:
+    """Return the path and both shapes of the first pair of leaves or shards whose shapes differ.
+
+    Raises:
+        ValueError: if the trees differ in structure, or only one has a box at a path.
+    """
+    if _have_same_shapes(values, others):
+        return None
+    entries = tree.flatten(values, is_box)[0]
+    for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, others, is_box), strict=True)):
+        if is_box(x) and isinstance(y, torch.Tensor):
+            raise ValueError(tree.difference(values, others))
+        shapes = _shape(x), _shape(y)
+        if shapes[0] != shapes[1] and None not in shapes:
+            return tree.flatten_with_paths(values, is_box)[0][i], *[list(shape or ()) for shape in shapes]
+    return None
+
+
+def _have_same_shapes(values: Tree, others: Tree) -> bool:
+    """Return whether the trees have one structure, boxes included, and equal shapes: nearly always, and quickly."""
+    (xs, structure), (ys, other_structure) = tree.flatten(values), tree.flatten(others)
+    if structure != other_structure:
+        return False
+    pairs = zip(xs, ys, strict=True)
+    return all(isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape for x, y in pairs)
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, or that of a shard's pieces together; None for anything else."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    if not isinstance(x, Shard):
+        return None
+    first, *rest = [tuple(piece.shape) for piece in x.pieces]
+    return (*first[:-1], sum([shape[-1] for shape in (first, *rest)])) if rest else first
