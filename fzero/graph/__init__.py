@@ -6,7 +6,7 @@ from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._ops import is_random, only_copies
 from fzero.graph._pass_manager import ScheduleOptions
-from fzero.graph._plan_step import plan
+from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._step import TrainStep, step_of
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Device
@@ -24,6 +24,7 @@ __all__ = [
     "ScheduleOptions",
     "Settings",
     "SpaceError",
+    "StepOfRank",
     "TimedOperation",
     "TrainStep",
     "is_random",
@@ -39,4 +40,5 @@ __all__ = [
     "short_path",
     "stand_ins_of",
     "step_of",
+    "step_of_rank",
 ]

@@ -1,7 +1,7 @@
 """One traced call of a step: its schedule, the arguments whose memory its results reuse, and how it runs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class Entry:
     Attributes:
         options: the settings of `fzero.jit`.
         traced: the graph as traced, and the constants that it captured.
+        context: what the passes need to know of the call.
         best: the best schedule.
         rejected: the other schedules.
         structure: the tree structure of the results.
@@ -88,6 +89,7 @@ class Entry:
 
     options: JitOptions
     traced: TracedGraph
+    context: PassContext
     best: Candidate
     rejected: list[Rejected]
     structure: Any
@@ -106,6 +108,13 @@ class Entry:
         step, best = self.options.step, self.best
         groups = None if step.mesh is None else step.mesh.groups()
         return plan_of(best.graph, step.name, best.settings, self.rejected, self.options.device, groups)
+
+    def with_schedule(self, schedule_options: ScheduleOptions) -> "Entry":
+        """Return the entry with the best schedule of other options, from the same trace."""
+        options = self.options._replace(schedule_options=schedule_options)
+        schedules = candidates(self.traced.graph, self.context, schedule_options)
+        best, rejected = _choose_schedule(options, self.traced.graph, schedules, self.positions)
+        return replace(self, options=options, best=best, rejected=rejected, executable=None)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
         """Run the step, and write its results into the memory of the donated arguments.
@@ -200,6 +209,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
     return Entry(
         options=options,
         traced=traced,
+        context=context,
         best=best,
         rejected=rejected,
         structure=structure,

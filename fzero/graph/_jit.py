@@ -19,7 +19,7 @@ from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import step_of
 from fzero.graph.planning._cost import Device, seconds
-from fzero.graph.planning._plan import Plan
+from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, Key, arguments_of, difference, key_of
@@ -281,6 +281,20 @@ class Jitted:
             A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.
         """
         return self._entry(self._arguments(args, kwargs), args).plan
+
+    def plan_as(self, settings: Settings, *args: Any, **kwargs: Any) -> Plan:
+        """Plan a call in the schedule of another plan's settings. A call that was planned before is not traced again.
+
+        Args:
+            settings: the settings of the schedule, as in `Plan.settings`.
+            *args: the step's arguments, real or meta tensors.
+            **kwargs: the step's arguments by name, likewise.
+        """
+        options = ScheduleOptions.of(settings)
+        entry = self._entries.get(key_of(self._arguments(args, kwargs)))
+        if entry is None:  # only this schedule is needed
+            return self.with_options(schedule_options=options).plan(*args, **kwargs)
+        return entry.with_schedule(options).plan
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         arguments = arguments_of(args, kwargs)

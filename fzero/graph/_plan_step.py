@@ -1,17 +1,17 @@
 """plan: one rank's plan of a step in a world of any size, without its processes or devices."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import step_of
 from fzero.graph.planning._cost import DEVICES, Device
-from fzero.graph.planning._plan import Plan
+from fzero.graph.planning._plan import Plan, Settings
 from fzero.ranks import Mesh
 
-__all__ = ["plan"]
+__all__ = ["StepOfRank", "plan", "step_of_rank"]
 
 
 @api_boundary
@@ -64,6 +64,39 @@ def plan(
         >>> plan.argument_bytes  # 3 x 64 MiB / 1024, a count, a quarter of the batch
         262152
     """
+    return step_of_rank(step, *args, world_size=world_size, device=device, rank=rank, **kwargs).plan()
+
+
+class StepOfRank(NamedTuple):
+    """One rank's step in a world of any size, and its arguments there. All its plans have one trace.
+
+    Attributes:
+        step: the step on a mesh of this world.
+        args: the arguments by position.
+        kwargs: the arguments by name.
+    """
+
+    step: Jitted
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @api_boundary
+    def plan(self, settings: Settings | None = None) -> Plan:
+        """Plan the step, in the schedule of another plan's settings if they are given."""
+        if settings is None:
+            return self.step.plan(*self.args, **self.kwargs)
+        return self.step.plan_as(settings, *self.args, **self.kwargs)
+
+
+def step_of_rank(
+    step: Callable[..., Any],
+    *args: Any,
+    world_size: int | Mapping[str, int] | None = None,
+    device: str | Device | None = None,
+    rank: int | Mapping[str, int] = 0,
+    **kwargs: Any,
+) -> StepOfRank:
+    """Return one rank's step in a world of any size, to plan it. The arguments and errors are those of `plan`."""
     jitted = step if isinstance(step, Jitted) else jit(step)
     jitted = jitted.with_options(device=_device_of(device)) if device is not None else jitted
     train_step = step_of(jitted.step)
@@ -72,13 +105,13 @@ def plan(
         for name, value in (("world_size", world_size), ("rank", rank or None)):
             if value is not None:
                 raise ValueError(f"{name}={value}: {jitted} has no mesh; shard it with fzero.shard first")
-        return jitted.plan(*args, **kwargs)
+        return StepOfRank(jitted, args, kwargs)
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
         jitted = jitted.with_options(device=jitted.device._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), all_ranks=mesh.simulated)
     world = planned_mesh(shape, _coordinates_of(rank, shape))
-    return jitted.with_options(step=train_step.on_mesh(world)).plan(*args, **kwargs)
+    return StepOfRank(jitted.with_options(step=train_step.on_mesh(world)), args, kwargs)
 
 
 def _device_of(device: str | Device) -> Device:

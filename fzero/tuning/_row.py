@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Device, Jitted, Plan, ScheduleOptions, Settings, jit, plan
+from fzero.graph import KINDS, Device, Jitted, Plan, ScheduleOptions, Settings, StepOfRank, jit, step_of_rank
 from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
@@ -24,6 +24,7 @@ __all__ = [
     "row_from",
     "row_of",
     "step_at",
+    "step_on",
     "summarize",
 ]
 
@@ -267,9 +268,17 @@ def plan_step(
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
         step = step.with_options(schedule_options=ScheduleOptions.of(settings))
+    return step_on((step, *args), world_size, device, rank).plan()
+
+
+def step_on(
+    step_args: StepArgs, world_size: World, device: Device | None = None, rank: int | Mapping[str, int] = 0
+) -> StepOfRank:
+    """Return one rank's step in a world, to plan it in several schedules. The arguments are as in `plan_step`."""
+    step, *args = step_args
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
-    return plan(step, *args, world_size=None if same else world_size, device=device, rank=rank)
+    return step_of_rank(step, *args, world_size=None if same else world_size, device=device, rank=rank)
 
 
 def _show(at: Any) -> str:

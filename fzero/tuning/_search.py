@@ -16,7 +16,7 @@ import torch
 
 import fzero.tree
 from fzero._notice import warn_once
-from fzero.graph import Plan, Settings, paused_collector
+from fzero.graph import Plan, Settings, StepOfRank, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
 from fzero.tuning._machines import Machine, cache_folder, write_atomically
@@ -26,10 +26,10 @@ from fzero.tuning._row import (
     StepArgs,
     TableRow,
     extrapolate,
-    plan_step,
     row_from,
     row_of,
     step_at,
+    step_on,
     summarize,
 )
 from fzero.tuning._space import Configuration, Space
@@ -168,6 +168,7 @@ def _source() -> str:
 DEPTHS_BY_PARITY = {1: (3, 5), 0: (4, 6)}
 DEPTHS_IF_UNIFORM = (4, 5)
 
+StepsOfRanks = Mapping[int, StepOfRank]  # by rank, as the summaries
 PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
 
 
@@ -209,7 +210,8 @@ class ConfigurationPlanner:
     def _extrapolated(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
         """Extrapolate all schedules, and summarize the one that fzero.jit would choose; None without a common one."""
         assert config.depth is not None
-        plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
+        steps = {n: self._steps(replace(config, depth=n)) for n in shallow}
+        plans = {n: _summaries(config, steps[n]) for n in shallow}
         summaries = _extrapolate(plans, config.depth)
         if not all(summary.schedules for summary in summaries.values()):
             return None
@@ -217,25 +219,44 @@ class ConfigurationPlanner:
         for n, plan in plans.items():
             replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
             if replans:
-                plans[n] = {**plan, **self._plan(replace(config, depth=n), replans)}
+                plans[n] = {**plan, **_summaries(config, steps[n], replans)}
         summaries = _extrapolate(plans, config.depth)
         return summaries if all(summary.schedules for summary in summaries.values()) else None
 
     def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
-        by_rank = settings or dict.fromkeys(fullest_of(config))
-        try:
+        return _summaries(config, self._steps(config, settings), settings)
+
+    def _steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> StepsOfRanks | Plan:
+        """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
+        with _noted(config):
             step_args = step_at(self.make_step, config)
             if isinstance(step_args, Plan):
-                return {0: summarize(step_args)}
+                return step_args
             check_mesh(step_args, config)
             device = self.machine.as_device()
-            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in by_rank}
-            plans = {r: plan_step(step_args, config.world, device, by_rank[r], at) for r, at in positions.items()}
-            return {rank: summarize(plan) for rank, plan in plans.items()}
-        except Exception as error:
-            error.add_note(f"fzero.tune: while planning {config}")
-            raise
+            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or fullest_of(config)}
+            return {rank: step_on(step_args, config.world, device, at) for rank, at in positions.items()}
+
+
+def _summaries(
+    config: Configuration, steps: StepsOfRanks | Plan, settings: Mapping[int, Settings | None] | None = None
+) -> PlanSummaries:
+    """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""
+    if isinstance(steps, Plan):
+        return {0: summarize(steps)}
+    with _noted(config):
+        return {rank: summarize(steps[rank].plan(at)) for rank, at in (settings or dict.fromkeys(steps)).items()}
+
+
+@contextmanager
+def _noted(config: Configuration) -> Iterator[None]:
+    """Add the configuration to an error that is raised while it is planned."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"fzero.tune: while planning {config}")
+        raise
 
 
 def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | None:

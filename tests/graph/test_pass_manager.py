@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import pathlib
+import re
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim
-from fzero.graph import _pass_manager, passes
+from fzero.graph import _entry, _pass_manager, passes
 from fzero.graph._candidates import ScheduleOptions, candidates
 from fzero.graph._ir import GATHER_INTO
 from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
@@ -282,3 +283,26 @@ def test_the_peak_of_the_last_pass_is_the_candidates():
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
     for c in candidates(sample.graph, context, ScheduleOptions()):
         assert peak_bytes(PassManager(sample.graph, context).run(c.pass_settings)[-1].graph) == c.peak_bytes
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_plan_in_given_settings_is_that_of_the_options_and_traces_nothing_again(stage, monkeypatch):
+    opt = optim.adamw(1e-3)
+    step = fzero.shard(train_step_for(mlp_loss, opt), stage, fzero.mesh(dp=2))
+    args = (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(8)))
+
+    def text(plan: fzero.graph.Plan) -> str:
+        return re.sub(r"test_pass_manager.py:\d+", "", plan.to_json())  # the line that plans
+
+    ranks_step = fzero.graph.step_of_rank(step, *args, world_size=4)
+    plan, jitted = ranks_step.plan(), ranks_step.step
+    assert plan.rejected
+    for other in plan.rejected:
+        untraced = jitted.with_options(schedule_options=ScheduleOptions.of(other.settings))
+        anew = untraced.plan(*ranks_step.args)
+        assert anew.settings == other.settings
+        assert text(ranks_step.plan(other.settings)) == text(anew)
+        assert text(ranks_step._replace(step=jitted.with_options()).plan(other.settings)) == text(anew)
+    monkeypatch.setattr(_entry, "trace", None)  # nothing is traced from here on
+    assert all(ranks_step.plan(other.settings).settings == other.settings for other in plan.rejected)
+    assert ranks_step.plan() is plan

@@ -630,6 +630,12 @@ MUTANTS = [
             skipped("A += B if C % D ** 2 == 0 else []"),
         ),
     ),
+    *File("graph/_jit.py", PASS_MANAGER).faults(
+        Fault(
+            "a plan in given settings has the schedule that was chosen before", "Jitted.plan_as", bare("A.B(C).plan")
+        ),
+        Fault("a plan in given settings traces the step again", "Jitted.plan_as", always("A is None")),
+    ),
     *File("graph/_jit.py", LENGTHS).faults(
         Fault(
             "each length of a batch gets a schedule of its own",
