@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -38,7 +39,6 @@ OPEN = {
     "checkpoint.hf",
     "collectives.gloo",
     "graph.loop",
-    "optim.schedules",
     "parallel.experts.transformers",
     "tuning.command",
 }
@@ -138,24 +138,41 @@ def test_other_packages_are_imported_by_their_public_names(path):
             assert is_open, f"{module} imports {imported}: import from its package"
 
 
-@pytest.mark.parametrize("path", [p for p in INSIDE if p.name == "__init__.py"], ids=module_of)
-def test_a_package_lists_its_public_names(path):
-    """A folder within a package needs no list, since no other package imports it."""
-    module = importlib.import_module(f"fzero.{module_of(path)}")
-    if package_of(module_of(path)) == module_of(path):
-        assert module.__all__ and sorted(module.__all__) == sorted({*module.__all__})
-
-
-def exported(path: pathlib.Path) -> list[str]:
-    """Return the `__all__` of a file."""
+def listed_names(path: pathlib.Path, name: str = "__all__") -> list[str]:
+    """Return a list of names in a file: its `__all__`, or its `INTERNAL`."""
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return []
 
 
+# The packages, each with its `__init__`. A folder within a package needs no list, since no other package imports it.
+INITS = {
+    module_of(path): path
+    for path in INSIDE
+    if path.name == "__init__.py" and package_of(module_of(path)) == module_of(path) != "_torch"
+}
+
+
+@pytest.mark.parametrize("package", INITS)
+def test_a_package_lists_its_names(package):
+    """What it imports is in one of its two lists, and nothing is in both."""
+    path, module = INITS[package], importlib.import_module(f"fzero.{package}")
+    names = [*listed_names(path), *listed_names(path, "INTERNAL")]
+    imported = {
+        alias.asname or alias.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fzero")
+        for alias in node.names
+    }
+    assert listed_names(path) and sorted(names) == sorted({*names})
+    assert imported <= {*names} and all(hasattr(module, name) for name in names)
+
+
 def test_a_private_file_lists_what_other_files_import():
-    listed = {f"fzero.{module_of(p)}": exported(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"}
+    listed = {
+        f"fzero.{module_of(p)}": listed_names(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"
+    }
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in listed:
@@ -182,27 +199,78 @@ def test_private_torch_is_used_in_one_folder():
                 assert private not in text, f"{path}: {private}"
 
 
-PAGES = ROOT.parent / "docs" / "api"
+# What the pages of `docs/api` list: names, and packages of which they show all public names.
+ON_PAGES = [
+    listed
+    for page in sorted(ROOT.parent.glob("docs/api/*.md"))
+    for listed in re.findall(r"^::: (fzero[\w.]*)$", page.read_text(), re.MULTILINE)
+]
 
 
 def public() -> list[tuple[str, object]]:
     """Return what the pages of `docs/api` list, each with its name; of a package, all of its public names."""
     names = {}
-    for page in sorted(PAGES.glob("*.md")):
-        for listed in re.findall(r"^::: (fzero[\w.]*)$", page.read_text(), re.MULTILINE):
-            try:
-                module = importlib.import_module(listed)
-            except ModuleNotFoundError:
-                module, _, name = listed.rpartition(".")
-                names[listed] = getattr(importlib.import_module(module), name)
-            else:
-                names |= {f"{listed}.{name}": getattr(module, name) for name in module.__all__}
+    for listed in ON_PAGES:
+        try:
+            module = importlib.import_module(listed)
+        except ModuleNotFoundError:
+            module, _, name = listed.rpartition(".")
+            names[listed] = getattr(importlib.import_module(module), name)
+        else:
+            names |= {f"{listed}.{name}": getattr(module, name) for name in module.__all__}
     return [(name, x) for name, x in names.items() if not inspect.ismodule(x)]
+
+
+@pytest.mark.parametrize("package", INITS)
+def test_public_names_are_those_on_the_pages(package):
+    """A module is public if it has a page, or a page has a name within it."""
+    module = importlib.import_module(f"fzero.{package}")
+    ids = {id(x) for _, x in public()}
+    documented = {
+        name
+        for name in [*module.__all__, *getattr(module, "INTERNAL", ())]
+        if id(getattr(module, name)) in ids
+        or any(f"{listed}.".startswith(f"fzero.{package}.{name}.") for listed in ON_PAGES)
+    }
+    left_out, internal = {*module.__all__} - documented, documented - {*module.__all__}
+    assert not left_out, f"docs/api: a line `::: NAME` for each of {left_out}, or list it in INTERNAL"
+    assert not internal, f"docs/api has {internal}, so it is public: list it in __all__"
+
+
+INTERNAL = [(package, name) for package, path in INITS.items() for name in listed_names(path, "INTERNAL")]
+
+
+def test_internal_names_are_used_by_other_packages():
+    used = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and package_of(module_of(path)) != node.module[6:]:
+                used |= {(node.module[6:], alias.name) for alias in node.names}
+                used |= {tuple(node.module[6:].rsplit(".", 1))}
+            elif isinstance(node, ast.Attribute):  # `collectives.psum`, `schedules.NAMES`
+                used.add((ast.unparse(node.value), node.attr))
+    unused = [
+        f"fzero.{package}.{name}"
+        for package, name in INTERNAL
+        if not {(package, name), (package.rpartition(".")[2], name)} & used
+    ]
+    assert not unused, "no other package uses it: take it out of the __init__"
+
+
+def test_readers_are_shown_public_names():
+    root = ROOT.parent
+    examples = [*root.glob("examples/**/*.py"), *root.glob("examples/*.ipynb")]
+    for page in [root / "README.md", *root.glob("docs/**/*.md"), *examples]:
+        text = page.read_text()
+        for package, name in INTERNAL:
+            module = package.rpartition(".")[2]
+            assert not re.search(rf"\b{module}\.{name}\b", text), f"{page}: {package}.{name} is internal"
+            assert not re.search(rf"from fzero\.{package} import .*\b{name}\b", text), f"{page}: {name} is internal"
 
 
 @pytest.mark.parametrize("name,x", public(), ids=lambda x: x if isinstance(x, str) else "")
 def test_public_names_are_documented(name, x):
-    if callable(x) and not name.endswith(".Schedule"):
+    if callable(x) and not isinstance(x, types.GenericAlias):
         doc = inspect.getdoc(x) or ""
         assert len(doc.split()) > 3, f"{name} has no docstring"
         assert doc.split("\n")[0].endswith((".", ":")), f"{name}: the first line is a sentence"

@@ -24,11 +24,16 @@ __all__ = [
 ]
 
 AxisName = str | tuple[str, ...] | None
+"""The name of an axis of a mesh, the names of several, or None for the default."""
 UnitRule = Callable[[str, torch.Tensor], str | None]
+"""A function of a leaf's path and the leaf to the name of its unit, or None to keep the leaf replicated."""
 OverRule = Callable[[str, torch.Tensor], AxisName]
+"""A function of a leaf's path and the leaf to the axes over which it is sharded."""
 DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
 SplitRule = Callable[[str, torch.Tensor], Mapping[str, int] | None]
+"""A function of a leaf's path and the leaf to `{axis: dimension}`, or None: along an axis, ranks hold parts of it."""
 SplitRules = SplitRule | Sequence[SplitRule]
+"""A rule of `split`, or several, each for another axis."""
 
 
 @runtime_checkable

@@ -17,24 +17,28 @@ from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
 __all__ = [
-    "KINDS",
     "Device",
     "Jitted",
     "Plan",
     "ScheduleOptions",
-    "Settings",
     "SpaceError",
+    "jit",
+    "plan",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "KINDS",
+    "Settings",
     "StepOfRank",
     "TimedOperation",
     "TrainStep",
     "is_random",
-    "jit",
     "loop",
     "only_copies",
     "other_memory",
     "pass_spans",
     "paused_collector",
-    "plan",
     "record_operations",
     "refuse_writes_into",
     "short_path",

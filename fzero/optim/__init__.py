@@ -1,6 +1,5 @@
 """Optimizers as (init, update) pairs."""
 
-from fzero.optim import schedules
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
 from fzero.optim._base import (
@@ -42,8 +41,7 @@ from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
-from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
-from fzero.optim.schedules import (
+from fzero.optim._schedules import (
     Schedule,
     constant,
     exponential_decay,
@@ -53,6 +51,7 @@ from fzero.optim.schedules import (
     warmup_cosine,
     warmup_linear,
 )
+from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
 from fzero.sharding import global_norm
 
 __all__ = [
@@ -83,9 +82,7 @@ __all__ = [
     "add_decayed_weights",
     "all_finite",
     "apply_updates",
-    "as_optimizer",
     "chain",
-    "check_has_method",
     "clip",
     "clip_by_block_rms",
     "clip_by_expert",
@@ -117,12 +114,17 @@ __all__ = [
     "scale_by_lion",
     "scale_by_schedule",
     "scale_by_trust_ratio",
-    "schedules",
     "set_to_zero",
     "sgd",
     "static_loss_scale",
-    "torch_optimizer_message",
     "warmup_cosine",
     "warmup_linear",
     "with_offload_ratio",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "as_optimizer",
+    "check_has_method",
+    "torch_optimizer_message",
 ]

@@ -23,8 +23,8 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._norms import leaf_rms
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import REMEDIES
-from fzero.optim.schedules import Schedule
 from fzero.sharding import (
     Shard,
     ShardedUnit,

@@ -23,8 +23,8 @@ from fzero.optim._base import (
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._norms import leaf_norms
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
-from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 

@@ -14,8 +14,8 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_updates, checks_gradients
-from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
 __all__ = [

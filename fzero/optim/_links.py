@@ -17,8 +17,8 @@ from fzero.optim._base import (
     check_nonnegative,
     is_zero,
 )
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
-from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 

@@ -24,9 +24,9 @@ from fzero.optim._base import (
     rate_at,
     torch_hints,
 )
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
 from fzero.optim._wrappers import masked
-from fzero.optim.schedules import Schedule
 from fzero.sharding import (
     Matrix,
     OwnerAssignment,

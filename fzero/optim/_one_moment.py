@@ -21,8 +21,8 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
-from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
 __all__ = ["AdagradState", "LionState", "SgdState", "adagrad", "lion", "scale_by_lion", "sgd"]

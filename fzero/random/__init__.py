@@ -6,14 +6,18 @@ from fzero.random._seeded import call_with_key, next_key, seeded
 
 __all__ = [
     "bernoulli",
-    "call_with_key",
     "dropout",
     "fold_in",
     "key",
-    "next_key",
     "normal",
     "randint",
     "seeded",
     "split",
     "uniform",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "call_with_key",
+    "next_key",
 ]

@@ -14,6 +14,11 @@ from fzero.ranks._spmd import Spmd
 
 __all__ = [
     "Mesh",
+    "mesh",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
     "MissingRank",
     "Spmd",
     "all_gather_numbers",
@@ -23,5 +28,4 @@ __all__ = [
     "checksum",
     "device_put",
     "gather_texts",
-    "mesh",
 ]

@@ -6,13 +6,17 @@ from fzero.transforms._stage_transforms import assemble, gather, partition, redu
 from fzero.transforms._value_and_grad import value_and_grad
 
 __all__ = [
-    "assemble",
     "gather",
     "partition",
     "reduce_scatter",
     "remat",
-    "replicate",
     "scaled_value_and_grad",
     "step",
     "value_and_grad",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "assemble",
+    "replicate",
 ]

@@ -6,4 +6,17 @@ from fzero.zero._sharded_step import ShardedStep, shard
 from fzero.zero._source import initializer, stand_ins
 from fzero.zero._stages import StageLayouts
 
-__all__ = ["ShardedStep", "StageLayouts", "evaluate", "initializer", "predict", "shard", "stand_ins", "state_bytes"]
+__all__ = [
+    "ShardedStep",
+    "StageLayouts",
+    "evaluate",
+    "initializer",
+    "predict",
+    "shard",
+    "state_bytes",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "stand_ins",
+]

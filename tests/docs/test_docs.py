@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import fzero
-from fzero import optim
 from fzero.graph._pass_manager import PASSES
 from fzero.parallel.schedules._builders import NAMES
 from tests.distributed.launch import world as processes
@@ -173,16 +172,6 @@ def described() -> set[str]:
 def test_every_name_of_the_top_level_is_in_the_reference():
     names = {f"fzero.{x}" for x in fzero.__all__ if not inspect.ismodule(getattr(fzero, x))}
     assert names - described() == set(), "docs/api/fzero.md: add a line `::: NAME` for each"
-
-
-# Names of fzero.optim that other packages use, and no reader of the reference.
-INTERNAL = {"as_optimizer", "check_has_method", "torch_optimizer_message"}
-
-
-def test_every_name_of_optim_is_in_the_reference():
-    names = {x for x in optim.__all__ if not inspect.ismodule(getattr(optim, x))} - INTERNAL
-    missing = sorted(x for x in names if not {f"fzero.optim.{x}", f"fzero.{x}"} & described())
-    assert not missing, f"docs/api/optim.md: a line `::: fzero.optim.NAME` for each of {missing}"
 
 
 def first_cells(page: str, header: str) -> list[str]:

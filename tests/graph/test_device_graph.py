@@ -41,7 +41,7 @@ def recording(monkeypatch):
     monkeypatch.setattr(StandIn, "made", 0)
 
 
-OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.schedules.linear(1e-2, 1e-3, steps=5)))
+OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.linear(1e-2, 1e-3, steps=5)))
 
 
 def train_step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -36,6 +36,10 @@ __all__ = [
     "stats",
     "transformers",
     "unsort_rows",
-    "use_differentiable",
     "z_loss",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "use_differentiable",
 ]

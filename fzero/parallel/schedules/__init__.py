@@ -7,17 +7,21 @@ from fzero.parallel.schedules._schedule import Schedule
 from fzero.parallel.schedules._simulation import Timing, check
 
 __all__ = [
-    "NAMES",
     "Action",
-    "Instruction",
     "Message",
     "Schedule",
     "Timing",
-    "Value",
     "check",
-    "check_name",
     "greedy",
+    "schedule",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "NAMES",
+    "Instruction",
+    "Value",
+    "check_name",
     "output_of",
     "programs",
-    "schedule",
 ]

@@ -13,13 +13,17 @@ __all__ = [
     "embed",
     "enter",
     "gather",
-    "install",
     "layers",
     "leave",
-    "of_block",
-    "outside",
     "packed",
     "row",
     "scatter",
     "split",
+]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "install",
+    "of_block",
+    "outside",
 ]

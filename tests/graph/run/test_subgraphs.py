@@ -14,13 +14,12 @@ from fzero.graph._ir import aten
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.graph.run._subgraphs import split_into_subgraphs
-from fzero.optim import schedules
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
-FALLING = schedules.warmup_cosine(1e-3, 2, 9)
+FALLING = optim.warmup_cosine(1e-3, 2, 9)
 HALF = fzero.Precision(param=torch.bfloat16, grad=torch.bfloat16)
 OPTIMIZERS = {
     "sgd": lambda: optim.sgd(FALLING, momentum=0.9),

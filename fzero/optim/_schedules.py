@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
+"""A function of the number of updates done, an integer tensor `[]`, to a value such as a learning rate, `[]`."""
 
 
 def constant(value: float) -> Schedule:
