@@ -53,9 +53,10 @@ def _memory_format(name: str) -> torch.memory_format:
 
 @functools.cache
 def start_cpu_probe() -> threading.Thread:
-    """Start a thread that detects the CPU's vector instructions, for which Inductor compiles and loads a library.
+    """Start a thread that detects the CPU's vector instructions, for which Inductor compiles and loads libraries.
 
-    That takes seconds, in which Python can do other work, such as tracing.
+    That takes seconds, in which Python can do other work, such as tracing. A processor with AMX takes 30 s or more, so
+    code for a GPU does not wait for it.
     """
     return _start_thread(_prepare)
 
@@ -69,7 +70,7 @@ def _prepare() -> None:
 
 @functools.cache
 def start_import() -> threading.Thread:
-    """Start a thread that imports and prepares Inductor, which takes 10 s on a busy machine."""
+    """Start a thread that imports Inductor and starts its compile processes, which takes 10 s on a busy machine."""
     return _start_thread(_import)
 
 
@@ -89,7 +90,6 @@ def _import() -> None:
     with suppress(Exception):  # the first use of Inductor will raise the error again
         for name in ("compile_fx", "lowering"):
             importlib.import_module(f"torch._inductor.{name}")
-        start_cpu_probe().join()
 
 
 def inductor_folder() -> Path:
@@ -314,7 +314,8 @@ def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: Fak
     """
     from torch._inductor.exc import CppCompileError, InductorError
 
-    start_cpu_probe().join()
+    if all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
+        start_cpu_probe().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition assumes that it is loaded
     settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_gcc_workaround()}
     try:

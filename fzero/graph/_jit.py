@@ -265,7 +265,8 @@ class Jitted:
             arguments = self._arguments(args, kwargs)
             arguments.check_plain()
             if self.backend in ("inductor", "inductor-whole"):
-                _torch.start_cpu_probe()
+                on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
+                (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
             return step.checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 

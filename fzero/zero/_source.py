@@ -264,6 +264,8 @@ def _watch_seeds() -> Iterator[list[str]]:
     generators: list[torch.Generator] = [torch.default_generator]
 
     def watch(frame: Any, event: str, function: Any) -> None:
+        if callable(previous):
+            previous(frame, event, function)
         generator = getattr(function, "__self__", None) if event == "c_call" else None
         if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
             is_reseed = any(g is generator for g in generators)
@@ -276,7 +278,9 @@ def _watch_seeds() -> Iterator[list[str]]:
     try:
         yield methods
     finally:
-        sys.setprofile(previous)
+        sys.setprofile(previous if callable(previous) else None)
+        if hasattr(previous, "enable"):  # until Python 3.12 cProfile is here an object that cannot be called
+            previous.enable()
 
 
 # Parameters of modules: take a module's parameters, or initialize those of a module on the meta device.

@@ -58,7 +58,7 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering, "start", lambda codes, count, nice: changing.Workers((Unending(),)))
         patch.setattr(changing, "is_compiled", ready)
-        patch.setattr(changing, "can_load", lambda: True)
+        patch.setattr(changing, "can_load", lambda code: True)
         patch.setattr(changing, "compiled", lambda code: lambda args: GraphModule({}, code.graph).forward(*args))
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
         jitted = fzero.jit(step, backend="auto")

@@ -247,7 +247,7 @@ class Pretended:
         patch.setattr(lowering, "start", lambda codes, count, nice: self)
         patch.setattr(changing, "is_compiled", lambda code: len(self.compiled) < self.ready)
         patch.setattr(changing, "compiled", self.compile)
-        patch.setattr(changing, "can_load", lambda: True)
+        patch.setattr(changing, "can_load", lambda code: True)
 
     def compile(self, code: Code) -> Any:
         self.compiled.append(code.name)
@@ -327,6 +327,45 @@ def test_nothing_is_loaded_until_inductor_is(monkeypatch):
     thread.join()
     trained(step, jitted, range(1))
     assert runs_of(jitted).runs.loaded
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_only_code_for_the_cpu_waits_for_its_vector_instructions(device, monkeypatch):
+    """An H200's host, whose processor has AMX, took 30 s to find them, and no kernel of the GPU uses them."""
+    probes = []
+
+    class Probe(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            probes.append("waited")
+
+        def is_alive(self) -> bool:
+            return True
+
+    monkeypatch.setattr(compiler, "start_cpu_probe", Probe)
+    monkeypatch.setattr(compiling, "start_cpu_probe", Probe)
+    monkeypatch.setattr(compiler, "_compile_with", lambda *args: None)
+    there = threading.Thread(target=lambda: None)
+    monkeypatch.setattr(compiling, "start_import", lambda: there)
+    mode = compiler._mode()
+    with mode:
+        x = torch.empty(2, device=device)
+    compiler._compile(lambda x: (x,), [x], mode)
+    assert probes == ["waited"] * (device == "cpu")
+    code = Code(Graph(), [x], [], "")
+    assert can_load(code) == (device == "cuda") == (not code.on_cpu)
+
+
+@pytest.mark.parametrize("device, expected", (("cpu", "start_cpu_probe"), ("meta", "start_import")))
+def test_a_first_call_starts_what_its_device_will_need(device, expected, monkeypatch):
+    started = []
+    for name in ("start_cpu_probe", "start_import"):
+        monkeypatch.setattr(_torch, name, lambda name=name: started.append(name))
+    step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=fzero.mesh(dp=2, device=device))
+    jitted = fzero.jit(step)
+    monkeypatch.setattr(type(jitted), "_entry", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        jitted(*step.init(mlp_params(), optim.sgd(0.1)), step.mesh.split(mlp_batch(4)))
+    assert started == [expected]
 
 
 def test_what_is_ready_is_loaded_for_half_a_second_at_most(monkeypatch):

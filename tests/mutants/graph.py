@@ -579,6 +579,11 @@ MUTANTS = [
     ),
     *File("_torch/compiler.py", COMPILE).faults(
         Fault("Inductor's cache is not used", "_mode", dropped("shape_env=ShapeEnv()")),
+        Fault(
+            "a GPU's code waits for the CPU's vector instructions",
+            "_compile",
+            always("all(A.device.type == 'cpu' for A in B if C)"),
+        ),
         Fault("a worker's cache key differs from the step's", "", becomes("copyreg.pickle", "str")),
         Fault(
             "Inductor is imported on a thread before Dynamo's import has ended",

@@ -97,6 +97,7 @@ MUTANTS = [
         Fault("an update reads the narrow parameter, not the master", "segment", skipped("A(B)")),
         Fault("the addition of another parameter's update is dropped", "_rounded", dropped("A[1] is not B[0]")),
         Fault("scalars are compiled", "segment", never("A >= {*B}")),
+        Fault("blocks are compiled once for each place of a layer norm's mean", "segment", becomes("_items_first(A)", "A")),
         Fault("an addition with alpha= counts as a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),
     *File("graph/run/_compile.py", COMPILE).faults(
@@ -114,6 +115,11 @@ MUTANTS = [
             "progress is printed for a quick compilation", "_with_a_line", becomes("A.start()", "console.print(text)")
         ),
         Fault("the shortest segment is compiled first", "compile_all", bare("-A")),
+        Fault(
+            "a GPU's segment is loaded only when the CPU's vector instructions are known",
+            "can_load",
+            becomes("A.on_cpu", "True"),
+        ),
         Fault(
             "an error of the compiler is shown whole",
             "first_line",

@@ -1,6 +1,9 @@
 """Parameters from an init function or a meta module: the values of an ordinary call, and never the whole tree."""
 
+import cProfile
 import itertools
+import math
+import sys
 from typing import Any
 
 import pytest
@@ -232,6 +235,27 @@ def test_a_function_that_cannot_be_traced_is_run_whole(caplog):
     params, _ = step.init(reads_data, optim.sgd(0.1))
     assert_trees_close(step.gather(params), expected, rtol=0)
     assert "reads_data cannot be traced (DataDependentError" in caplog.text and "whole tree" in caplog.text
+
+
+def test_a_profiler_goes_on_and_init_is_still_traced(caplog):
+    """A trace sets a profile function of its own, in whose place cProfile's was called, which cannot be."""
+    profiler, seen = cProfile.Profile(), []
+    step = step_on(3, dp=2)
+    profiler.enable()
+    step.init(lambda: {"w": torch.randn(4)}, optim.sgd(0.1))
+    math.hypot(3.0, 4.0)
+    profiler.disable()
+    assert "hypot" in str(profiler.getstats())
+    previous = sys.getprofile()
+    sys.setprofile(lambda frame, event, function: seen.append(event))
+    try:
+        step.init(lambda: {"w": torch.randn(4)}, optim.sgd(0.1))
+        seen.clear()
+        math.hypot(3.0, 4.0)
+    finally:
+        sys.setprofile(previous)
+    assert "c_call" in seen
+    assert "cannot be traced" not in caplog.text
 
 
 def test_its_own_errors_come_through():

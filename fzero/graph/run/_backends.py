@@ -84,7 +84,7 @@ class _Auto:
         until = time.monotonic() + SECONDS
         while self.pending and time.monotonic() < until:
             code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
-            if code is None or not can_load():
+            if code is None or not can_load(code):
                 return
             outcome = compile_checked(code, compiled)
             if isinstance(outcome, Refusal):

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
-from fzero._torch import inductor, inductor_folder, line_of, start_import
+from fzero._torch import inductor, inductor_folder, line_of, start_cpu_probe, start_import
 from fzero.graph._ops import is_view, name_of
 
 __all__ = [
@@ -116,6 +116,11 @@ class Code(NamedTuple):
     name: str
     location: str = "a segment"
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on the CPU alone."""
+        return all(x is None or x.device.type == "cpu" for x in self.fakes)  # a torch.Generator is None
+
 
 class CompileError(RuntimeError):
     """A segment cannot run compiled. `segment` describes the segment; `reason` gives the reason."""
@@ -176,9 +181,10 @@ def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iter
         pending = busy
 
 
-def can_load() -> bool:
-    """Return whether Inductor is imported, so that a segment loads quickly. If not, start the import in a thread."""
-    return not start_import().is_alive()
+def can_load(code: Code) -> bool:
+    """Return whether Inductor is ready, so that a segment loads quickly. If not, let a thread prepare it."""
+    threads = [start_import(), *([start_cpu_probe()] if code.on_cpu else [])]
+    return not any(thread.is_alive() for thread in threads)
 
 
 def is_compiled(code: Code) -> bool:

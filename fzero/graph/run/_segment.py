@@ -1,6 +1,7 @@
 """Segments: subgraphs of operations as graphs, with keys so that equal segments are compiled once."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ def segment(
     for i, x in enumerate(ins):
         copies[x] = graph.placeholder(f"x{i}")
         copies[x].meta = {"val": x.meta["val"]}
-    for node in subgraph:
+    for node in _items_first(subgraph):
         for a in node.all_input_nodes:
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -118,6 +119,18 @@ def segment(
     key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
     registers = [register_of[x] for x in ins], [register_of[x] for x in exports]
     return Segment(key, graph, fakes, outputs, *registers, [], is_scalar)
+
+
+def _items_first(subgraph: Sequence[Node]) -> Iterator[Node]:
+    """Yield the items of a tuple right after it, by their index, so that equal blocks have equal code.
+
+    The schedule places an item before its first use, which is another one in each block.
+    """
+    nodes, items = {*subgraph}, {n for n in subgraph if n.target is operator.getitem}
+    for node in subgraph:
+        if node not in items or node.args[0] not in nodes:
+            yield node
+        yield from sorted((n for n in node.users if n in items and n.args[0] is node), key=lambda n: str(n.args[1]))
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:

@@ -57,8 +57,7 @@ def spare_cores() -> int:
 
 def helpers(cold: Sequence[Code]) -> int:
     """Return how many workers to start for some segments: none on a GPU, where each would need a CUDA context."""
-    on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)  # a torch.Generator is None
-    return min(spare_cores(), len(cold) - 1) if on_cpu else 0
+    return min(spare_cores(), len(cold) - 1) if all(code.on_cpu for code in cold) else 0
 
 
 def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[str, Template] | None = None) -> Workers:

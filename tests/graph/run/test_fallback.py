@@ -159,7 +159,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
     monkeypatch.setattr(auto, "is_compiled", lambda code: True)
-    monkeypatch.setattr(auto, "can_load", lambda: True)
+    monkeypatch.setattr(auto, "can_load", lambda code: True)
     executable, _ = trained("auto")
     assert executable.runs.fast is not None
     assert 0 < executable.runs.fast.uncompiled < executable.distinct

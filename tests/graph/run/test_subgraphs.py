@@ -1,18 +1,19 @@
 """The subgraphs that become segments: scalars run before the loops that read them, and a unit's update is one."""
 
+import operator
 import shutil
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
 from fzero.graph.run._program import program_of
-from fzero.graph.run._segment import Segment
+from fzero.graph.run._segment import Segment, segment
 from fzero.graph.run._subgraphs import split_into_subgraphs
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
@@ -34,6 +35,33 @@ OPTIMIZERS = {
     "masters": lambda: optim.master_weights(optim.chain(optim.clip(1.0), optim.adamw(FALLING)), HALF),
 }
 by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def normalised(late: bool) -> Segment | None:
+    """Make a segment of a layer norm, one of whose results the schedule took out early or late."""
+    graph, x = Graph(), torch.ones(3, 4)
+    values = torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)
+    nodes = [graph.placeholder("x")]
+    nodes[0].meta["val"] = x
+
+    def add(target: Any, args: Any, value: Any) -> Node:
+        nodes.append(graph.call_function(target, args))
+        nodes[-1].meta["val"] = value
+        return nodes[-1]
+
+    norm = add(torch.ops.aten.native_layer_norm.default, (nodes[0], [4], None, None, 1e-5), values)
+    last = None if late else add(operator.getitem, (norm, 2), values[2])
+    y = add(operator.getitem, (norm, 0), values[0])
+    total = add(torch.ops.aten.mul.Tensor, (y, y), values[0])
+    last = last or add(operator.getitem, (norm, 2), values[2])
+    return segment(nodes[1:], [total, last], {nodes[0]: 0}, set(), set())
+
+
+def test_blocks_that_differ_in_where_a_result_is_taken_out_are_compiled_once():
+    early, late = normalised(False), normalised(True)
+    assert early and late and early.key == late.key
+    items = early.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert [n.args[1] for n in items] == [0, 2]
 
 
 def segments_of(f: Any, *args: Any) -> list[Segment]:
