@@ -69,7 +69,7 @@ MUTANTS = [
         Fault("a row is held for one more iteration", "loop_function.run", skipped("del A")),
     ),
     *File("graph/run/_backends.py", COMPILE).faults(
-        Fault('backend "auto" waits for an import', "_Auto._load", dropped("not A()")),
+        Fault('backend "auto" waits for an import', "_Auto._load", dropped("not A(B)")),
         Fault('backend "auto" loads all segments within one step', "_Auto._load", dropped("time.monotonic() < A")),
         Fault(
             'backend "auto" changes over before all segments are loaded',
@@ -97,7 +97,9 @@ MUTANTS = [
         Fault("an update reads the narrow parameter, not the master", "segment", skipped("A(B)")),
         Fault("the addition of another parameter's update is dropped", "_rounded", dropped("A[1] is not B[0]")),
         Fault("scalars are compiled", "segment", never("A >= {*B}")),
-        Fault("blocks are compiled once for each place of a layer norm's mean", "segment", becomes("_items_first(A)", "A")),
+        Fault(
+            "blocks are compiled once for each place of a layer norm's mean", "segment", becomes("_items_first(A)", "A")
+        ),
         Fault("an addition with alpha= counts as a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),
     *File("graph/run/_compile.py", COMPILE).faults(
