@@ -15,7 +15,7 @@ from fzero.graph import _dump
 from fzero.graph._agree import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import is_input, results, stand_ins_of
+from fzero.graph._ir import check_order, is_input, results, stand_ins_of
 from fzero.graph._ops import name_of
 from fzero.graph._pass_manager import PassContext, PassManager, ScheduleOptions
 from fzero.graph._polynomials import shapes_of
@@ -282,7 +282,7 @@ def _choose_schedule(
     schedules = common_schedules(graph, settings_text, schedules, options.step.mesh, name)
     index = choose(schedules, schedule_options.memory_budget, name)
     for part in graphs_in(schedules[index].graph):
-        part.lint()
+        check_order(part)
     return schedules[index], [
         Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(schedules) if i != index
     ]

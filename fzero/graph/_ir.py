@@ -27,6 +27,7 @@ __all__ = [
     "after_needs",
     "aten",
     "axis_of",
+    "check_order",
     "collective_kind",
     "collective_of",
     "collectives_before",
@@ -264,6 +265,20 @@ def copy_graph(graph: Graph) -> Graph:
     return reorder(graph, graph.nodes)
 
 
+def check_order(graph: Graph) -> None:
+    """Check that each node of a graph follows its arguments. `Graph.lint` looks at much more, and takes seconds.
+
+    Raises:
+        AssertionError: if a node comes before an argument, or has one of another graph.
+    """
+    before: set[Node] = set()
+    for node in graph.nodes:
+        if not before.issuperset(node.all_input_nodes):
+            late = next(a for a in node.all_input_nodes if a not in before)
+            raise AssertionError(f"fzero.jit scheduled {node} before its argument {late}: please report this")
+        before.add(node)
+
+
 def sort(graph: Graph) -> Graph:
     """Copy a graph with every node after its arguments, and otherwise in the old order.
 
@@ -310,17 +325,18 @@ def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> 
 
 def flops(node: Node) -> int:
     """Count the floating-point operations of a matrix product, a convolution or attention; 0 for other nodes."""
+    cached = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
+    if cached and cached[0] is node.target:
+        return cached[1]
     packet = getattr(node.target, "overloadpacket", None)
     packet = ATTENTION.get(packet, packet)
     if packet not in flop_formulas():
+        node.meta["flops"] = (node.target, 0)
         return 0
 
     def val(x: Any) -> Any:
         return x.meta.get("val") if isinstance(x, Node) else x
 
-    cached = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
-    if cached and cached[0] is node.target:
-        return cached[1]
     args = with_query_heads(packet, map_arg(node.args, val))
     kwargs = map_arg(node.kwargs, val)
     count = int(flop_formulas()[packet](*args, **kwargs, out_val=node.meta.get("val")))

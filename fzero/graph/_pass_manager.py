@@ -7,7 +7,6 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, stand_ins_of
 from fzero.graph._storages import has_moves
@@ -280,12 +279,26 @@ def _same(one: Graph, other: Graph) -> bool:
     """Return whether two graphs are equal, node by node, so that later passes give equal results."""
     if len(one.nodes) != len(other.nodes):
         return False
-    return all(_description(a) == _description(b) for a, b in zip(one.nodes, other.nodes, strict=True))
+    return all(_are_alike(a, b) for a, b in zip(one.nodes, other.nodes, strict=True))
 
 
-def _description(node: Node) -> tuple[Any, ...]:
-    args, kwargs = (map_arg(x, lambda a: a.name) for x in (node.args, node.kwargs))
-    return node.name, node.target, args, kwargs, node.meta.get("unit"), FUSED in node.meta
+def _are_alike(a: Node, b: Node) -> bool:
+    """Return whether two nodes have one name, operation, unit and mark, and arguments of the same names."""
+    if a.target is not b.target and a.target != b.target:
+        return False
+    same_meta = a.meta.get("unit") == b.meta.get("unit") and (FUSED in a.meta) == (FUSED in b.meta)
+    return same_meta and a.name == b.name and _have_same_names(a.args, b.args) and _have_same_names(a.kwargs, b.kwargs)
+
+
+def _have_same_names(x: Any, y: Any) -> bool:
+    """Return whether two arguments are equal, if nodes of one name are."""
+    if isinstance(x, Node):
+        return isinstance(y, Node) and x.name == y.name
+    if isinstance(x, list | tuple):
+        return isinstance(y, list | tuple) and len(x) == len(y) and all(map(_have_same_names, x, y))
+    if isinstance(x, dict):
+        return isinstance(y, dict) and x.keys() == y.keys() and all(_have_same_names(x[k], y[k]) for k in x)
+    return x is y or (type(x) is type(y) and x == y)
 
 
 def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:

@@ -18,7 +18,7 @@ import fzero
 from fzero import optim
 from fzero.graph import _entry, _pass_manager, passes
 from fzero.graph._candidates import ScheduleOptions, candidates
-from fzero.graph._ir import GATHER_INTO
+from fzero.graph._ir import GATHER_INTO, check_order, copy_graph
 from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
 from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
@@ -306,3 +306,21 @@ def test_a_plan_in_given_settings_is_that_of_the_options_and_traces_nothing_agai
     monkeypatch.setattr(_entry, "trace", None)  # nothing is traced from here on
     assert all(ranks_step.plan(other.settings).settings == other.settings for other in plan.rejected)
     assert ranks_step.plan() is plan
+
+
+def test_an_operation_before_its_argument_is_refused():
+    graph = copy_graph(build_chain(SHARDED).graph)
+    check_order(graph)
+    late = next(n for n in graph.nodes if n.op == "call_function" and n.users)
+    next(iter(late.users)).append(late)
+    with pytest.raises(AssertionError, match=f"before its argument {late.name}"):
+        check_order(graph)
+
+
+def test_an_argument_of_another_graph_is_refused():
+    graph, other = copy_graph(build_chain(SHARDED).graph), copy_graph(build_chain(SHARDED).graph)
+    node = next(n for n in graph.nodes if n.op == "call_function")
+    argument = next(n for n in other.nodes if n.name == node.all_input_nodes[0].name)
+    node.args = (argument, *node.args[1:])
+    with pytest.raises(AssertionError, match=f"before its argument {argument.name}"):
+        check_order(graph)

@@ -144,7 +144,9 @@ MUTANTS = [
         Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOPS),
     ),
     *File("graph/_pass_manager.py", PASS_MANAGER).faults(
-        Fault("the mark of a fused node is not compared", "_description", dropped("A in B.meta"), FUSED),
+        Fault(
+            "the mark of a fused node is not compared", "_are_alike", dropped("(A in B.meta) == (A in C.meta)"), FUSED
+        ),
         Fault(
             "the budget of a loop's body counts the body's own peak as memory around it",
             "_budget_in_body",
@@ -165,7 +167,7 @@ MUTANTS = [
             "a pass is run again for settings that do not change it", "PassManager._after", always("key not in self.A")
         ),
         Fault("passes with different arguments share a result", "PassManager._after", dropped("arguments")),
-        Fault("two graphs with equally many nodes count as equal", "_same", always("A(B) == A(C)")),
+        Fault("two graphs with equally many nodes count as equal", "_same", becomes("all(A)", "True")),
         Fault(
             "the body of a loop does not overwrite its sums",
             "PassManager.body",
@@ -446,7 +448,7 @@ MUTANTS = [
         Fault(
             "a bucket joins collectives of different process groups", "_can_join", dropped("A.args[1:] == B.args[1:]")
         ),
-        Fault("a bucket grows beyond bucket_bytes", "_join", becomes("sum(map(A, [*B[-1], C]))", "A(C)")),
+        Fault("a bucket grows beyond bucket_bytes", "_groups", becomes("sum(map(A, [*B[-1], C]))", "A(C)")),
         Fault("a bucket joins a collective with one that depends on it", "bucket.may_join", dropped("not A(B, C, D)")),
         Fault("every member of a bucket gets the first member's result", "_coalesce", becomes("i", "0", at="6 of 6")),
     ),
@@ -634,6 +636,9 @@ MUTANTS = [
             "fit",
             skipped("A += B if C % D ** 2 == 0 else []"),
         ),
+    ),
+    *File("graph/_ir.py", PASS_MANAGER).faults(
+        Fault("an operation may come before its argument", "check_order", never("not A.issuperset(B)")),
     ),
     *File("graph/_jit.py", PASS_MANAGER).faults(
         Fault(

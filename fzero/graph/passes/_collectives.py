@@ -101,7 +101,6 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     Returns:
         A graph with the same results.
     """
-    graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     gathers = parameter_gathers(graph)
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
@@ -115,13 +114,20 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     def may_join(group: list[Node], n: Node) -> bool:
         return together(index[group[0]], index[n]) and not _needs(n, group, index)
 
-    _join(graph, gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
-    _join(graph, reductions, max_bytes, may_join)
+    groups = _groups(gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
+    groups += _groups(reductions, max_bytes, may_join)
+    if not groups:
+        return graph
+    names = [[n.name for n in group] for group in groups]
+    graph = copy_graph(graph)
+    copies = {n.name: n for n in graph.nodes}
+    for group in names:
+        _coalesce(graph, [copies[name] for name in group])
     return sort(graph)
 
 
-def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> None:
-    """Join consecutive collectives; `may` says whether a group may take one more."""
+def _groups(nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> list[list[Node]]:
+    """List the groups of consecutive collectives to join; `may` says whether a group may take one more."""
     groups: list[list[Node]] = []
     for node in nodes:
         fits = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
@@ -129,9 +135,7 @@ def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[li
             groups[-1].append(node)
         else:
             groups.append([node])
-    for group in groups:
-        if len(group) > 1:
-            _coalesce(graph, group)
+    return [group for group in groups if len(group) > 1]
 
 
 def _can_join(one: Node, other: Node) -> bool:

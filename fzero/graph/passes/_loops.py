@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from fzero.graph._ir import (
     COPY,
     aten,
+    check_order,
     collective_kind,
     copy_graph,
     describe,
@@ -183,7 +184,7 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     for start, chains in zip(starts, last, strict=False):
         for chain in chains:
             _wait_before(start, chain, body)
-    body.lint()
+    check_order(body)
     first = len(node.meta["val"])
     values = (*node.meta["val"], *[c.source.meta["val"] for c in moved])
     node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried=len(moved))}

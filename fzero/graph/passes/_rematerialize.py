@@ -293,6 +293,8 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     References:
         DeepSpeed's pull request 2079, which repeats the cast by hand, group by group.
     """
+    if not any(_widens(n) and nbytes(*stand_ins_of(n)) >= least for n in graph.nodes):
+        return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     before = collectives_before(graph.nodes)

@@ -17,7 +17,7 @@ This is list scheduling: nodes are appended to a list one by one, each after the
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,7 +37,8 @@ from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_PHASE
 from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, readers_of_overwritten, rules_of
-from fzero.graph.planning._liveness import device_live_bytes
+from fzero.graph.planning._liveness import device_live_bytes, record_peak
+from fzero.graph.run._subgraphs import scalars_of
 
 __all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
 
@@ -176,6 +177,11 @@ class Orders:
         return storages(self.graph)
 
     @cached_property
+    def scalars(self) -> Set[Node]:
+        """The graph's scalars, which fused loops read."""
+        return scalars_of(self.graph.nodes)
+
+    @cached_property
     def rules(self) -> OrderRules:
         """The constraints of all orders."""
         return rules_of(self.graph, self.storages)
@@ -194,13 +200,23 @@ class Orders:
     @cached_property
     def leanest(self) -> list[Node]:
         """Of the lean order and the graph's own, the one with the lower peak if no collective is in flight."""
-        graph_order = self.rules.nodes
-        return graph_order if max(device_live_bytes(graph_order, self.storages)) < max(self.live(0)) else self.lean(0)
+        return self.rules.nodes if max(self.graph_live) < max(self.live(0)) else self.lean(0)
+
+    @cached_property
+    def graph_live(self) -> list[int]:
+        """The live bytes at each position of the graph's own order."""
+        return device_live_bytes(self.rules.nodes, self.storages, self.scalars)
+
+    def known_peak(self, order: Sequence[Node]) -> int | None:
+        """Return the peak of one of these orders if its live bytes were counted."""
+        if order is self.rules.nodes and "graph_live" in self.__dict__:
+            return max(self.graph_live)
+        return next((max(live) for i, live in self._live.items() if order is self._lean[i]), None)
 
     def live(self, in_flight: int) -> list[int]:
         """Count the live bytes at each position of the lean order."""
         if in_flight not in self._live:
-            self._live[in_flight] = device_live_bytes(self.lean(in_flight), self.storages)
+            self._live[in_flight] = device_live_bytes(self.lean(in_flight), self.storages, self.scalars)
         return self._live[in_flight]
 
 
@@ -234,4 +250,8 @@ def schedule(
         if limit < math.inf:
             ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
-    return host_last(reorder(graph, order))
+    scheduled = reorder(graph, order)
+    result, peak = host_last(scheduled), cache.known_peak(order)
+    if result is scheduled and peak is not None:
+        record_peak(result, peak)
+    return result

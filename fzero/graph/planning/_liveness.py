@@ -52,6 +52,7 @@ __all__ = [
     "live_bytes",
     "live_ranges",
     "peak_bytes",
+    "record_peak",
     "reduces",
     "unstored_values",
     "workspace_bytes",
@@ -74,7 +75,9 @@ def reduces(node: Node) -> bool:
     return name_of(node) in REDUCTIONS
 
 
-def unstored_values(order: Sequence[Node]) -> set[Node]:
+def unstored_values(
+    order: Sequence[Node], scalars: Set[Node] | None = None, host: Set[Node] | None = None
+) -> set[Node]:
     """Return the values that `mark_fused` marked and that take no memory in an order.
 
     All readers of such a value are compiled with it, and only loops stand between. If a reduction or a matrix product
@@ -82,11 +85,13 @@ def unstored_values(order: Sequence[Node]) -> set[Node]:
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
+        scalars: the graph's scalars; computed if None.
+        host: the values that lie in host memory; found if None.
     """
     if not any(FUSED in n.meta for n in order):
         return set()
     unstored: set[Node] = set()
-    for subgraph in split_into_subgraphs(order):
+    for subgraph in split_into_subgraphs(order, scalars, host):
         loop_id: dict[Node, int] = {}  # loops that a compiler may fuse have equal numbers
         count = 0
         for n in subgraph:
@@ -197,18 +202,21 @@ def live_ranges(graph: Graph) -> list[Range]:
     return unlabeled[len(labeled) :] + labeled
 
 
-def device_live_bytes(order: Sequence[Node], memory: Storages | None = None) -> list[int]:
+def device_live_bytes(
+    order: Sequence[Node], memory: Storages | None = None, scalars: Set[Node] | None = None
+) -> list[int]:
     """Return the device's live bytes while each node runs: those of `live_ranges`, without kinds and labels.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
         memory: the graph's storages; computed if None.
+        scalars: the graph's scalars (`scalars_of`); computed if None.
     """
-    ranges = _unlabeled_ranges(order, storages_in(order) if memory is None else memory)
+    ranges = _unlabeled_ranges(order, storages_in(order) if memory is None else memory, scalars)
     return live_bytes([r for r in ranges if r.space == "device"], len(order))
 
 
-def _unlabeled_ranges(order: Sequence[Node], memory: Storages) -> list[Range]:
+def _unlabeled_ranges(order: Sequence[Node], memory: Storages, scalars: Set[Node] | None = None) -> list[Range]:
     """Return the ranges of `live_ranges`, storages first, without kinds and labels, which take longest to find."""
     position = {n: i for i, n in enumerate(order)}
     repeated_waits = _repeated_waits(order)
@@ -220,7 +228,7 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages) -> list[Range]:
                 len(memory.indices[node]) - loop.carried :
             ]:  # the last iteration has counted them
                 starts[s] += 1
-    fused = unstored_values(order)
+    fused = unstored_values(order, scalars, memory.on_host)
     sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
     ranges = [
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in memory.on_host else "device")
@@ -377,7 +385,16 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 def peak_bytes(graph: Graph) -> int:
     """Return a graph's peak memory on the device in bytes, arguments included."""
-    return max(device_live_bytes(list(graph.nodes)))
+    recorded = _RECORDED_PEAKS.get(graph)
+    return max(device_live_bytes(list(graph.nodes))) if recorded is None else recorded
+
+
+_RECORDED_PEAKS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+
+
+def record_peak(graph: Graph, peak: int) -> None:
+    """Record the peak of a graph that is known already, from the live bytes of an order that became the graph."""
+    _RECORDED_PEAKS[graph] = peak
 
 
 def _argument(node: Node, count: int) -> str:

@@ -68,13 +68,18 @@ def read_by_loops(subgraph: Sequence[Node], scalars: AbstractSet[Node]) -> list[
 
 
 def _is_zero_dim(node: Node) -> bool:
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.dim():  # so are nearly all
+        return False
     return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
 
 
 # Subgraphs: lists of nodes in the order of the schedule. Each runs alone or is compiled as a segment.
 
 
-def split_into_subgraphs(nodes: Iterable[Node]) -> list[list[Node]]:
+def split_into_subgraphs(
+    nodes: Iterable[Node], scalars: AbstractSet[Node] | None = None, host: AbstractSet[Node] | None = None
+) -> list[list[Node]]:
     """Split a graph into subgraphs at collectives, their packing and moves, and where the parameters of a block begin.
 
     So blocks of one shape give equal segments. A subgraph lies in one memory, so it runs on one device. Aliases are in
@@ -82,11 +87,17 @@ def split_into_subgraphs(nodes: Iterable[Node]) -> list[list[Node]]:
     segment run before it, in subgraphs of their own: an optimizer's bias corrections, a learning rate. Otherwise
     Inductor would compute them again for every few elements of a loop that reads them.
 
+    Args:
+        nodes: the nodes of a graph, in an order in which they can run.
+        scalars: the graph's scalars; computed if None.
+        host: the values that lie in host memory; found if None.
+
     Returns:
         Subgraphs in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
     nodes = list(nodes)
-    scalars, host = scalars_of(nodes), on_host(nodes)
+    scalars = scalars_of(nodes) if scalars is None else scalars
+    host = on_host(nodes) if host is None else host
     builder = _SubgraphBuilder()
     block = ""  # the block whose arguments the open subgraph reads
     is_host = False
