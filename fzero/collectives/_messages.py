@@ -13,7 +13,7 @@ from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
 from fzero.collectives import _record
 from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, Tensors, add_rows, apply
 from fzero.collectives.gloo import PendingMessages, wait
-from fzero.parallel.schedules import Instruction, Message, Schedule, Value
+from fzero.parallel.schedules import Instruction, Message, PipelineSchedule, Value
 
 __all__ = ["StageMessages", "receive", "send", "start_receive", "start_send"]
 
@@ -207,7 +207,7 @@ class StageMessages:
         in_flight: messages that are being sent.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     binding: Binding
     forms: Sequence[torch.Tensor]
     device: torch.device

@@ -12,7 +12,7 @@ from fzero.axes import SplitRules
 from fzero.nn._split_module import split_module
 from fzero.parallel.pipeline import Pipeline
 from fzero.parallel.pipeline import pipeline as pipeline_of
-from fzero.parallel.schedules import Schedule
+from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.tensor import Layers
 
 __all__ = ["ModulePipeline", "pipeline"]
@@ -53,7 +53,7 @@ def pipeline(
     *,
     micro_batches: int,
     axis: str = "pp",
-    schedule: str | Schedule = "1f1b",
+    schedule: str | PipelineSchedule = "1f1b",
     stages_per_rank: int = 1,
     depth: int | Sequence[int] | None = None,
     remat: Any = False,

@@ -49,10 +49,12 @@ MUTANTS = [
     ),
     *File("parallel/schedules/_schedule.py", LAWS).faults(
         Fault(
-            "stages of one rank send each other messages", "Schedule.messages", dropped("self.rank_of_stage[A] != B")
+            "stages of one rank send each other messages",
+            "PipelineSchedule.messages",
+            dropped("self.rank_of_stage[A] != B"),
         ),
-        Fault("gradients are sent to the next stage", "Schedule.messages", always("A.kind == 'F'")),
-        Fault("a parsed table is not checked", "Schedule.parse", skipped("A(B)"), PARSE),
+        Fault("gradients are sent to the next stage", "PipelineSchedule.messages", always("A.kind == 'F'")),
+        Fault("a parsed table is not checked", "PipelineSchedule.parse", skipped("A(B)"), PARSE),
     ),
     *File("parallel/schedules/_simulation.py", LAWS).faults(
         Fault("a message within one rank takes the latency", "time_schedule", always("A.rank_of_stage[B.stage] != C")),

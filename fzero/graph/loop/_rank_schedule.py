@@ -19,7 +19,7 @@ from torch.fx import Node, has_side_effect
 
 from fzero._registry import Registry
 from fzero.axes import Binding
-from fzero.parallel.schedules import Action, Schedule
+from fzero.parallel.schedules import Action, PipelineSchedule
 
 __all__ = [
     "BEGIN_PHASE",
@@ -53,7 +53,7 @@ class RankSchedule:
         binding: the binding of the pipeline's axis: this rank's index along it, and the group of its ranks.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     binding: Binding
 
     @property

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, loss_axes
 from fzero.parallel.pipeline._model import BlockPlacement
-from fzero.parallel.schedules import Schedule, check, check_name
+from fzero.parallel.schedules import PipelineSchedule, check, check_name
 from fzero.sharding import is_box
 
 __all__ = [
@@ -49,7 +49,7 @@ def check_schedule(schedule: Any, micro_batches: int, stages_per_rank: int) -> N
         TypeError: if it is neither a name nor a table.
         ValueError: if no schedule has the name, a table cannot run, or a table has another number of micro-batches.
     """
-    if isinstance(schedule, Schedule):
+    if isinstance(schedule, PipelineSchedule):
         check(schedule)
         if schedule.micro_batches != micro_batches:
             raise ValueError(

@@ -26,7 +26,7 @@ from fzero.collectives import StageMessages, broadcast, ppermute
 from fzero.graph import loop
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.pipeline._stages import Params, Stages, ValueSpec, check_same_form, probe, value_spec_of
-from fzero.parallel.schedules import Action, Schedule, Value, output_of, programs
+from fzero.parallel.schedules import Action, PipelineSchedule, Value, output_of, programs
 
 __all__ = ["outputs_by_ticks", "run_on_ranks"]
 
@@ -454,7 +454,7 @@ def _mask_gradients(condition: torch.Tensor, values: Any) -> Any:
     return tree.map(mask, values)
 
 
-def _shift(outputs: list[Any], schedule: Schedule, placement: BlockPlacement, axis: str) -> list[Any]:
+def _shift(outputs: list[Any], schedule: PipelineSchedule, placement: BlockPlacement, axis: str) -> list[Any]:
     """Send each chunk's output to the rank and chunk of the next stage."""
     chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
     pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}

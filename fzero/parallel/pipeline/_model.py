@@ -11,7 +11,7 @@ import torch
 from fzero import random, tree
 from fzero.axes import Scope, call_in_micro_batch, call_in_scope, current_scope
 from fzero.graph import loop
-from fzero.parallel.schedules import Schedule
+from fzero.parallel.schedules import PipelineSchedule
 from fzero.transforms import gather, remat
 
 __all__ = ["BlockPlacement", "MicroBatchCall", "Model", "even_counts", "micro_batch_of", "place_blocks", "without_axis"]
@@ -70,7 +70,7 @@ def even_counts(depth: int, stages: int) -> tuple[int, ...]:
     return tuple([base + (s in middle) for s in range(stages)])
 
 
-def place_blocks(schedule: Schedule, counts: Sequence[int]) -> BlockPlacement:
+def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlacement:
     """Place blocks on the ranks of a schedule.
 
     Args:

@@ -31,7 +31,7 @@ from fzero.parallel.pipeline._model import (
     without_axis,
 )
 from fzero.parallel.pipeline._stages import PipelineCache, Stages
-from fzero.parallel.schedules import Schedule
+from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh
 from fzero.transforms import gather
@@ -89,7 +89,7 @@ class Pipeline:
     model: Model
     axis: str
     micro_batches: int
-    schedule_or_name: str | Schedule
+    schedule_or_name: str | PipelineSchedule
     stages_per_rank: int = 1
     depth: int | tuple[int, ...] | None = None
     blocks: str = "blocks"
@@ -101,7 +101,7 @@ class Pipeline:
         """The rule for `fzero.shard(..., split=)`: each rank along the axis holds its own blocks."""
         return PipelineSplit(self.axis, self.blocks, self._slot_placement, self.rule)
 
-    def schedule(self, mesh: Mesh | int) -> Schedule:
+    def schedule(self, mesh: Mesh | int) -> PipelineSchedule:
         """Return the schedule on a mesh, or on a number of ranks. It has `print` and `plot`.
 
         Raises:
@@ -113,7 +113,7 @@ class Pipeline:
             schedules[ranks] = self._build_schedule(ranks)
         return schedules[ranks]
 
-    def _build_schedule(self, ranks: int) -> Schedule:
+    def _build_schedule(self, ranks: int) -> PipelineSchedule:
         schedule = self.schedule_or_name
         if isinstance(schedule, str):
             return schedule_by_name(schedule, ranks, self.micro_batches, self.stages_per_rank)
@@ -305,7 +305,7 @@ def pipeline(
     last: Callable[..., Any],
     micro_batches: int,
     axis: str = "pp",
-    schedule: str | Schedule = "1f1b",
+    schedule: str | PipelineSchedule = "1f1b",
     stages_per_rank: int = 1,
     depth: int | Sequence[int] | None = None,
     remat: Any = False,

@@ -11,7 +11,7 @@ from fzero import tree
 from fzero._torch import fork_random_state
 from fzero.axes import Axis
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
-from fzero.parallel.schedules import Schedule
+from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = ["Params", "PipelineCache", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
 
@@ -95,7 +95,7 @@ class PipelineCache:
         checked_groups: the process groups whose ranks have the same schedule.
     """
 
-    schedules: dict[int, Schedule] = field(default_factory=dict)
+    schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     placements: dict[tuple[int, tuple[int, ...]], BlockPlacement] = field(default_factory=dict)
     value_specs: "dict[tuple[tuple[torch.Size, torch.dtype, torch.device], ...], ValueSpec]" = field(
         default_factory=dict
@@ -117,7 +117,7 @@ class Stages:
     """
 
     model: Model
-    schedule: Schedule
+    schedule: PipelineSchedule
     placement: BlockPlacement
     axis: Axis
     call_of: Callable[..., MicroBatchCall]

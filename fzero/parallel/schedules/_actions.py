@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import Schedule
+    from fzero.parallel.schedules._schedule import PipelineSchedule
 
 __all__ = [
     "IN_FLIGHT_CHANGE",
@@ -148,7 +148,7 @@ def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ..
     return rows, tuple([rank_of_stage[stage] for stage in range(len(rank_of_stage))])
 
 
-def csv_of(schedule: "Schedule") -> str:
+def csv_of(schedule: "PipelineSchedule") -> str:
     """Write a schedule as CSV, one line per rank, as torch's `_load_csv` reads it."""
     return "".join([",".join(map(str, row)) + "\n" for row in schedule.rows])
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of
-from fzero.parallel.schedules._schedule import Schedule
+from fzero.parallel.schedules._schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
 
 __all__ = ["NAMES", "Cap", "StagePlacement", "check_name", "greedy", "makespan_bound", "schedule"]
@@ -69,19 +69,21 @@ def greedy(
     latency: float = 0.0,
     cost: Sequence[float] | None = None,
     name: str = "greedy",
-) -> Schedule:
+) -> PipelineSchedule:
     """Make a schedule: whenever a rank is free, it runs an action that is ready, backward passes before forward ones.
 
     Without a cap this is GPipe. With `cap=lambda rank: ranks - rank` it is 1F1B, and with `split` weight halves fill
-    what would be bubbles. Model slow links and uneven stages by the durations, which are those of `Schedule.timing`.
+    what would be bubbles. Model slow links and uneven stages by the durations, which are those of
+    `PipelineSchedule.timing`.
 
     Args:
         ranks: the number of ranks in the pipeline.
         micro_batches: the number of micro-batches.
         stages_per_rank: the number of pipeline stages per rank.
         placement: "loop", stages start again at rank 0, or "v", they turn back at the last rank.
-        cap: the most forward passes whose residuals are alive at once on a rank (`Schedule.in_flight`), at least
-            `stages_per_rank`; or a function of the rank. With None there is no cap, and all forward passes come first.
+        cap: the most forward passes whose residuals are alive at once on a rank (`PipelineSchedule.in_flight`), at
+            least `stages_per_rank`; or a function of the rank. With None there is no cap, and all forward passes come
+            first.
         split: whether backward passes are split into two halves.
         forward: the duration of a forward pass.
         backward: the duration of a full backward pass.
@@ -115,9 +117,11 @@ def list_schedule(
     split: bool,
     durations: Durations,
     name: str,
-) -> Schedule:
+) -> PipelineSchedule:
     """Make the greedy schedule for stages on the given ranks, from arguments that were checked."""
-    return Schedule(_Simulation(rank_of_stage, micro_batches, caps, split, durations).run(), rank_of_stage, name)
+    return PipelineSchedule(
+        _Simulation(rank_of_stage, micro_batches, caps, split, durations).run(), rank_of_stage, name
+    )
 
 
 class _Option(NamedTuple):
@@ -256,7 +260,7 @@ def one_f_one_b(
     hops: int = 1,
     split: bool = False,
     wait: bool = False,
-) -> Schedule:
+) -> PipelineSchedule:
     """Make 1F1B for one or more stages per rank: warm-up forward passes, then one forward and one backward in turn.
 
     Each rank starts with `hops` more forward passes than the next one. One is enough if messages take no time. Two hide
@@ -290,7 +294,7 @@ def one_f_one_b(
             row += [action("W", back[i - rank])] if split and i >= rank else []
         row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if split else []
         rows.append(tuple(row))
-    return Schedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
+    return PipelineSchedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
 
 
 def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
@@ -311,14 +315,14 @@ def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool
     return max(bounds)
 
 
-def zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> Schedule:
+def zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> PipelineSchedule:
     """Make ZB-V: two stages per rank, placed as a V, so that rank 0 computes the loss and the first gradient.
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 6, in the order of torch's ScheduleZBVZeroBubble.
     """
     rows = [tuple(_v_row(ranks, micro_batches, rank)) for rank in range(ranks)]
-    return Schedule(tuple(rows), place_stages(ranks, stages_per_rank * ranks, "v"), name)
+    return PipelineSchedule(tuple(rows), place_stages(ranks, stages_per_rank * ranks, "v"), name)
 
 
 def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
@@ -367,7 +371,7 @@ class _NamedSchedule(NamedTuple):
         advice: what to use for other numbers of stages.
     """
 
-    orders: tuple[Callable[[int, int, int, str], Schedule], ...]
+    orders: tuple[Callable[[int, int, int, str], PipelineSchedule], ...]
     split: bool
     least: int
     most: int | None
@@ -396,7 +400,7 @@ def schedule(
     weight: float = 1.0,
     latency: float = 0.0,
     cost: Sequence[float] | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     """Make a named schedule, for any number of micro-batches.
 
     | name | order | stages per rank, v | in flight on rank r, of one stage each |
@@ -428,7 +432,7 @@ def schedule(
 
     Example:
         >>> schedule("1f1b", ranks=4, micro_batches=8)
-        Schedule('1f1b': 4 ranks, 4 stages, 8 micro-batches)
+        PipelineSchedule('1f1b': 4 ranks, 4 stages, 8 micro-batches)
         >>> print(schedule("zb", ranks=3, micro_batches=3))
         zb: 3 ranks, 3 micro-batches; efficiency 0.818; in flight 3, 3, 3
         rank 0  F0 F1 F2  .  . I0 W0 I1 W1 I2 W2
@@ -468,7 +472,9 @@ def check_name(name: str, stages_per_rank: int) -> None:
         ValueError: if there is no such schedule.
     """
     if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r}: expected the name of a schedule, or a table: Schedule.parse reads torch's")
+        raise TypeError(
+            f"schedule={name!r}: expected the name of a schedule, or a table: PipelineSchedule.parse reads torch's"
+        )
     _check_stages(name, _lookup(name), stages_per_rank)
 
 

@@ -8,14 +8,14 @@ from fzero.parallel.schedules._actions import Action
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import Schedule
+    from fzero.parallel.schedules._schedule import PipelineSchedule
 
 __all__ = ["draw", "in_micro_batches", "text"]
 
 COLUMNS = 120  # characters per line; a longer schedule continues below
 
 
-def _title(schedule: "Schedule") -> str:
+def _title(schedule: "PipelineSchedule") -> str:
     """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and what is in flight."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
     peaks = ", ".join(in_micro_batches(schedule))
@@ -28,12 +28,12 @@ def _title(schedule: "Schedule") -> str:
     return f"{schedule.name}: {'; '.join([*words, f'in flight {peaks}'])}"
 
 
-def in_micro_batches(schedule: "Schedule") -> list[str]:
+def in_micro_batches(schedule: "PipelineSchedule") -> list[str]:
     """Return the most that each rank has in flight, in micro-batches: one is in flight in all stages of the rank."""
     return [f"{schedule.in_flight(r) / schedule.rank_of_stage.count(r):.3g}" for r in range(schedule.ranks)]
 
 
-def text(schedule: "Schedule") -> str:
+def text(schedule: "PipelineSchedule") -> str:
     """Draw a schedule as text. A column is the time of a stage's forward pass, and a backward pass takes two columns.
 
     For a schedule that cannot run, return its rows and the reason.
@@ -60,7 +60,7 @@ def text(schedule: "Schedule") -> str:
     return f"{_title(schedule)}\n" + "\n\n".join(blocks)
 
 
-def _cells(schedule: "Schedule", short: bool) -> list[list[str]]:
+def _cells(schedule: "PipelineSchedule", short: bool) -> list[list[str]]:
     """Return each rank's columns: an action, "--" while the action continues, or "." for a bubble."""
     share = schedule.ranks / schedule.stages
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
@@ -93,7 +93,7 @@ WIDTH, ROW, LEAST, MOST = 11.0, 0.3, 0.09, 14.0
 INK, GREY = "#24292f", "#6e7781"
 
 
-def draw(schedules: "Sequence[Schedule]", timings: Sequence[Timing]) -> Any:
+def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> Any:
     """Draw schedules as one matplotlib figure, one below the other, on the same time axis."""
     ranks = sum(s.ranks for s in schedules)
     row = max(LEAST, min(ROW, MOST / ranks))
@@ -108,7 +108,7 @@ def draw(schedules: "Sequence[Schedule]", timings: Sequence[Timing]) -> Any:
     return figure
 
 
-def _panel(axes: Any, schedule: "Schedule", timing: Timing, span: float, row: float) -> None:
+def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
     scale = (WIDTH - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
@@ -130,7 +130,7 @@ def _panel(axes: Any, schedule: "Schedule", timing: Timing, span: float, row: fl
     _frame(axes, schedule, timing, span, size)
 
 
-def _frame(axes: Any, schedule: "Schedule", timing: Timing, span: float, size: float) -> None:
+def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
     peaks = in_micro_batches(schedule)
     step = max(1, schedule.ranks // 16)
     ticks = range(0, schedule.ranks, step)
@@ -150,7 +150,7 @@ def _frame(axes: Any, schedule: "Schedule", timing: Timing, span: float, size: f
     axes.set_title(words, loc="right", fontsize=8.5, color=GREY)
 
 
-def _legend(figure: Any, schedules: "Sequence[Schedule]") -> None:
+def _legend(figure: Any, schedules: "Sequence[PipelineSchedule]") -> None:
     from matplotlib.patches import Patch
 
     kinds = {a.kind for s in schedules for row in s.rows for a in row}

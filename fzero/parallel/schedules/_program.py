@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fzero.parallel.schedules._actions import Action, Message, Value, inputs_of, output_of
-from fzero.parallel.schedules._schedule import Schedule
+from fzero.parallel.schedules._schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule, walk
 
 __all__ = ["Instruction", "programs"]
@@ -33,7 +33,7 @@ class Instruction:
 
 
 @functools.lru_cache(maxsize=64)
-def programs(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+def programs(schedule: PipelineSchedule) -> tuple[tuple[Instruction, ...], ...]:
     """Return each rank's instructions, for a schedule that can run.
 
     A message is received in the order of the whole pipeline, after the receiver's earlier actions. Its send has
@@ -58,7 +58,7 @@ def programs(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     return tuple([tuple(_with_waits(rank, row, rows, schedule)) for rank, row in enumerate(rows)])
 
 
-def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
+def _in_order(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
     """Return the actions of all ranks, sorted by the time at which they start."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
     position = {action: i for i, (_, action) in enumerate(walk(schedule))}
@@ -68,7 +68,7 @@ def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _with_waits(
-    rank: int, row: list[Instruction], rows: list[list[Instruction]], schedule: Schedule
+    rank: int, row: list[Instruction], rows: list[list[Instruction]], schedule: PipelineSchedule
 ) -> list[Instruction]:
     """Insert waits for a rank's sends where they cost nothing, or at the latest at the end."""
     incoming = {value: m for m in schedule.messages if m.receiver == rank for value in [Value(*m[2:])]}

@@ -11,15 +11,16 @@ from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message,
 from fzero.parallel.schedules._drawing import draw, text
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
-__all__ = ["Schedule"]
+__all__ = ["PipelineSchedule"]
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(FigureReport):
+class PipelineSchedule(FigureReport):
     """A pipeline schedule as data: a table of actions with one row per rank.
 
-    `schedule` makes named schedules, `greedy` makes others, and `Schedule.parse` reads tables in torch's format. Write
-    your own as a literal, and check with `check` that it can run. `print` draws it as text, and `plot` as a picture.
+    `schedule` makes named schedules, `greedy` makes others, and `PipelineSchedule.parse` reads tables in torch's
+    format. Write your own as a literal, and check with `check` that it can run. `print` draws it as text, and `plot`
+    as a picture.
 
     Attributes:
         rows: each rank's actions, in order.
@@ -28,8 +29,8 @@ class Schedule(FigureReport):
 
     Example:
         >>> F, B = [Action("F", 0, m) for m in range(2)], [Action("B", 0, m) for m in range(2)]
-        >>> Schedule([[*F, *B]], rank_of_stage=[0])
-        Schedule('by hand': 1 rank, 1 stage, 2 micro-batches)
+        >>> PipelineSchedule([[*F, *B]], rank_of_stage=[0])
+        PipelineSchedule('by hand': 1 rank, 1 stage, 2 micro-batches)
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -41,7 +42,7 @@ class Schedule(FigureReport):
         object.__setattr__(self, "rank_of_stage", tuple(self.rank_of_stage))
 
     @classmethod
-    def parse(cls, table: Table, name: str = "parsed") -> "Schedule":
+    def parse(cls, table: Table, name: str = "parsed") -> "PipelineSchedule":
         """Read a table in the format of torch.distributed.pipelining.
 
         A cell is a stage, a kind and a micro-batch, as in `0F1`. An empty cell is a bubble. `(0F1;3B0)OVERLAP_F_B` is
@@ -58,7 +59,9 @@ class Schedule(FigureReport):
                 table. It refuses torch 2.13's own table of 1F1B, whose last rank skips micro-batch 0.
 
         Example:
-            >>> print(Schedule.parse([["0F0", "0F1", None, "0B0", None, "0B1"], ["", "1F0", "1B0", "1F1", "1B1"]]))
+            >>> print(
+            ...     PipelineSchedule.parse([["0F0", "0F1", None, "0B0", None, "0B1"], ["", "1F0", "1B0", "1F1", "1B1"]])
+            ... )
             parsed: 2 ranks, 2 micro-batches; efficiency 0.667; in flight 2, 1
             rank 0  F0 F1  .  . B0 --  . B1 --
             rank 1   . F0 B0 -- F1 B1 --  .  .
@@ -139,7 +142,7 @@ class Schedule(FigureReport):
         return time_schedule(self, Durations.of(self.ranks, self.stages, forward, backward, weight, latency, cost))
 
     def plot(
-        self, path: str | os.PathLike[str] | None = None, beside: "Iterable[Schedule]" = (), **durations: Any
+        self, path: str | os.PathLike[str] | None = None, beside: "Iterable[PipelineSchedule]" = (), **durations: Any
     ) -> Any:
         """Draw the schedule in the usual way with matplotlib: one row per rank, time from left to right, empty bubbles.
 
@@ -174,7 +177,7 @@ class Schedule(FigureReport):
     def __repr__(self) -> str:
         counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))
         words = [f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts]
-        return f"Schedule({self.name!r}: {', '.join(words)})"
+        return f"PipelineSchedule({self.name!r}: {', '.join(words)})"
 
     def __str__(self) -> str:
         return text(self)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, output_of
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import Schedule
+    from fzero.parallel.schedules._schedule import PipelineSchedule
 
 __all__ = ["Durations", "RankAction", "Timing", "check", "time_schedule", "walk"]
 
@@ -23,7 +23,7 @@ class RankAction(NamedTuple):
     action: Action
 
 
-def walk(schedule: "Schedule") -> Iterator[RankAction]:
+def walk(schedule: "PipelineSchedule") -> Iterator[RankAction]:
     """Yield each action after all values that it needs, and after all earlier actions of its rank.
 
     Raises:
@@ -51,7 +51,7 @@ def walk(schedule: "Schedule") -> Iterator[RankAction]:
         raise ValueError(_deadlock_message(schedule, at, waiters))
 
 
-def _deadlock_message(schedule: "Schedule", at: list[int], waiters: dict[Value, list[int]]) -> str:
+def _deadlock_message(schedule: "PipelineSchedule", at: list[int], waiters: dict[Value, list[int]]) -> str:
     words = []
     for rank, value in sorted((rank, value) for value, ranks in waiters.items() for rank in ranks):
         kind, stage, m = value
@@ -63,7 +63,7 @@ def _deadlock_message(schedule: "Schedule", at: list[int], waiters: dict[Value, 
     return f"schedule {schedule.name!r}: no rank can continue: {'; '.join(words)}"
 
 
-def check(schedule: "Schedule") -> None:
+def check(schedule: "PipelineSchedule") -> None:
     """Check that a schedule is a complete train step, and that its ranks never wait for each other in a circle.
 
     Raises:
@@ -82,11 +82,11 @@ def check(schedule: "Schedule") -> None:
         pass
 
 
-def _error(schedule: "Schedule", text: str) -> ValueError:
+def _error(schedule: "PipelineSchedule", text: str) -> ValueError:
     return ValueError(f"schedule {schedule.name!r}: {text}")
 
 
-def _check_ranks(schedule: "Schedule") -> None:
+def _check_ranks(schedule: "PipelineSchedule") -> None:
     if not schedule.rank_of_stage or not schedule.rows:
         raise _error(schedule, f"it has {schedule.ranks} ranks and {schedule.stages} stages: expected one of each")
     for stage, rank in enumerate(schedule.rank_of_stage):
@@ -102,13 +102,15 @@ def _check_ranks(schedule: "Schedule") -> None:
             )
 
 
-def _check_positions(schedule: "Schedule") -> None:
+def _check_positions(schedule: "PipelineSchedule") -> None:
     counts = Counter[Action]()
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             label = f"rank {rank}, position {position}"
             if not isinstance(action, Action):
-                raise _error(schedule, f"{label}: {action!r} is no Action; Schedule.parse reads texts such as '0F1'")
+                raise _error(
+                    schedule, f"{label}: {action!r} is no Action; PipelineSchedule.parse reads texts such as '0F1'"
+                )
             if action.stage >= schedule.stages:
                 raise _error(
                     schedule, f"{label}: {action} has a stage without a rank; rank_of_stage has {schedule.stages}"
@@ -123,7 +125,7 @@ def _check_positions(schedule: "Schedule") -> None:
         raise _error(schedule, f"{_listed(duplicates)} {'appears' if len(duplicates) == 1 else 'appear'} twice")
 
 
-def _check_complete(schedule: "Schedule") -> None:
+def _check_complete(schedule: "PipelineSchedule") -> None:
     actions = {action for row in schedule.rows for action in row}
     count = schedule.micro_batches
     if count == 0:
@@ -136,7 +138,7 @@ def _check_complete(schedule: "Schedule") -> None:
         raise _error(schedule, f"{_listed(extra)}: stage 0 runs micro-batches 0 to {count - 1} only")
 
 
-def _check_micro_batch(schedule: "Schedule", actions: set[Action], stage: int, m: int) -> None:
+def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage: int, m: int) -> None:
     forward, backward, inputs, weights = [Action(kind, stage, m) for kind in KINDS]
     if forward not in actions:
         rank = schedule.rank_of_stage[stage]
@@ -158,7 +160,7 @@ def _check_micro_batch(schedule: "Schedule", actions: set[Action], stage: int, m
         )
 
 
-def _torch_1f1b(schedule: "Schedule", actions: set[Action], stage: int) -> str:
+def _torch_1f1b(schedule: "PipelineSchedule", actions: set[Action], stage: int) -> str:
     """Describe the fault of torch 2.13's own table of 1F1B: the last rank's forwards are 1 to M, not 0 to M - 1."""
     forwards = {a.micro_batch for a in actions if a.kind == "F" and a.stage == stage}
     if stage != schedule.stages - 1 or forwards != set(range(1, schedule.micro_batches + 1)):
@@ -253,7 +255,7 @@ class Durations:
         return self.kinds[action.kind] * self.cost[action.stage]
 
 
-def time_schedule(schedule: "Schedule", durations: Durations) -> Timing:
+def time_schedule(schedule: "PipelineSchedule", durations: Durations) -> Timing:
     """Simulate a schedule that can run, with one clock per rank."""
     value_times = dict[Value, float]()  # by value, the time at which it is computed
     clock, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks

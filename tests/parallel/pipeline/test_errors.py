@@ -47,7 +47,7 @@ def test_a_table_for_other_counts():
 
 def test_a_wrong_table_is_refused_before_anything_runs():
     good = fzero.parallel.schedules.schedule("1f1b", 2, 4)
-    missing = fzero.parallel.schedules.Schedule((good.rows[0][1:], good.rows[1]), good.rank_of_stage, "cut")
+    missing = fzero.parallel.schedules.PipelineSchedule((good.rows[0][1:], good.rows[1]), good.rank_of_stage, "cut")
     with raises(ValueError, "0F0, the forward pass of stage 0 for micro-batch 0, is missing on rank 0"):
         loss_of(4, schedule=missing)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fzero.parallel.schedules import Action, Schedule, greedy
+from fzero.parallel.schedules import Action, PipelineSchedule, greedy
 
 
 @st.composite
@@ -14,7 +14,7 @@ def durations(draw: Any, stages: int) -> dict[str, Any]:
 
 
 @st.composite
-def schedules(draw: Any, least: int = 1) -> Schedule:
+def schedules(draw: Any, least: int = 1) -> PipelineSchedule:
     """Make any schedule that the generator makes, on `least` ranks and for `least` micro-batches or more."""
     ranks, micro_batches = draw(st.integers(least, 5)), draw(st.integers(least, 9))
     stages, extra = draw(st.integers(1, 3)), draw(st.integers(0, 4))
@@ -24,7 +24,7 @@ def schedules(draw: Any, least: int = 1) -> Schedule:
     return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, split=split, **known)
 
 
-def edited(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
+def edited(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
     """Put another row into the place of a rank's."""
     rows = [*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]]
-    return Schedule(tuple(rows), schedule.rank_of_stage, "edited")
+    return PipelineSchedule(tuple(rows), schedule.rank_of_stage, "edited")

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fzero.parallel.schedules import Action, Schedule, check, schedule
+from fzero.parallel.schedules import Action, PipelineSchedule, check, schedule
 from tests.parallel.schedules.strategies import edited, schedules
 
 
-def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> Schedule:
+def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> PipelineSchedule:
     """Make a table of texts without a check of it."""
     found = [[Action(x[1], int(x[0]), int(x[2:])) for x in row.split()] for row in rows]  # pyright: ignore[reportArgumentType]
-    return Schedule(
+    return PipelineSchedule(
         tuple(map(tuple, found)), tuple(range(len(rows))) if rank_of_stage is None else rank_of_stage, "wrong"
     )
 
@@ -35,7 +35,7 @@ def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> Schedule:
         ),
         (table("0F0 0B0", "", rank_of_stage=(0,)), "rank 1 holds no stage"),
         (table("", "1F0 1B0"), "stage 0 runs no micro-batch forward"),
-        (Schedule((), ()), "0 ranks and 0 stages"),
+        (PipelineSchedule((), ()), "0 ranks and 0 stages"),
         (
             table("0B0 0F0", rank_of_stage=(0,)),
             "rank 0 waits with 0B0 for the output of stage 0 for micro-batch 0, which is rank",
@@ -54,8 +54,8 @@ def test_a_wrong_table_is_refused_in_words(wrong, words):
 
 
 def test_what_is_no_action_is_refused():
-    with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; Schedule.parse reads texts"):
-        check(Schedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; PipelineSchedule.parse reads texts"):
+        check(PipelineSchedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
     for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
         with pytest.raises(ValueError, match="expected one of F, B, I, W, a stage and a micro-batch"):
             Action(*arguments)

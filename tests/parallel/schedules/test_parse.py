@@ -9,7 +9,7 @@ from hypothesis import given
 from torch.distributed.pipelining import schedules as torchs  # private: here alone
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from fzero.parallel.schedules import Schedule, schedule
+from fzero.parallel.schedules import PipelineSchedule, schedule
 from tests.parallel.schedules.strategies import schedules
 
 
@@ -33,7 +33,7 @@ NAMES = {
 def test_torchs_tables_are_read_and_are_right(name):
     stages, expected = NAMES[name]
     for (ranks, micro_batches), (efficiency, in_flight) in expected.items():
-        read = Schedule.parse(torch_table(name, ranks, micro_batches, stages), name)
+        read = PipelineSchedule.parse(torch_table(name, ranks, micro_batches, stages), name)
         assert (read.ranks, read.stages, read.micro_batches) == (ranks, ranks * stages, micro_batches)
         assert (round(read.timing().efficiency, 3), read.in_flight(0)) == (efficiency, in_flight)
 
@@ -43,14 +43,14 @@ def test_torchs_tables_are_read_and_are_right(name):
 )
 def test_the_known_orders_are_torchs_where_it_has_them(name, ours):
     for ranks, micro_batches in ((2, 4), (4, 8), (3, 9)):
-        read = Schedule.parse(torch_table(name, ranks, micro_batches, 2), ours)
+        read = PipelineSchedule.parse(torch_table(name, ranks, micro_batches, 2), ours)
         assert read == schedule(ours, ranks, micro_batches, 2)
 
 
 def test_torchs_messages_are_left_out_and_are_ours():
     table = torch_table("InterleavedZeroBubble", 4, 8, 2, with_comms=True)
-    read = Schedule.parse(table)
-    assert read == Schedule.parse(torch_table("InterleavedZeroBubble", 4, 8, 2))
+    read = PipelineSchedule.parse(table)
+    assert read == PipelineSchedule.parse(torch_table("InterleavedZeroBubble", 4, 8, 2))
     sends = {str(a) for row in table for a in row if "SEND" in str(a) and "WAIT" not in str(a)}
     assert sends == {f"{s}SEND_{'F' if kind == 'F' else 'B'}{m}" for _, _, kind, s, m in read.messages}
 
@@ -58,18 +58,18 @@ def test_torchs_messages_are_left_out_and_are_ours():
 def test_torchs_own_1f1b_is_refused_by_name():
     table = torch_table("1F1B", 4, 8)
     with pytest.raises(ValueError, match=r"3F0, .* missing on rank 3.* 1 to 8 in place of 0 to 7, as torch 2.13's own"):
-        Schedule.parse(table)
+        PipelineSchedule.parse(table)
 
 
 def test_what_torch_reads_is_what_we_write():
     made = schedule("zbv", 3, 5, 2)
     rows = [[torchs._Action.from_str(cell) for cell in line.split(",")] for line in made.to_csv().splitlines()]
-    assert Schedule.parse(rows, "zbv") == made
+    assert PipelineSchedule.parse(rows, "zbv") == made
 
 
 @given(schedules())
 def test_a_table_written_and_read_is_the_same(made):
-    assert Schedule.parse(made.to_csv(), "greedy") == made
+    assert PipelineSchedule.parse(made.to_csv(), "greedy") == made
 
 
 def test_a_table_is_rows_or_a_dict_or_a_text_or_a_file(tmp_path):
@@ -77,11 +77,11 @@ def test_a_table_is_rows_or_a_dict_or_a_text_or_a_file(tmp_path):
     cells = [[str(a) for a in row] for row in made.rows]
     (tmp_path / "table.csv").write_text(made.to_csv())
     given = [cells, dict(enumerate(cells)), made.to_csv(), tmp_path / "table.csv", str(tmp_path / "table.csv")]
-    assert all(Schedule.parse(table, "1f1b") == made for table in given)
+    assert all(PipelineSchedule.parse(table, "1f1b") == made for table in given)
 
 
 def test_overlapped_actions_stand_one_after_the_other():
-    read = Schedule.parse("0F0,(0F1;0B0)OVERLAP_F_B,0UNSHARD, 0B1 ,0REDUCE_GRAD")
+    read = PipelineSchedule.parse("0F0,(0F1;0B0)OVERLAP_F_B,0UNSHARD, 0B1 ,0REDUCE_GRAD")
     assert [str(a) for a in read.rows[0]] == ["0F0", "0F1", "0B0", "0B1"]
 
 
@@ -100,4 +100,4 @@ def test_overlapped_actions_stand_one_after_the_other():
 )
 def test_a_table_that_cannot_be_read_says_why(table, words):
     with pytest.raises(ValueError, match=words):
-        Schedule.parse(table, "mine")
+        PipelineSchedule.parse(table, "mine")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero.parallel.schedules import Action, Message, Schedule, check, greedy, schedule
+from fzero.parallel.schedules import Action, Message, PipelineSchedule, check, greedy, schedule
 from fzero.parallel.schedules._builders import NAMES
 from tests.helpers import examples
 from tests.parallel.schedules.strategies import durations, schedules
@@ -212,7 +212,7 @@ def test_a_timing_obeys_the_ranks_and_what_is_needed(made, data):
 def test_a_schedule_is_a_value():
     assert schedule("1f1b", 3, 4) == schedule("1f1b", 3, 4)
     assert len({schedule("1f1b", 3, 4), schedule("1f1b", 3, 4), schedule("1f1b", 3, 5)}) == 2
-    assert repr(schedule("zb", 1, 1)) == "Schedule('zb': 1 rank, 1 stage, 1 micro-batch)"
+    assert repr(schedule("zb", 1, 1)) == "PipelineSchedule('zb': 1 rank, 1 stage, 1 micro-batch)"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_cap_sets_the_memory_and_hides_slow_links():
 
 
 def test_rows_in_lists_are_taken():
-    made = Schedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
+    made = PipelineSchedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
     check(made)
     assert made.rows == ((Action("F", 0, 0), Action("B", 0, 0)),)
 
