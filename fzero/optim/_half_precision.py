@@ -86,7 +86,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     master = precision.master
 
-    def without_copies(masters: Params, like: Params) -> Params:
+    def distinct_masters(masters: Params, like: Params) -> Params:
         """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
         entries, structure = tree.flatten(masters, is_box)
         dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
@@ -96,7 +96,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
     def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(without_copies(masters, precision.dtype_tree(params)), opt.init(masters))
+        return MasterState(distinct_masters(masters, precision.dtype_tree(params)), opt.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
@@ -110,7 +110,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             return u if p.dtype == master else _to_rounded(p, m)
 
-        return tree.map(update_of, params, updates, new), MasterState(without_copies(new, like), inner)
+        return tree.map(update_of, params, updates, new), MasterState(distinct_masters(new, like), inner)
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)
 

@@ -40,7 +40,6 @@ from fzero.sharding._spec import (
     item_of,
     path_on_rank,
     prefix_of,
-    sharded_over,
     spec_of,
     stacked_of,
     traced_spec,
@@ -48,6 +47,7 @@ from fzero.sharding._spec import (
     unit_index,
     with_cast,
     with_host_share,
+    with_sharding_axes,
 )
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
 from fzero.sharding._units import (
@@ -114,7 +114,7 @@ INTERNAL = [
     "segment_ids",
     "shard_axes",
     "shard_to_device",
-    "sharded_over",
+    "with_sharding_axes",
     "sharded_units",
     "spaces",
     "spec_of",

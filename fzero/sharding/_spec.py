@@ -27,7 +27,6 @@ __all__ = [
     "item_of",
     "path_on_rank",
     "prefix_of",
-    "sharded_over",
     "spec_of",
     "stacked_of",
     "traced_spec",
@@ -35,6 +34,7 @@ __all__ = [
     "unit_index",
     "with_cast",
     "with_host_share",
+    "with_sharding_axes",
 ]
 
 # How a unit is sharded. Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
@@ -231,7 +231,9 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 
 @assume_constant_result
-def sharded_over(spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]) -> int:
+def with_sharding_axes(
+    spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]
+) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
     return intern(_ordered(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
 

@@ -43,11 +43,11 @@ from fzero.sharding import (
     map_units,
     shard_axes,
     shard_to_device,
-    sharded_over,
     spec_of,
     traced_spec,
     unit_axes,
     view_leaves,
+    with_sharding_axes,
 )
 from fzero.tree import Tree
 
@@ -126,7 +126,7 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
             return unit.shard
         sizes = tuple([(a.name, a.size) for a in axes if a.name in over])
         return _own_shard(
-            sharded_over(unit.spec_id, sizes, reduce_grads, axis_names()), view_leaves(spec, unit.shard.data)
+            with_sharding_axes(unit.spec_id, sizes, reduce_grads, axis_names()), view_leaves(spec, unit.shard.data)
         )
 
     return map_units(shard_unit, params)
@@ -188,7 +188,7 @@ def replicate(params: Any) -> Any:
     def replicate_unit(unit: ShardedUnit) -> Any:
         if not traced_spec(unit.spec_id).split:
             return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
-        spec_id = sharded_over(unit.spec_id, (), "each", axis_names())
+        spec_id = with_sharding_axes(unit.spec_id, (), "each", axis_names())
         return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
 
     return map_units(replicate_unit, params)

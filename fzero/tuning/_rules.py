@@ -80,7 +80,7 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
 # ---------------------------------------------------------------- the rules
 
 
-def _without_batch(config: Configuration) -> Configuration:
+def _with_unit_batch(config: Configuration) -> Configuration:
     """Return a configuration with its batch fields set to 1, for comparison of the rest."""
     return replace(config, micro_batch=1, accumulation=1)
 
@@ -98,7 +98,7 @@ def _settings_first(context: RuleContext) -> list[TableRow] | None:
     """Take the fastest settings at the smallest micro-batch, and then the fastest row with these settings."""
     least = min([r.config.micro_batch for r in context.fitting])
     first = next(r for r in context.fitting if r.config.micro_batch == least)
-    return [r for r in context.fitting if _without_batch(r.config) == _without_batch(first.config)]
+    return [r for r in context.fitting if _with_unit_batch(r.config) == _with_unit_batch(first.config)]
 
 
 def _accumulation(context: RuleContext) -> list[TableRow] | None:

@@ -289,7 +289,7 @@ def _watch_seeds() -> Iterator[list[str]]:
 Tensors = dict[str, torch.Tensor]
 
 
-def without_storage(module: torch.nn.Module) -> torch.nn.Module:
+def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a module whose parameters and buffers are meta tensors; tied tensors stay tied."""
     return copy.deepcopy(module, stand_ins(module))
 
@@ -357,7 +357,7 @@ def initializer(
 
     def make() -> Tensors:
         params: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> its replacement
-        clone = without_storage(module)
+        clone = copy_to_meta(module)
         for name, m in clone.named_modules():
             own_params = dict(m.named_parameters(recurse=False))
             tied = [params[id(p)] for p in own_params.values() if id(p) in params]

@@ -301,7 +301,7 @@ MUTANTS = [
         Fault("a write of another dtype keeps its dtype", "_replacement", always("A(B) == A(C.meta['val'])"), WRITES),
         Fault(
             "a value is read as it was before a write",
-            "without_writes",
+            "replace_writes",
             (swapped("is not", "is"), becomes("a", "None", at="7 of 8")),
             WRITES,
         ),
@@ -329,12 +329,12 @@ MUTANTS = [
         Fault("0.0 and -0.0 become one constant", "_literal", becomes("repr(A.tolist())", "A.sum().item()"), LOOPS),
         Fault(
             "a cast and its cast back are not removed",
-            "without_round_trips",
+            "erase_round_trips",
             becomes("A and not B and C", "False and C"),
         ),
         Fault("a cast that rounds is removed with its cast back", "_holds_all", always("A and B != C")),
-        Fault("a result shares an argument's memory", "without_round_trips", dropped("not is_result")),
-        Fault("a view is not moved behind its new source", "without_round_trips", becomes("A[1:]", "()")),
+        Fault("a result shares an argument's memory", "erase_round_trips", dropped("not is_result")),
+        Fault("a view is not moved behind its new source", "erase_round_trips", becomes("A[1:]", "()")),
     ),
     *File("_torch/stand_ins.py", ("tests/_torch/test_stand_ins.py",)).faults(
         Fault("1 and True share a cache entry of stand-ins", "_key", becomes("return A, B", "return B", at="2 of 2")),

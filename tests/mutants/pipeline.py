@@ -50,7 +50,7 @@ MUTANTS = [
         ),
         Fault("idle slots count as blocks", "place_blocks", bare("A[:B[C]]")),
         Fault("every block draws the same mask", "Model.run_block", bare("B.C(A, D + 1)")),
-        Fault("the ranks of a pipeline draw different numbers", "without_axis", dropped("A != B")),
+        Fault("the ranks of a pipeline draw different numbers", "call_without_axis", dropped("A != B")),
         Fault(
             "a batch that does not divide into micro-batches is accepted",
             "micro_batch_of.part",

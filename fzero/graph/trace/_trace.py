@@ -25,9 +25,9 @@ from fzero.graph._ir import (
     views_and_users,
 )
 from fzero.graph.loop._insert_loops import insert_loops
-from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, without_writes, writes
+from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, replace_writes, writes
 
-__all__ = ["TracedGraph", "trace", "without_round_trips"]
+__all__ = ["TracedGraph", "erase_round_trips", "trace"]
 
 # Casts to a wider dtype and back, which change no value.
 
@@ -35,7 +35,7 @@ __all__ = ["TracedGraph", "trace", "without_round_trips"]
 CAST = aten._to_copy.default
 
 
-def without_round_trips(graph: Graph) -> None:
+def erase_round_trips(graph: Graph) -> None:
     """Replace a value that was cast to a wider dtype and back by the value itself.
 
     A half-precision shard whose gradient is summed in float32 is cast so: first to the gradient's dtype, then back for
@@ -112,10 +112,10 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     _check_constants(gm)
     check_writes(gm.graph, labels)
     writers = {n: into for n in gm.graph.nodes if (into := writes(n))}
-    if writers and not without_writes(gm.graph, writers):
+    if writers and not replace_writes(gm.graph, writers):
         with _data_dependent_errors():
             gm = _torch.functionalize(gm, fakes)
-    without_round_trips(gm.graph)
+    erase_round_trips(gm.graph)
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
         node.meta.update(label)

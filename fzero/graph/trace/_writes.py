@@ -19,7 +19,7 @@ __all__ = [
     "expose_batch_norm_writes",
     "other_memory",
     "refuse_writes_into",
-    "without_writes",
+    "replace_writes",
     "writes",
 ]
 
@@ -159,7 +159,7 @@ class _Replacement(NamedTuple):
     val: torch.Tensor
 
 
-def without_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool:
+def replace_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool:
     """Replace the writes of a graph, if each is an elementwise operation on fresh memory without views.
 
     Args:

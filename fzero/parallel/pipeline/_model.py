@@ -14,7 +14,15 @@ from fzero.graph import loop
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.transforms import gather, remat
 
-__all__ = ["BlockPlacement", "MicroBatchCall", "Model", "even_counts", "micro_batch_of", "place_blocks", "without_axis"]
+__all__ = [
+    "BlockPlacement",
+    "MicroBatchCall",
+    "Model",
+    "call_without_axis",
+    "even_counts",
+    "micro_batch_of",
+    "place_blocks",
+]
 
 # BlockPlacement: the rank and the slot of each block. The blocks in one slot of all ranks are stacked.
 
@@ -267,7 +275,7 @@ def _at(x: torch.Tensor, number: torch.Tensor, count: int) -> torch.Tensor:
     return x.unflatten(0, (count, -1)).index_select(0, number.reshape(1)).squeeze(0)
 
 
-def without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
+def call_without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` in a scope whose default axes exclude this one, since its ranks share one batch."""
     scope = current_scope()
     if scope is None:

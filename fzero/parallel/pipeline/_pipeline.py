@@ -25,10 +25,10 @@ from fzero.parallel.pipeline._model import (
     BlockPlacement,
     MicroBatchCall,
     Model,
+    call_without_axis,
     even_counts,
     micro_batch_of,
     place_blocks,
-    without_axis,
 )
 from fzero.parallel.pipeline._stages import PipelineCache, Stages
 from fzero.parallel.schedules import PipelineSchedule
@@ -294,7 +294,7 @@ class Pipeline:
         check_shared(batch, axis := bound_axis(self.axis))
         schedule, placement = self.schedule(axis.size), self._slot_placement(axis.size, len(slots))
         stages = Stages(model, schedule, placement, axis, call_of, self._cache)
-        return without_axis(self.axis, on_ranks, stages, list(slots), rest)
+        return call_without_axis(self.axis, on_ranks, stages, list(slots), rest)
 
 
 @api_boundary

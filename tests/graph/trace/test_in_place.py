@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import _torch
-from fzero.graph.trace._writes import without_writes, writes
+from fzero.graph.trace._writes import replace_writes, writes
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 
@@ -72,7 +72,7 @@ OTHERS = [through_a_view, into_a_view, of_another_dtype, into_an_item, of_other_
 def in_place(f: Callable[[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.fx.GraphModule, bool]:
     """Trace a function, replace its writes, and say whether they could be."""
     gm = _torch.trace(f, _torch.fake_like([X]))
-    return gm, without_writes(gm.graph, {n: into for n in gm.graph.nodes if (into := writes(n))})
+    return gm, replace_writes(gm.graph, {n: into for n in gm.graph.nodes if (into := writes(n))})
 
 
 @pytest.mark.parametrize("f", SIMPLE)
