@@ -12,7 +12,7 @@ import torch
 
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
-__all__ = ["UserFrames", "api_boundary", "api_boundary_with"]
+__all__ = ["UserFrames", "api_boundary", "api_boundary_with", "is_message"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ class UserFrames:
         inner = trace and trace.tb_next
         reduced = [(e, _user_frames(inner if e is error else e.__traceback__)) for e in _chain(error)]
         has_user_frames = any(entries for _, entries in reduced)
-        if not has_user_frames and not _is_message(error, inner):
+        if not has_user_frames and not is_message(error, inner):
             return
         for e, entries in reduced:
             e.__traceback__ = entries
@@ -83,7 +83,7 @@ class UserFrames:
             error.add_note(NOTE)
 
 
-def _is_message(error: Exception, trace: TracebackType | None) -> bool:
+def is_message(error: Exception, trace: TracebackType | None) -> bool:
     """Return whether fzero raised an error as a message to the user. Errors of other types may be bugs of fzero."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -627,6 +627,15 @@ def test_swapped_arguments_are_named(stage, opt):
             step(state, params, PIECES)
 
 
+def test_swapped_arguments_are_named_for_the_state_of_every_optimizer():
+    states = [x for name, x in vars(optim).items() if name.endswith("State") and name in optim.__all__ and x is not Any]
+    assert optim.MuonState in states and len(states) > 10
+    for kind in states:
+        state = kind(*[None] * len(kind._fields))
+        with pytest.raises(TypeError, match=rf"is the state of an optimizer, {kind.__name__}: pass the arguments in"):
+            step_of(0)(state, PARAMS, PIECES)
+
+
 def test_a_state_of_another_stage_is_taken_over_as_the_errors_say():
     """The two calls that they name put parameters and state into the stage's layout."""
     zero, three = step_of(0), step_of(3)

@@ -31,6 +31,7 @@ from fzero._torch.flops import flop_formulas, with_query_heads
 from fzero._torch.foreach import apply_to_groups, can_group
 from fzero._torch.levels import (
     in_transform,
+    is_old_function_error,
     is_tracing,
     profiling,
     quiet_vmap_fallback,
@@ -114,6 +115,7 @@ __all__ = [
     "is_accelerator",
     "is_backward",
     "is_fake",
+    "is_old_function_error",
     "is_tracing",
     "line_of",
     "load_metadata",

@@ -23,6 +23,7 @@ __all__ = [
     "is_differentiated",
     "is_foreign",
     "is_mapped",
+    "is_old_function_error",
     "is_tracing",
     "is_wrapped",
     "may_differ",
@@ -54,6 +55,14 @@ def set_deciding() -> Iterator[None]:
         yield
     finally:
         _DECIDING.on = False
+
+
+def is_old_function_error(error: RuntimeError) -> bool:
+    """Return whether a transform of torch.func met an `autograd.Function` of torch's older form, without setup_context.
+
+    Torch raises a plain RuntimeError, so only the text tells it from others.
+    """
+    return "must override the setup_context staticmethod" in str(error)
 
 
 def is_deciding() -> bool:

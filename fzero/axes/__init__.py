@@ -1,7 +1,13 @@
 """Axes of ranks: the state that a running rank program sees, on processes, under vmap, or in lockstep."""
 
 from fzero.axes import lockstep
-from fzero.axes._replicated import assume_replicated, check_inputs_replicated, check_replicated, differs_message
+from fzero.axes._replicated import (
+    DiffersByRankError,
+    assume_replicated,
+    check_inputs_replicated,
+    check_replicated,
+    differs_message,
+)
 from fzero.axes._rules import (
     DEFAULT_RULES,
     AxisName,
@@ -50,6 +56,7 @@ from fzero.axes.lockstep import DivergedError, are_equal, in_lockstep, is_lockst
 
 __all__ = [
     "AxisName",
+    "DiffersByRankError",
     "DivergedError",
     "OverRule",
     "SplitRule",

@@ -16,7 +16,24 @@ from fzero.axes._scope import Axis, bound_axes, varying_axes
 from fzero.axes.lockstep import are_equal, is_lockstep, rendezvous
 from fzero.tree import Tree
 
-__all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs_message"]
+__all__ = ["DiffersByRankError", "assume_replicated", "check_inputs_replicated", "check_replicated", "differs_message"]
+
+
+class DiffersByRankError(ValueError):
+    """A value differs by rank, and its layout or its use says that it is equal on all ranks.
+
+    Example:
+        >>> import fzero
+        >>> mesh = fzero.mesh(dp=2)
+        >>> try:
+        ...     mesh.spmd(lambda x: {"loss": x.sum()})(mesh.split(torch.arange(4.0)))
+        ... except fzero.errors.DiffersByRankError as error:
+        ...     print(str(error).split(",")[0])
+        result leaf 'loss' differs by rank
+    """
+
+
+DiffersByRankError.__module__ = "fzero"
 
 
 class _Replicated(torch.autograd.Function):
@@ -29,7 +46,7 @@ class _Replicated(torch.autograd.Function):
 
         def first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
             if message and not all(are_equal(ranks[0][0], x_r) for (x_r,) in ranks):
-                raise ValueError(message)
+                raise DiffersByRankError(message)
             return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks continue with rank 0's value
 
         name = "a check that a value is replicated" if message else "assume_replicated"
@@ -55,7 +72,7 @@ class _Replicated(torch.autograd.Function):
             return x.view_as(x), None
         if not message:
             return x.select(in_dims[0], 0).clone(), None
-        raise ValueError(message)
+        raise DiffersByRankError(message)
 
 
 @allow_in_graph
@@ -131,7 +148,7 @@ def check_inputs_replicated(
         message: returns the error message, given the name of the tensor and of the axis.
 
     Raises:
-        ValueError: if a tensor differs by rank.
+        DiffersByRankError: if a tensor differs by rank.
     """
     checked: set[Any] = set()
     for path, x in zip(paths, leaves, strict=True):
@@ -143,7 +160,7 @@ def check_inputs_replicated(
         for axis in axes:
             text = message(where, axis.name)
             if axis.name in own_axes:
-                raise ValueError(text)
+                raise DiffersByRankError(text)
             if not axis.group or is_lockstep(axis.group):
                 _as_replicated(x, axis.token, axis.group, text)
 

@@ -18,7 +18,7 @@ import torch
 
 from fzero._torch import allow_in_graph
 from fzero._torch.levels import is_current_vmap
-from fzero.axes import Axis, Binding, are_equal, bound_axes, is_lockstep, rendezvous
+from fzero.axes import Axis, Binding, DiffersByRankError, are_equal, bound_axes, is_lockstep, rendezvous
 from fzero.collectives import _record
 
 __all__ = [
@@ -249,7 +249,7 @@ class _LinearMap(torch.autograd.Function):
             ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.input is not VARYING and any(d is not None for d in dims):
-            raise ValueError(_differs_message(name, binding.axis))
+            raise DiffersByRankError(_differs_message(name, binding.axis))
         if row.operation.uniform is not None and all(d is None for d in dims):
             sent, ys = _numel(xs), tuple(row.operation.uniform(n, options, xs))
         else:
@@ -273,7 +273,7 @@ def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors)
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
         pairs = ((x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True))
         if row.input is not VARYING and not all(are_equal(x, y) for x, y in pairs):
-            raise ValueError(_differs_message(row.name, binding.axis))
+            raise DiffersByRankError(_differs_message(row.name, binding.axis))
         ys = row.operation.all_ranks(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch import is_tracing
+from fzero._torch import is_old_function_error, is_tracing
 from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, persistent_buffers
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, in_lockstep, loss_axes
@@ -150,7 +150,7 @@ def explain_old_function(error: RuntimeError, name: str) -> None:
     Raises:
         RuntimeError: if `error` is such an error.
     """
-    if "must override the setup_context staticmethod" in str(error):
+    if is_old_function_error(error):
         raise RuntimeError(
             f"fzero.nn.functional: {name} applies an autograd.Function, or an operator of a library, without "
             "setup_context, which torch.func cannot differentiate. The traceback names its line. Evaluation mode, "

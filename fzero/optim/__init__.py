@@ -51,6 +51,7 @@ from fzero.optim._schedules import (
     warmup_cosine,
     warmup_linear,
 )
+from fzero.optim._states import is_opt_state
 from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
 from fzero.sharding import global_norm
 
@@ -126,5 +127,6 @@ __all__ = [
 INTERNAL = [
     "as_optimizer",
     "check_has_method",
+    "is_opt_state",
     "torch_optimizer_message",
 ]

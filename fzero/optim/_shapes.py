@@ -84,7 +84,7 @@ def _first_of_another_shape(values: Tree, others: Tree) -> tuple[str, list[int],
             raise ValueError(tree.difference(values, others))
         shapes = _shape(x), _shape(y)
         if shapes[0] != shapes[1] and None not in shapes:
-            return tree.flatten_with_paths(values, is_box)[0][i], *[list(shape or ()) for shape in shapes]
+            return tree.flatten_with_paths(values, is_box)[0][i], [*(shapes[0] or ())], [*(shapes[1] or ())]
     return None
 
 

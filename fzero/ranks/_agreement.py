@@ -11,6 +11,7 @@ import torch
 from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import default_store
+from fzero.axes import DiffersByRankError
 from fzero.ranks._mesh import Mesh
 from fzero.sharding import PerRank, axes_of, elements, is_box
 
@@ -151,7 +152,8 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
         sums: the checksums of the tree's leaves; None to compute them now.
 
     Raises:
-        ValueError: on all ranks, if a leaf differs. The message names the leaf.
+        DiffersByRankError: on all ranks, if a plain tensor differs. The message names the leaf.
+        ValueError: on all ranks, if the trees differ otherwise. The message names the leaf.
     """
     if not mesh.distributed:
         return
@@ -173,7 +175,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
             coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
             other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
             if all_sums[other][n] != all_sums[rank][n]:
-                raise ValueError(_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
+                raise DiffersByRankError(_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
 
 
 def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:

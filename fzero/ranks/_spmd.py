@@ -12,12 +12,13 @@ import torch
 
 from fzero import tree
 from fzero._notice import trouble_link
-from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
+from fzero._torch import in_transform, is_old_function_error, quiet_vmap_fallback, storage_id
 from fzero._torch.levels import unwrap, vmaps
 from fzero.axes import (
     DEFAULT_RULES,
     Axes,
     Axis,
+    DiffersByRankError,
     LayoutRules,
     PerRankMemory,
     Scope,
@@ -61,7 +62,7 @@ class Spmd:
             with quiet_vmap_fallback():
                 return self._by_vmap((args, kwargs))
         except RuntimeError as error:
-            if _is_vmap_error(str(error), self.mesh):
+            if _is_vmap_error(error, self.mesh):
                 error.add_note(
                     "fzero: simulated ranks run under torch.vmap, which cannot run this operation or read its data "
                     'in Python; ranks in lockstep, fzero.mesh(..., simulate="lockstep"), and real processes can'
@@ -145,14 +146,15 @@ class Spmd:
         return _combined(self.mesh, lockstep.run(self.mesh.shape, rank))
 
 
-def _is_vmap_error(error: str, mesh: Any) -> bool:
+def _is_vmap_error(error: RuntimeError, mesh: Any) -> bool:
     """Return whether only vmap refuses the program, so that ranks in lockstep can run it."""
-    if "setup_context" in error:  # an autograd.Function that does not support torch.func transforms
+    if is_old_function_error(error):
         return False
+    text = str(error)  # torch has no types for these
     # an in-place write of a value that differs by rank into one that does not: [*shape] and [ranks, *shape]
-    match = re.match(r"output with shape \[(.*)\] doesn't match the broadcast shape \[(\d+)(?:, )?(.*)\]", error)
+    match = re.match(r"output with shape \[(.*)\] doesn't match the broadcast shape \[(\d+)(?:, )?(.*)\]", text)
     in_place = match is not None and match[1] == match[3] and int(match[2]) in [size for _, size in mesh.shape]
-    return in_place or "vmap" in error
+    return in_place or "vmap" in text
 
 
 def _vmapped(
@@ -220,7 +222,8 @@ def _combined(mesh: Any, ranks: list[Any]) -> Any:
             row = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
             first, y = rows.setdefault(row, (r, rank[1][i]))
             if not lockstep.are_equal(y, rank[1][i]):
-                raise ValueError(differs_message(path, a, f": ranks {first} and {r} have {_difference(y, rank[1][i])}"))
+                how = f": ranks {first} and {r} have {_difference(y, rank[1][i])}"
+                raise DiffersByRankError(differs_message(path, a, how))
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])

@@ -13,7 +13,7 @@ from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
 from fzero.graph import other_memory, refuse_writes_into
-from fzero.optim import Optimizer, OptimizerLike, torch_optimizer_message
+from fzero.optim import Optimizer, OptimizerLike, is_opt_state, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
@@ -157,7 +157,7 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
             raise ValueError(
                 f"param_argnums={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
             )
-        if _is_state(args[i]):
+        if is_opt_state(args[i]):
             raise TypeError(
                 f"argument {i} (parameters) is the state of an optimizer, {_type_name(args[i])}: pass the arguments in "
                 "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
@@ -178,13 +178,6 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
                 f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
                 "that sharded it, then step.partition(params)"
             )
-
-
-def _is_state(values: Any) -> bool:
-    """Return whether a value is the state of an optimizer of fzero, or of a chain of optimizers."""
-    if type(values) is tuple:
-        return any(_is_state(x) for x in values)
-    return isinstance(values, tuple) and type(values).__module__.startswith("fzero.optim.")
 
 
 def _type_name(values: Any) -> str:

@@ -11,7 +11,16 @@ from fzero._notice import warn_once
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
-from fzero.axes import DEFAULT_RULES, AxisName, LayoutRules, OverRule, SplitRules, UnitRule, layout_rules
+from fzero.axes import (
+    DEFAULT_RULES,
+    AxisName,
+    DiffersByRankError,
+    LayoutRules,
+    OverRule,
+    SplitRules,
+    UnitRule,
+    layout_rules,
+)
 from fzero.optim import Optimizer, as_optimizer
 from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.ranks import mesh as make_mesh
@@ -279,11 +288,8 @@ class ShardedStep:
 
         try:
             opt_state = self.program(init)(params)
-        except ValueError as error:
-            if "differs by rank" in str(error):
-                error.add_note(
-                    "An optimizer that flattens trees returns state without boxes: wrap it, optim.leafwise(opt)"
-                )
+        except DiffersByRankError as error:
+            error.add_note("An optimizer that flattens trees returns state without boxes: wrap it, optim.leafwise(opt)")
             raise
         if not any(x.is_meta for x in tree.tensors(params)):
             check_not_meta("opt_state", opt_state)

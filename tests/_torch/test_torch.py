@@ -346,6 +346,21 @@ def test_levels_tell_what_tracks_a_tensor():
     torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))
 
 
+def test_torch_has_no_type_for_an_old_function_and_its_text_tells_it():
+    class Old(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 2 * x
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.func.grad(lambda x: Old.apply(x).sum())(torch.ones(2))
+    assert type(caught.value) is RuntimeError, "torch has a type now: catch it in is_old_function_error"
+    assert _torch.is_old_function_error(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.func.grad(lambda x: x)(torch.ones(2))
+    assert not _torch.is_old_function_error(caught.value)
+
+
 def test_a_tensor_that_a_vmap_does_not_map_over_is_known():
     from fzero._torch.levels import may_differ
 

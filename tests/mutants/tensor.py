@@ -107,6 +107,7 @@ MUTANTS = [
         Fault("a packed matrix is split without unpacking", "ParamSplit.unpacked_dim", returns("self.dim")),
     ),
     *File("parallel/tensor/_forwards.py", LAYERS).faults(
+        Fault("an error of fzero gets a hint about heads", "Region.__call__", always("not is_message(A, B)")),
         Fault("the first block does not split the sequence", "install", never("not i")),
         Fault("a norm on part of a sequence does not enter", "install", never("A == 'norm'")),
         Fault("a module that needs all tokens gets part of them", "_kind", always("is_norm")),

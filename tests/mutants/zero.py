@@ -9,7 +9,6 @@ from tests.mutants.changes import (
     dropped,
     elsewhere,
     never,
-    returns,
     skipped,
     swapped,
 )
@@ -25,16 +24,21 @@ SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 MUTANTS = [
     *File("zero/_checks.py", ERRORS).faults(
         Fault(
-            "a chain's state is taken for parameters",
-            "_is_state",
-            returns("False", at="1 of 2"),
-            ("tests/test_errors.py", "-k", "swapped"),
-        ),
-        Fault(
             "a step with torch.optim is not refused", "check_no_torch_optimizer", never("isinstance(A, torch.optim.B)")
         ),
         Fault(
             "a module passed as parameters is not refused", "check_params", never("isinstance(A[B], torch.nn.Module)")
+        ),
+    ),
+    *File("optim/_states.py", ("tests/test_errors.py", "-k", "swapped")).faults(
+        Fault("a chain's state is taken for parameters", "is_opt_state", never("any(is_opt_state(A) for A in B)")),
+        Fault("a state of Muon is taken for parameters", "_STATES", dropped("MuonState")),
+    ),
+    *File("zero/_sharded_step.py", ("tests/optim/test_optim.py", "-k", "told_to_be_wrapped")).faults(
+        Fault(
+            "a state that differs by rank is not told from other errors",
+            "ShardedStep._make_state",
+            becomes("DiffersByRankError", "KeyError"),
         ),
     ),
     *File("ranks/_spmd.py", ("tests/test_errors.py", "-k", "shape_error")).faults(

@@ -543,9 +543,17 @@ def test_torchopt_is_the_same_on_shards(name, stage):
 
 
 def test_a_pair_that_flattens_trees_is_told_to_be_wrapped():
-    with pytest.raises(ValueError, match="differs by rank") as caught:
-        fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2)).init(params_of(), torchopt.adamw(1e-2))
+    step = fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2))
+    with pytest.raises(fzero.errors.DiffersByRankError) as caught:
+        step.init(params_of(), torchopt.adamw(1e-2))
     assert "optim.leafwise(opt)" in caught.value.__notes__[0]
+
+    def refuse(params: Any) -> Any:
+        raise ValueError("the user's own error, in which something differs by rank")
+
+    with pytest.raises(ValueError, match="the user's own error") as caught:
+        step.init(params_of(), optim.Optimizer(refuse, optim.sgd(0.1).update, exact_on_shards=True))
+    assert not any("leafwise" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("stage", range(4))

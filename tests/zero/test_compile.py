@@ -69,8 +69,12 @@ def test_unsharded_step_compiles_too():
 def test_a_result_that_differs_by_rank_is_an_error_while_compiling():
     mesh = fzero.mesh(dp=2)
     program = torch.compile(mesh.spmd(lambda x: {"loss": x.sum()}), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"result leaf \\*'loss\\*' differs by rank"):
+    with pytest.raises(Exception, match=r"result leaf \\*'loss\\*' differs by rank") as caught:
         program(mesh.split(torch.ones(4)))
+    chain: list[BaseException] = [caught.value]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    assert any(isinstance(error, fzero.errors.DiffersByRankError) for error in chain), "torch.compile loses the type"
 
 
 @pytest.mark.parametrize("stage", [None, *[pytest.param(i, marks=pytest.mark.slow) for i in (0, 1)], 3])

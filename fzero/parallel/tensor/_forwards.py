@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fzero._tracebacks import is_message
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._functions import enter, gather, leave, own_rows, scatter
 from fzero.parallel.tensor._layers import Layers
@@ -77,7 +78,8 @@ class Region:
             try:
                 return self.run(*args, **kwargs)
             except (RuntimeError, ValueError) as error:
-                if "fzero" not in str(error):
+                # a message of fzero says itself what to do; a plain RuntimeError is torch's, wherever it was called
+                if type(error) is RuntimeError or not is_message(error, error.__traceback__):
                     error.add_note(self._note())
                 raise
             finally:

@@ -132,6 +132,22 @@ def test_a_count_that_is_not_divided_is_told():
     assert any("runs on its part of heads and columns along 'tp'" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("raised_by", ["the model", "fzero"])
+def test_an_error_of_fzero_in_a_region_says_itself_what_to_do(raised_by):
+    class Refusing(Fused):
+        def forward(self, x):
+            if raised_by == "the model":
+                raise ValueError("a text that names fzero")
+            return fzero.collectives.psum(super().forward(x), "unknown")
+
+    plan = {"0": tp.divided("width"), "0.qkv": tp.packed(3), "0.out": "rowwise"}
+    layers = tp.layers(nn.Sequential(Refusing("num_heads")), plan)
+    with pytest.raises(ValueError) as caught:
+        trained(nn.Sequential(Refusing("num_heads")), layers)
+    is_noted = any("runs on its part of heads" in note for note in getattr(caught.value, "__notes__", ()))
+    assert is_noted == (raised_by == "the model"), repr(caught.value)
+
+
 def test_unpack_and_pack_are_inverses():
     module = nn.Sequential(Fused("num_heads"))
     layers = tp.layers(module, {"0.qkv": tp.packed(3)})
