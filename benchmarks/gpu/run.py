@@ -19,6 +19,7 @@ __all__ = ["ROOT", "Launch", "Outcome", "Part", "Run", "compile_all", "launch", 
 ROOT = Path(__file__).parents[2]
 LEAST = 5.0  # seconds that a part needs to begin
 GRACE = 5.0  # seconds that a part may take beyond its share, to end by itself
+MOST = 0.5  # of a part's time that is left: what one case may take while others wait
 POLL = 0.1  # seconds
 THE_PART = ("the part", True)  # the case that stands for a part none of whose cases is known
 
@@ -90,7 +91,10 @@ def launch(ranks: int, options: Sequence[str], variables: Mapping[str, str]) -> 
 
 
 class Run:
-    """The processes of one part, started anew after each that dies, until the cases or the time are over."""
+    """The processes of one part, started anew after each that dies, until the cases or the time are over.
+
+    A case that takes half of the time that is left is ended, so that those after it run, too.
+    """
 
     def __init__(self, part: str, seconds: float, launch: Launch, folder: Path) -> None:
         self.part, self.launch = part, launch
@@ -102,6 +106,7 @@ class Run:
         self.current: int | None = None  # the case that runs
         self.done = 0  # cases with a result
         self._read = 0
+        self._case_end = self.end
 
     def results(self) -> Iterator[Result]:
         """Yield each case's result as it comes."""
@@ -112,15 +117,20 @@ class Run:
             process = self.launch(self.part, self.out, self.end - time.monotonic(), self.log, skip)
             try:
                 end = self.end + GRACE
-                while process.poll() is None and time.monotonic() < end:
+                while process.poll() is None and time.monotonic() < end and not self._is_slow():
                     yield from self._new_results()
                     if self.cases and self.done == len(self.cases):  # all that is left is to end, which may hang
                         end = min(end, time.monotonic() + GRACE)
                     time.sleep(POLL)
-                is_late = process.poll() is None
+                is_slow, is_late = self._is_slow(), process.poll() is None
             finally:
                 kill(process)
             yield from self._new_results()
+            if is_slow and self.current is not None:
+                case = self.cases[self.current]
+                self.done, self.current = self.current + 1, None
+                yield self._result(case, "left out", "stopped, since it took half of the time that its part had left")
+                continue
             if is_late:
                 yield from self._stopped()
                 return
@@ -132,6 +142,10 @@ class Run:
                 yield self._result(THE_PART, "failed", f"it did not begin: {last_line(self.log)}")
                 return
 
+    def _is_slow(self) -> bool:
+        """Whether a case runs that has taken too much of the part's time for those after it."""
+        return self.current is not None and self._case_end < min(time.monotonic(), self.end)
+
     def _new_results(self) -> Iterator[Result]:
         lines = self.out.read_text().split("\n")[:-1]
         for line in lines[self._read :]:
@@ -141,6 +155,8 @@ class Run:
                 self.cases, self.card = event["cases"], event["card"]
             elif "start" in event:
                 self.current = event["start"]
+                now, is_last = time.monotonic(), self.current + 1 == len(self.cases)
+                self._case_end = self.end if is_last else now + MOST * (self.end - now)
             else:
                 self.done, self.current = self.done + 1, None
                 yield Result(**event["end"])

@@ -55,8 +55,8 @@ def _memory_format(name: str) -> torch.memory_format:
 def start_cpu_probe() -> threading.Thread:
     """Start a thread that detects the CPU's vector instructions, for which Inductor compiles and loads libraries.
 
-    That takes seconds, in which Python can do other work, such as tracing. A processor with AMX takes 30 s or more, so
-    code for a GPU does not wait for it.
+    That takes seconds, in which Python can do other work, such as tracing. On a processor with AMX there are four
+    libraries, each loaded by a new process that imports torch. So code for a GPU does not wait for it.
     """
     return _start_thread(_prepare)
 

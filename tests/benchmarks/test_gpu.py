@@ -167,19 +167,20 @@ def test_a_process_that_dies_costs_one_case():
     assert exit_status(outcome, rehearse=False) == 1
 
 
-def test_a_part_that_hangs_costs_its_share_and_no_more(monkeypatch):
+def test_a_case_that_hangs_costs_half_of_its_parts_time_and_a_part_no_more_than_its_share(monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.run.GRACE", 0.2)
     monkeypatch.setattr("benchmarks.gpu.run.LEAST", 0.5)
     start = time.monotonic()
     outcome, _ = outcome_of("hangs", "lives", seconds=4.0)
     assert time.monotonic() - start < 20  # and not the 60 of the part
-    assert [(r.outcome, r.reason) for r in outcome.results[:3]] == [
-        ("ok", ""),
-        ("left out", "stopped, since its time was over"),
-        ("left out", "no time was left"),
-    ]
+    reason = "stopped, since it took half of the time that its part had left"
+    assert [(r.outcome, r.reason) for r in outcome.results[:3]] == [("ok", ""), ("left out", reason), ("ok", "")]
     assert [r.outcome for r in outcome.results[3:]] == ["ok"] * 3
     assert exit_status(outcome, rehearse=False) == 0
+    monkeypatch.setattr("benchmarks.gpu.run.MOST", 2.0)
+    outcome, _ = outcome_of("hangs", seconds=2.0)
+    reasons = ["", "stopped, since its time was over", "no time was left"]
+    assert [r.reason for r in outcome.results] == reasons
     start = time.monotonic()
     lingering, _ = outcome_of("lingers")
     assert time.monotonic() - start < 20 and [r.outcome for r in lingering.results] == ["ok"] * 3

@@ -331,7 +331,7 @@ def test_nothing_is_loaded_until_inductor_is(monkeypatch):
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 def test_only_code_for_the_cpu_waits_for_its_vector_instructions(device, monkeypatch):
-    """An H200's host, whose processor has AMX, took 30 s to find them, and no kernel of the GPU uses them."""
+    """On a processor with AMX they take four new processes that import torch, and no kernel of a GPU uses them."""
     probes = []
 
     class Probe(threading.Thread):
