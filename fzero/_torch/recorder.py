@@ -208,8 +208,8 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, recorder: Recorder) -> Any:
     """Run an operation or a `OneNode` on stand-ins, and add its node to the graph."""
     with disable_proxy_modes_tracing():
-        one_node = isinstance(func, OneNode)
-        out = func.on_stand_ins(*args) if one_node else recorder.stand_ins.call(func, args, kwargs)
+        run = func.on_stand_ins if isinstance(func, OneNode) else func
+        out = recorder.stand_ins.call(run, args, kwargs)
     meta = {**get_current_meta().get("custom", {}), **_source(recorder.lines)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta

@@ -4,6 +4,7 @@ They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_t
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +70,11 @@ class StandInCache:
     def __init__(self) -> None:
         self._forms: dict[Any, tuple[type, list[_Form | None]] | None] = {}
 
-    def call(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Return the results of an operation on stand-ins.
+    def call(self, func: OpOverload | Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the results of an operation, or of a pure function, on stand-ins.
 
         Args:
-            func: an operation whose results' forms follow from the operands' forms.
+            func: an operation or a function whose results' forms follow from the operands' forms.
             args: its arguments.
             kwargs: its keyword arguments.
         """
@@ -82,7 +83,7 @@ class StandInCache:
             key = (func, _key(args, operands), _key(tuple(kwargs.items()), operands), _sharing(operands))
         except _UnknownError:
             return func(*args, **kwargs)
-        if not operands or func._schema.is_mutable:
+        if not operands or (isinstance(func, OpOverload) and func._schema.is_mutable):
             return func(*args, **kwargs)
         if key not in self._forms:
             out = func(*args, **kwargs)
@@ -156,6 +157,7 @@ def _made(form: _Form, operands: list[FakeTensor]) -> FakeTensor:
             out = _wrapped(x, mode, form.device)
             (_warn_of_reads if mode._allow_unsafe_data_ptr_access else _refuse_reads)(out)
             return out
-    with in_kernel_invocation_manager(mode):
+    # a CPU's view reads no data; the kernel of another device may be missing from this build of torch
+    with _below_stand_ins() if form.device.type == "cpu" else in_kernel_invocation_manager(mode):
         x = torch.as_strided(operands[form.base], form.shape, form.stride, form.offset)
         return _wrapped(x, mode, form.device)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from fzero._torch import storage_id
 from fzero._torch.stand_ins import StandInCache, alias_of
+from fzero.sharding._flat import flatten_leaves, view_ranges
 
 aten: Any = torch.ops.aten
 CALLS: list[Callable[[Any, Any, Any], Any]] = [
@@ -27,6 +28,9 @@ CALLS: list[Callable[[Any, Any, Any], Any]] = [
     lambda call, x, y: call(aten.add_.Tensor, (x, y), {}),
     lambda call, x, y: call(aten.imag.default, (torch.complex(x, y),), {}),
     lambda call, x, y: call(aten.zeros.default, ([3],), {}),
+    lambda call, x, y: call(flatten_leaves.on_stand_ins, ([x, y[0]], 0, 3), {}),
+    lambda call, x, y: call(view_ranges.on_stand_ins, (x.view(-1), [4, 8], [[2, 2], [8]]), {}),
+    lambda call, x, y: call(view_ranges.on_stand_ins, (x, [1, 3], [[1], [3]]), {}),
 ]
 
 
@@ -125,3 +129,17 @@ def test_no_data_is_read_from_a_stand_in_made_from_its_form():
         for made in [cache.call(aten.mul.Tensor, (x, 2), {}) for _ in range(2)]:
             with pytest.raises(RuntimeError, match="data pointer"):
                 made.data_ptr()
+
+
+def test_a_function_runs_once_for_operands_of_one_form():
+    calls = 0
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x + x
+
+    with FakeTensorMode():
+        cache = StandInCache()
+        results = [cache.call(twice, (torch.ones(n),), {}) for n in (3, 3, 4, 3)]
+    assert [len(x) for x in results] == [3, 3, 4, 3] and calls == 2

@@ -349,6 +349,11 @@ MUTANTS = [
         Fault(
             "an alias of a stand-in is on the meta device", "alias_of", becomes("A.fake_device", "torch.device('meta')")
         ),
+        Fault(
+            "a function runs anew for stand-ins of known forms",
+            "StandInCache.call",
+            becomes("isinstance(A, B) and C", "not isinstance(A, B) or C"),
+        ),
         Fault("a cached stand-in lets its data be read", "_made", becomes("A._allow_unsafe_data_ptr_access", "True")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
