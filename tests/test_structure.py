@@ -332,6 +332,53 @@ def test_a_word_of_the_glossary_is_defined_once():
     assert len(words) > 70 and sorted(words) == sorted({*words})
 
 
+TOP = ROOT.parent
+PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted((TOP / "docs").rglob("*.md"))]
+SCRIPTS = [
+    path.relative_to(TOP).as_posix()
+    for folder in ("fzero", "tests", "examples", "benchmarks", "docs")
+    for path in (TOP / folder).rglob("*.py")
+]
+FOREIGN = {"train.py", "zero_to_fp32.py"}  # the reader's script, and DeepSpeed's
+
+
+def missing_scripts(text: str) -> set[str]:
+    """Return the names of Python files in a page's text that no file of the repository ends with.
+
+    In a code block only paths from the repository's root count: the reader makes the other files. In a row of
+    architecture.md's table a short name is that of a file in the row's package.
+    """
+    prose = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    names = {*re.findall(r"(?<![\w/.*-])(?:\.\./)*([\w/-]+\.py)\b", prose)} - FOREIGN
+    names |= {*re.findall(r"(?<![\w/.*-])((?:fzero|tests|examples|benchmarks)/[\w/-]+\.py)\b", text)}
+    missing = {name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in SCRIPTS)}
+    for package, row in re.findall(r"^\| `([\w/]+/)` \|(.*)$", prose, re.MULTILINE):
+        short = [name for name in re.findall(r"`(_\w+\.py)`", row) if f"fzero/{package}{name}" not in SCRIPTS]
+        missing |= {f"fzero/{package}{name}" for name in short}
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_the_scripts_that_a_page_names_exist(page):
+    assert not missing_scripts(page.read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the file `_axis.py` binds it",
+        "[the mesh](../fzero/ranks/_meshes.py)",
+        "see axes/_spmd.py",
+        "```sh\npython examples/gone.py\n```",
+        "| `axes/` | An axis is bound. | `_spmd.py` |",
+    ],
+)
+def test_a_script_that_is_gone_is_found_by_any_name(text):
+    page = (TOP / "docs/architecture.md").read_text()
+    assert len(missing_scripts(f"{page}\n{text}\n")) == 1
+    assert not missing_scripts("see `_scope.py`, `axes/_scope.py` and [it](../fzero/axes/_scope.py), run by train.py")
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_files_that_a_page_names_exist(page):
     """And a name in capitals, said to be in a file, is made there."""
