@@ -332,12 +332,11 @@ def test_a_word_of_the_glossary_is_defined_once():
     assert len(words) > 70 and sorted(words) == sorted({*words})
 
 
-TOP = ROOT.parent
-PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted((TOP / "docs").rglob("*.md"))]
+PAGES = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *sorted((ROOT.parent / "docs").rglob("*.md"))]
 SCRIPTS = [
-    path.relative_to(TOP).as_posix()
+    path.relative_to(ROOT.parent).as_posix()
     for folder in ("fzero", "tests", "examples", "benchmarks", "docs")
-    for path in (TOP / folder).rglob("*.py")
+    for path in (ROOT.parent / folder).rglob("*.py")
 ]
 FOREIGN = {"train.py", "zero_to_fp32.py"}  # the reader's script, and DeepSpeed's
 
@@ -358,7 +357,7 @@ def missing_scripts(text: str) -> set[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT.parent)))
 def test_the_scripts_that_a_page_names_exist(page):
     assert not missing_scripts(page.read_text())
 
@@ -374,7 +373,7 @@ def test_the_scripts_that_a_page_names_exist(page):
     ],
 )
 def test_a_script_that_is_gone_is_found_by_any_name(text):
-    page = (TOP / "docs/architecture.md").read_text()
+    page = (ROOT.parent / "docs/architecture.md").read_text()
     assert len(missing_scripts(f"{page}\n{text}\n")) == 1
     assert not missing_scripts("see `_scope.py`, `axes/_scope.py` and [it](../fzero/axes/_scope.py), run by train.py")
 
