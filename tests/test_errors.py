@@ -149,7 +149,7 @@ BATCHES: dict[str, Row] = {
     "local of a wrong leading size": (
         lambda: TWO.local({"x": torch.ones(3, 5)}),
         ValueError,
-        r"batch leaf 'x' is \[3, 5\].*dimension 0.*is the rank, and Mesh\(dp=2, simulated\) has 2",
+        r"batch leaf 'x' is \[3, 5\].*dimension 0.*is the rank, and Mesh\(dp=2, simulated\) has 2; split",
     ),
     "local of a 0-d leaf": (lambda: TWO.local({"x": torch.ones(())}), ValueError, r"batch leaf 'x' is \[\]"),
     "local of a string": (lambda: TWO.local({"x": "hello"}), TypeError, r"batch leaf 'x' is 'hello'.*tensor"),
@@ -166,7 +166,7 @@ BATCHES: dict[str, Row] = {
     "a batch split for another mesh": (
         lambda: run(2, *init(2), batch=FOUR.split(X)),
         ValueError,
-        r"argument 2.* is \[4, 2, 3\].*Mesh\(dp=2, simulated\) has 2; make it with mesh.split",
+        r"argument 2.* is \[4, 2, 3\].*Mesh\(dp=2, simulated\) has 2; split a batch with mesh.split",
     ),
 }
 
@@ -511,7 +511,7 @@ LAYOUTS: dict[str, Row] = {
     "parameters cut for another mesh, in a rank program": (
         lambda: FOUR.spmd(fzero.gather)(BOXES),
         ValueError,
-        r"is \[2, 4\].*Mesh\(dp=4, simulated\) has 4.*step.init on this mesh",
+        r"is \[2, 4\].*Mesh\(dp=4, simulated\) has 4.*gather parameters and state.*step.partition",
     ),
     "stage 3's parameters at stage 0": (
         lambda: run(0, BOXES, init(0)[1]),
@@ -806,3 +806,17 @@ def test_what_is_taken_for_something_else_is_named(name):
 @pytest.mark.parametrize("kind", [numpy.int64, numpy.uint8])
 def test_a_stage_may_be_numpys(kind):
     assert step_of(kind(2)).stage == 2 and type(step_of(kind(2)).stage) is int
+
+
+def test_a_number_that_differs_by_rank_is_told_to_be_a_tensor():
+    mesh = fzero.mesh(dp=2)
+    for run in (lambda: mesh.spmd(lambda x: x)(fzero.PerRank(3)), lambda: mesh.split({"n": 3})):
+        with pytest.raises(
+            TypeError, match=r"is 3: a value that differs by rank must be a tensor; pass torch.as_tensor"
+        ):
+            run()
+
+
+def test_a_step_that_is_no_function_is_told_its_form():
+    with pytest.raises(TypeError, match=r"train_step is 3: expected a function, \(params, opt_state, batch\) -> "):
+        fzero.shard(3, stage=1, mesh=fzero.mesh(dp=2))  # pyright: ignore

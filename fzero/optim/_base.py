@@ -223,7 +223,10 @@ def find_state(opt_state: OptState, kind: type[State]) -> State:
     """
     states = [x for x in tree.flatten(opt_state, lambda x: isinstance(x, kind))[0] if isinstance(x, kind)]
     if len(states) != 1:
-        raise ValueError(f"opt_state holds {len(states)} of {kind.__name__}: expected one")
+        advice = (
+            "pass the part with the one that you mean" if states else "pass the state of an optimizer that keeps it"
+        )
+        raise ValueError(f"opt_state holds {len(states)} of {kind.__name__}: expected one; {advice}")
     return states[0]
 
 
@@ -265,7 +268,10 @@ def chain(*opts: OptimizerLike) -> Optimizer:
     """
     optimizers = [as_optimizer(opt) for opt in opts]
     if any(opt.precision is not None for opt in optimizers[:-1]):
-        raise ValueError("chain: master_weights must be the last link, or around the whole chain")
+        raise ValueError(
+            "chain: master_weights must be the last link, or around the whole chain: "
+            "optim.master_weights(optim.chain(...), precision)"
+        )
     if any(opt.skips_overflow for opt in optimizers):
         raise ValueError(
             "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "

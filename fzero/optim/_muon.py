@@ -332,5 +332,8 @@ def _check_mask(params: Params, mask: Mask | None, has_fallback: bool) -> Tree:
                 "optim.muon(0.02, fallback=optim.adamw(3e-4)), and by mask= the embeddings and the head too"
             )
         if m and x.ndim < 2:
-            raise ValueError(f"muon: mask= selects leaf {path!r}, which is {tree.show(x)}: expected a matrix")
+            raise ValueError(
+                f"muon: mask= selects leaf {path!r}, which is {tree.show(x)}: expected a matrix; "
+                "let the mask leave it to fallback="
+            )
     return is_matrix

@@ -151,7 +151,8 @@ def _check_previous_grads(new: Updates, previous_grads: Updates) -> None:
             state_has = "has no gradient" if before is None else "holds a gradient"
             raise ValueError(
                 f"offload: the state {state_has} for leaf {path!r}: "
-                "with delay=1 a state keeps the ratio that it was made with"
+                "with delay=1 a state keeps the ratio that it was made with; use that ratio, or make the state "
+                "anew by opt.init"
             )
         if isinstance(x, Shard) and x.dtype != before.dtype:
             raise ValueError(

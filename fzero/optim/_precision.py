@@ -66,7 +66,9 @@ class Precision:
                 "bit; use torch.float32, or train without optim.master_weights"
             )
         if self.param.itemsize > self.master.itemsize:
-            raise ValueError(f"param={self.param} is wider than master={self.master}; expected the reverse")
+            raise ValueError(
+                f"param={self.param} is wider than master={self.master}: give master={self.param}, or a narrower param="
+            )
 
     def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
         """Return the dtype that the policy gives a parameter: its own if that is not a floating-point dtype."""

@@ -62,7 +62,10 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     """
     optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
+        raise ValueError(
+            "masked: put master_weights, and a loss scale, around masked, since they keep state of all leaves: "
+            "optim.master_weights(optim.masked(opt, mask), precision)"
+        )
 
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
         return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, leaf_mask)
@@ -117,7 +120,10 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
     """
     optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
+        raise ValueError(
+            "leafwise: put master_weights, and a loss scale, around leafwise: "
+            "optim.master_weights(optim.leafwise(opt), precision)"
+        )
     takes_inplace = "inplace" in inspect.signature(opt.update).parameters
 
     def init(params: Params) -> OptState:
@@ -184,7 +190,10 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
     """
     optimizer = as_optimizer(opt)
     if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError("on_full_leaves: put master_weights, and a loss scale, around on_full_leaves")
+        raise ValueError(
+            "on_full_leaves: put master_weights, and a loss scale, around on_full_leaves: "
+            "optim.master_weights(optim.on_full_leaves(opt), precision)"
+        )
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)

@@ -255,7 +255,10 @@ def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
         if a:
             label = tree.leaf_name("argument", path.split(".", 1)[1])
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{label} is {x!r}: a value that differs by rank must be a tensor")
+                raise TypeError(
+                    f"{label} is {x!r}: a value that differs by rank must be a tensor; pass "
+                    "torch.as_tensor(x) of it, or, if it is equal on all ranks, pass it without the box"
+                )
             check_rank_dimension(x, label, mesh, a)
     return leaves, axes, structure
 
@@ -267,7 +270,8 @@ def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) ->
         along = "" if axes == mesh.axis_names else f" along {', '.join(axes)}"
         raise ValueError(
             f"{label} is {list(x.shape)}: in a simulation dimension 0 of a value that differs by rank is the rank, "
-            f"and {mesh!r} has {size}{along}; make it with mesh.split or step.init on this mesh"
+            f"and {mesh!r} has {size}{along}; split a batch with mesh.split(batch); gather parameters "
+            "and state with the step that sharded them, then pass them to step.partition(full, like=...) of this mesh"
         )
 
 

@@ -122,7 +122,7 @@ def _examples(name: str, f: Any, values: Any) -> int:
     """Return the number of a rank's examples, and check that each leaf has one value, or one row, per example."""
     paths, leaves, _ = tree.flatten_with_paths(values)
     if not leaves:
-        raise ValueError(f"fzero.{name}: {_name(f)} returns no tensor")
+        raise ValueError(f"fzero.{name}: {_name(f)} returns no tensor: return a tree with a tensor for each metric")
     for path, x in zip(paths, leaves, strict=True):
         most = 1 if name == "evaluate" else math.inf
         if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= most or x.shape[0] != leaves[0].shape[0]:

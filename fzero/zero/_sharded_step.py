@@ -454,7 +454,9 @@ def shard(
         {'w': Shard('w', float32 [3], 2 of 3 elements, dp=2)}
     """
     if not callable(train_step):
-        raise TypeError(f"train_step is {train_step!r}: expected a function")
+        raise TypeError(
+            f"train_step is {train_step!r}: expected a function, (params, opt_state, batch) -> (params, opt_state, ...)"
+        )
     check_no_torch_optimizer(train_step)
     if check != "first" and not isinstance(check, bool):
         raise ValueError(f'check={check!r}: expected "first", True or False')

@@ -208,7 +208,7 @@ def test_half_precision_is_summed_in_float32():
 NO_EXAMPLES: list[tuple[Any, Any, str]] = [
     (fzero.evaluate, lambda p, x: x["x"], r"evaluate: <lambda> returns value as .*one value per example"),
     (fzero.evaluate, lambda p, x: {"loss": x["i"].float().mean()}, r"returns value\['?loss'?\]? as|returns .*loss"),
-    (fzero.evaluate, lambda p, x: {}, "returns no tensor"),
+    (fzero.evaluate, lambda p, x: {}, "returns no tensor: return a tree"),
     (fzero.predict, lambda p, x: (x["x"], x["x"][:1]), "returns"),
     (fzero.predict, lambda p, x: 1.0, "returns"),
 ]
