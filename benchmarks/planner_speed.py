@@ -69,6 +69,22 @@ CASES = {
 }
 
 
+REMAINS = """## What remains
+
+The goals of deep plans are missed. Each operation of a deep model is still traced, and each candidate schedule still
+visits each node. Of a plan of 16 layers a third is the trace: Python, torch.func and the dispatcher run for each
+operation. The rest is four graphs after the passes, seven orders of them, and their live bytes and seconds, at about
+20 microseconds a node each.
+
+A block that is traced once and repeated in the graph would remove most of the trace, and no more than a third. It needs
+a mark of the block in the user's code, since Python may do something else in any iteration. The schedules cannot be
+repeated: gathers fit below a peak that depends on the depth, so the order of an early block differs from a late one's.
+
+Of the rows of a table two thirds are two models of few blocks each. Their traces differ by stage, remat and
+micro-batch, and share nothing but their source. Rows that were planned before come from the cache on disk
+(`fzero.tune(cache=True)`)."""
+
+
 def measured(name: str) -> dict[str, Any]:
     """Measure a case in this process; return the processor's seconds, the clock's, and a hash of the plan."""
     torch.set_num_threads(1)
@@ -111,6 +127,7 @@ def tables(names: Sequence[str], trees: Sequence[pathlib.Path], rounds: int) -> 
     return [
         f"The median and the quartiles of {rounds} rounds in turns; one run of what takes long.",
         table(head, lines),
+        REMAINS,
     ]
 
 

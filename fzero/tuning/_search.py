@@ -7,7 +7,7 @@ import pathlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -60,8 +60,12 @@ class _InProcess(Executor):
 
 
 @contextmanager
-def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
+def pool_of(
+    count: int, run: Callable[[Any], Any], known: Callable[[Any], Any] = lambda value: None
+) -> Iterator[Callable[[Any], Future[Any]]]:
     """Yield a function that starts `run` on a value, in this process or a forked one, and returns the future.
+
+    Processes start at the first value whose result is not known.
 
     A process that has computed gradients on a build of torch for GPUs has threads that no fork survives. Then all calls
     run in this process, which a notice says.
@@ -69,7 +73,25 @@ def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], F
     Args:
         count: the number of processes; with 1 this process runs all calls.
         run: the function. Processes inherit it by the fork, since a user's function may not pickle.
+        known: returns the result for a value if it is known already, else None.
     """
+    with ExitStack() as stack:
+        processes: list[Callable[[Any], Future[Any]]] = []
+
+        def start(value: Any) -> Future[Any]:
+            result = known(value)
+            if result is not None:
+                return _InProcess().submit(lambda: result)
+            if not processes:
+                processes.append(stack.enter_context(_processes(count, run)))
+            return processes[0](value)
+
+        yield start
+
+
+@contextmanager
+def _processes(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
+    """Yield a function that starts `run` on a value in one of `count` processes, as `pool_of` describes."""
     if count > 1 and not _can_fork():
         warn_once(
             f"fzero.tune: workers={count}: this process has computed gradients, and this build of torch can compute "
@@ -100,7 +122,8 @@ def _can_fork() -> bool:
 
 
 def _differentiate() -> None:
-    torch.func.grad(torch.sin)(torch.zeros((), device="cpu"))
+    with torch.enable_grad():  # not torch.func, whose first use imports for seconds
+        torch.zeros((), device="cpu", requires_grad=True).sin().backward()
 
 
 _functions: list[Callable[[Any], Any]] = []  # in a forked process: the functions that it inherited
@@ -188,7 +211,7 @@ class ConfigurationPlanner:
 
     def __call__(self, request: Configuration | TableRow) -> TableRow:
         """Plan a configuration, as it is or from two models of fewer blocks. Plan a row in full, with its schedule."""
-        cached = None if self.cache is None else self.cache.read(request)
+        cached = self.cached(request)
         if cached is not None:
             return cached
         with paused_collector():  # plans hold many small objects, and all of them live until the row is made
@@ -196,6 +219,10 @@ class ConfigurationPlanner:
         if self.cache is not None:
             self.cache.write(request, row)
         return row
+
+    def cached(self, request: Configuration | TableRow) -> TableRow | None:
+        """Return a row that was planned before; None if there is none."""
+        return None if self.cache is None else self.cache.read(request)
 
     def _row(self, config: Configuration) -> TableRow:
         shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))

@@ -324,7 +324,7 @@ def tune(
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
-    with pool_of(workers, planner) as start:
+    with pool_of(workers, planner, planner.cached) as start:
         results: list[TableRow | Skipped] = []
         for x in rows_of(space, start, workers, budget):
             results.append(x)

@@ -31,8 +31,14 @@ MUTANTS = [
     *File("tuning/_search.py", TUNE).faults(
         Fault(
             "a pool of processes is used although a fork cannot differentiate",
-            "pool_of",
+            "_processes",
             never("A > 1 and not B()"),
+            ("tests/tuning/test_search.py",),
+        ),
+        Fault(
+            "processes start although all rows are known",
+            "pool_of.start",
+            never("A is not None"),
             ("tests/tuning/test_search.py",),
         ),
         Fault("a configuration that fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +98,29 @@ def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, capl
     with _search.pool_of(2, lambda value: (value, os.getpid())) as start:
         value, process = start(5).result()
     assert value == 5 and process != os.getpid()
+
+
+def test_what_is_known_needs_no_process(monkeypatch):
+    monkeypatch.setattr(_search, "_differentiate", without_threads)  # a process would say so
+    run = {1: "run"}.__getitem__
+    with _search.pool_of(1, run, {2: "known"}.get) as start:
+        assert [start(i).result() for i in (2, 1, 2)] == ["known", "run", "known"]
+    monkeypatch.setattr(_search, "_processes", None)
+    with _search.pool_of(3, run, {2: "known"}.get) as start:
+        assert start(2).result() == "known"
+
+
+def test_a_second_table_starts_no_process(monkeypatch, cache):
+    make_step = Counted()
+    table, _ = tuned(make_step)
+    monkeypatch.setattr(_search, "_processes", None)
+    again, made = tuned(make_step, workers=2)
+    assert again == table and not made
+
+
+def test_whether_a_fork_can_differentiate_does_not_depend_on_the_grad_mode():
+    with torch.no_grad():
+        _search._differentiate()
 
 
 def test_an_error_ends_the_search():
