@@ -76,7 +76,7 @@ visits each node. Before these changes a sampled plan of 16 layers spent 24% on 
 graphs after the passes, seven orders of them, and their live bytes and seconds.
 
 A block that is traced once and repeated in the graph would remove most of the trace only. It needs a mark of the block
-in the user's code, since Python may do something else in any iteration. The schedules cannot simply be repeated: gathers
+in the user's code, since Python may do something else in any iteration. Schedules cannot be repeated either: gathers
 fit below a peak that depends on the depth, so the order of an early block may differ from a late one's.
 
 Rows of a table plan two models of few blocks each; their traces differ by stage, remat and micro-batch. Of the 15 rows
