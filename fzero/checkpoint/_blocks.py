@@ -17,7 +17,6 @@ __all__ = [
     "Block",
     "BlockRange",
     "CommonRun",
-    "bytes_of",
     "chunks",
     "full_block",
     "is_direct",
@@ -25,6 +24,7 @@ __all__ = [
     "overlapping",
     "rectangles",
     "runs",
+    "view_bytes",
     "view_or_chunks",
 ]
 
@@ -34,7 +34,7 @@ __all__ = [
 CHUNK = 1 << 22  # bytes of a copy
 
 
-def bytes_of(x: torch.Tensor) -> memoryview:
+def view_bytes(x: torch.Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor as bytes. The view keeps the memory alive."""
     if not x.numel():
         return memoryview(b"")
@@ -52,12 +52,12 @@ def is_direct(x: torch.Tensor) -> bool:
 def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
     """Yield the bytes of a tensor's elements from `start` to before `stop`, in row-major order."""
     if is_direct(x):
-        yield bytes_of(x.view(-1)[start:stop])
+        yield view_bytes(x.view(-1)[start:stop])
         return
     step = max(CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
         for part in view_or_chunks(x, at, min(at + step, stop)):
-            yield bytes_of(part.cpu())
+            yield view_bytes(part.cpu())
 
 
 def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:

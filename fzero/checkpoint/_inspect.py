@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block
+from fzero.checkpoint._blocks import BlockRange, full_block, view_bytes
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
@@ -397,7 +397,7 @@ def _write_leaves(
     progress: Progress,
 ) -> None:
     for _, x in _leaves(files, manifest, names, dtype, progress):
-        f.write(bytes_of(x))
+        f.write(view_bytes(x))
 
 
 def _write_torch(

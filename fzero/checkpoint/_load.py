@@ -9,7 +9,7 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, materialize, runs
+from fzero.checkpoint._blocks import BlockRange, is_direct, materialize, runs, view_bytes
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
@@ -20,8 +20,8 @@ from fzero.checkpoint._manifest import (
     layout_text,
     paths_of,
     read_manifest,
-    sum_of,
     values_like,
+    xxh3_checksum,
 )
 from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import TreeLayout
@@ -237,7 +237,7 @@ def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[
             start, stop = block * BLOCK, min(block * BLOCK + BLOCK, file.size)
             views, finish = _views(parts, start, stop, memoryview(scratch))
             files.read_into(name, start, views)
-            if sum_of(views) != file.sum(block):
+            if xxh3_checksum(views) != file.sum(block):
                 raise DamagedError(
                     f"{files.path!r}: {name} is damaged: bytes {start} to {stop} are not what was written"
                     + _leaf_names(manifest, rank, start, stop)
@@ -294,10 +294,10 @@ def _views(
             break
         numel = request.nbytes // request.tensor.element_size()
         if is_direct(request.tensor):
-            views.append(bytes_of(request.tensor.detach().view(-1)[request.start : request.start + numel]))
+            views.append(view_bytes(request.tensor.detach().view(-1)[request.start : request.start + numel]))
         else:
             data = torch.empty(numel, dtype=request.tensor.dtype, device="cpu")
-            views.append(bytes_of(data))
+            views.append(view_bytes(data))
             finish.append(lambda request=request, data=data: put_elements(request.tensor.detach(), request.start, data))
         at = request.offset + request.nbytes
     return views, finish

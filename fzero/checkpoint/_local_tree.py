@@ -76,7 +76,7 @@ class UnitPart(NamedTuple):
     coordinates: tuple[tuple[str, int], ...] = ()
 
 
-def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
+def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
     """List the parts of a unit: one that all ranks hold, or each rank's own items of a stacked list.
 
     Args:
@@ -326,7 +326,7 @@ class _LocalTreeBuilder:
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
-        parts = parts_of(self.label, spec, members)
+        parts = list_unit_parts(self.label, spec, members)
         numbers = [self._add_members(part, shard.dtype) for part in parts]
         numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}
         for part, leaf_numbers in zip(parts, numbers, strict=True):

@@ -37,8 +37,8 @@ __all__ = [
     "parse",
     "paths_of",
     "read_manifest",
-    "sum_of",
     "values_like",
+    "xxh3_checksum",
 ]
 
 # Values: the leaves of a tree that are not tensors, but JSON: numbers, text, None, dicts and lists of these.
@@ -224,7 +224,7 @@ def _layout_fields(layout: TreeLayout) -> dict[str, Any]:
 _FRAME = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":(.*)\}\n', re.DOTALL)
 
 
-def sum_of(views: Iterable[memoryview]) -> str:
+def xxh3_checksum(views: Iterable[memoryview]) -> str:
     """Return the XXH3 checksum of bytes, as 16 hexadecimal digits. It runs at the speed of memory.
 
     It protects against accidents, not against forgery: https://github.com/Cyan4973/xxHash

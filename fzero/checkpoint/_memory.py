@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.checkpoint._blocks import bytes_of
+from fzero.checkpoint._blocks import view_bytes
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
@@ -82,7 +82,7 @@ class Machines:
             else torch.empty(size, device="cpu").byte()
         )
         dist.broadcast(x, source, group=self.group)
-        return bytes(bytes_of(x))
+        return bytes(view_bytes(x))
 
 
 class SharedMemory(LocalFolder):
@@ -151,7 +151,7 @@ class SharedMemory(LocalFolder):
             for at in range(0, int(size), BLOCK):
                 block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8, device="cpu")
                 dist.recv(block, source, group=self.machines.group)
-                f.write(bytes_of(block))
+                f.write(view_bytes(block))
         if int(size):
             os.rename(self._at(f".{name}.tmp"), self._at(name))
 

@@ -19,7 +19,17 @@ from fzero.checkpoint._blocks import chunks, view_or_chunks
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, layout_text, parse, sum_of
+from fzero.checkpoint._manifest import (
+    BLOCK,
+    MANIFEST,
+    File,
+    Manifest,
+    data_name,
+    header,
+    layout_text,
+    parse,
+    xxh3_checksum,
+)
 from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import TreeLayout
 from fzero.ranks import Mesh, all_gather_numbers, checksum
@@ -314,7 +324,7 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
     def blocks() -> Iterator[list[memoryview]]:
         nonlocal size
         for block in _in_blocks(head, ranges):
-            sums.append(sum_of(block))
+            sums.append(xxh3_checksum(block))
             size += sum(len(view) for view in block)
             yield block
 

@@ -121,7 +121,7 @@ def nest(parts: dict[Keys, Any]) -> Any:
     return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
 
 
-def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
+def stored_names(name: str, metadata: Metadata) -> dict[str, Keys]:
     """List the names under which a checkpoint stores a value or its parts, with the keys that lead to each part."""
     entries = metadata.state_dict_metadata
     if name in entries:
@@ -237,7 +237,7 @@ class LoadPlanner(DefaultLoadPlanner):
         entries = metadata.state_dict_metadata
         self._local, self._names = local, names
         self._first = {i: names[path] for path, i in reversed(local.layout.number.items())}
-        self._parts = {path: parts_of(names[path], metadata) for path in local.layout.values}
+        self._parts = {path: stored_names(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
         theirs = {name: _describe(name, x) for name, x in entries.items()}
         ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.number.items()}

@@ -7,7 +7,7 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph._ops import is_random, only_copies
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
-from fzero.graph._step import TrainStep, step_of
+from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import KINDS
@@ -43,6 +43,6 @@ INTERNAL = [
     "refuse_writes_into",
     "short_path",
     "stand_ins_of",
-    "step_of",
+    "as_step",
     "step_of_rank",
 ]

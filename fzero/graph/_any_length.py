@@ -27,10 +27,10 @@ from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, intege
 from fzero.graph.loop._scan import loop_of, record_loops, set_body
 from fzero.graph.planning._cost import seconds
 from fzero.graph.planning._liveness import peak_bytes
-from fzero.graph.trace._arguments import Arguments, Key, arguments_of
+from fzero.graph.trace._arguments import Arguments, Key, flatten_arguments
 from fzero.ranks import Mesh
 
-__all__ = ["SAMPLES", "AnyLength", "Formula", "differ_in_sizes", "formula_of", "structure_of"]
+__all__ = ["SAMPLES", "AnyLength", "Formula", "differ_in_sizes", "fit_formula", "graph_structure"]
 
 # Formula: a scheduled graph for all batch lengths, derived from the graphs of a few.
 #
@@ -80,7 +80,7 @@ class Formula:
         return {id(x): stand_in_at(x, storages[k], form) for x, k, form in each if k in changed}
 
 
-def formula_of(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
+def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
     """Fit a formula to graphs of one structure at three lengths or more; None if an integer is no polynomial."""
     assert len(graphs) >= SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
@@ -103,7 +103,7 @@ def _at(field: Sequence[Any], length: int) -> list[Any]:
     return [x.at(length) if isinstance(x, Polynomial) else tuple([p.at(length) for p in x]) for x in field]
 
 
-def structure_of(graph: Graph) -> Hashable:
+def graph_structure(graph: Graph) -> Hashable:
     """Describe a graph without its integers."""
     return _structure(graph, {})
 
@@ -203,7 +203,7 @@ class _TracedCall:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
         donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.overwritten)
-        return structure_of(e.best.graph), donation, tuple(e.passthrough), e.structure
+        return graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
 
 
 @dataclass
@@ -330,7 +330,7 @@ def _formula(traced: Sequence[_TracedCall]) -> Formula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
-    formula = formula_of([(x.length, x.entry.best.graph) for x in traced])
+    formula = fit_formula([(x.length, x.entry.best.graph) for x in traced])
     if formula is None:
         raise _torch.FixedSizeError("an integer in its graph is no polynomial of the length")
     return formula
@@ -393,7 +393,7 @@ def _metas(key: Key) -> list[torch.Tensor]:
 def _arguments_of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
     if mesh is not None:
         call = one_rank_tree(call, dict(mesh.shape), all_ranks=mesh.simulated)
-    return arguments_of(*call)
+    return flatten_arguments(*call)
 
 
 def _changed_dims(before: Shapes, now: Shapes) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._liveness import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
-__all__ = ["dump", "folder_of", "make_folder"]
+__all__ = ["dump", "dump_folder", "make_folder"]
 
 SUMMARY, LEFT_OUT = "peaks.txt", "left out"
 
@@ -57,7 +57,7 @@ def make_folder(folder: str | os.PathLike[str]) -> str:
     return str(path.absolute())  # absolute: the working directory may change before the step is traced
 
 
-def folder_of(folder: str, mesh: Mesh | None, traces: int) -> Path:
+def dump_folder(folder: str, mesh: Mesh | None, traces: int) -> Path:
     """Return the folder of one trace's dump: `folder`, then a folder for the rank, then one for a repeated trace.
 
     Args:

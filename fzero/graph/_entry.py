@@ -23,18 +23,18 @@ from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
 from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning._cost import Device
-from fzero.graph.planning._plan import Plan, Rejected, plan_of
+from fzero.graph.planning._plan import Plan, Rejected, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compiled import Executable
 from fzero.graph.run._device_graph import RecordedStep, check_recordable
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, LeafName, blocks_of
+from fzero.graph.trace._arguments import Arguments, LeafName, block_numbers
 from fzero.graph.trace._donation import check_separate, match_results
 from fzero.graph.trace._trace import TracedGraph, trace
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Slot, is_box, mark_donated
 
-__all__ = ["Entry", "JitOptions", "entry_of"]
+__all__ = ["Entry", "JitOptions", "build_entry"]
 
 
 class JitOptions(NamedTuple):
@@ -107,7 +107,7 @@ class Entry:
         """The readable plan of the schedule."""
         step, best = self.options.step, self.best
         groups = None if step.mesh is None else step.mesh.groups()
-        return plan_of(best.graph, step.name, best.settings, self.rejected, self.options.device, groups)
+        return make_plan(best.graph, step.name, best.settings, self.rejected, self.options.device, groups)
 
     def with_schedule(self, schedule_options: ScheduleOptions) -> "Entry":
         """Return the entry with the best schedule of other options, from the same trace."""
@@ -177,7 +177,7 @@ class Entry:
 
 
 @paused_collector()
-def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], traces: int) -> Entry:
+def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], traces: int) -> Entry:
     """Trace a call, schedule its graph in several ways, and choose the best schedule.
 
     Args:
@@ -204,7 +204,7 @@ def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], t
     schedules = candidates(traced.graph, context, options.schedule_options)
     best, rejected = _choose_schedule(options, traced.graph, schedules, positions)
     if options.dump is not None:
-        folder = _dump.folder_of(options.dump, options.step.mesh, traces)
+        folder = _dump.dump_folder(options.dump, options.step.mesh, traces)
         _dump.dump(folder, PassManager(traced.graph, context), best.pass_settings, options.step.name)
     return Entry(
         options=options,
@@ -319,7 +319,7 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
     names = arguments.tensor_names
     return [
         {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space(name, x)
-        for name, block, x in zip(names, blocks_of(names, step.param_argnums), arguments.tensors, strict=True)
+        for name, block, x in zip(names, block_numbers(names, step.param_argnums), arguments.tensors, strict=True)
     ]
 
 

@@ -26,8 +26,8 @@ __all__ = [
     "WAIT",
     "after_needs",
     "aten",
-    "axis_of",
     "check_order",
+    "collective_axes",
     "collective_kind",
     "collective_of",
     "collectives_before",
@@ -413,7 +413,7 @@ def _full(sent: int, received: int, node: Node) -> int:
     return sent * group_size(node) if is_gather(node) else max(sent, received)
 
 
-def axis_of(node: Node, groups: Mapping[str, str] | None = None) -> str:
+def collective_axes(node: Node, groups: Mapping[str, str] | None = None) -> str:
     """Return the axes that a collective runs over, joined by commas; "" for a group that is unknown.
 
     Args:

@@ -14,15 +14,15 @@ from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import make_folder
-from fzero.graph._entry import Entry, JitOptions, entry_of
+from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
-from fzero.graph._step import step_of
+from fzero.graph._step import as_step
 from fzero.graph.planning._cost import Device, seconds
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, Key, arguments_of, difference, key_of
+from fzero.graph.trace._arguments import Arguments, Key, call_key, difference, flatten_arguments
 
 __all__ = ["Jitted", "jit"]
 
@@ -221,7 +221,7 @@ class Jitted:
     @cached_property
     def _options(self) -> JitOptions:
         return JitOptions(
-            step=step_of(self.step),
+            step=as_step(self.step),
             donate=self.donate,
             backend=self.backend,
             schedule_options=self.schedule_options,
@@ -292,13 +292,13 @@ class Jitted:
             **kwargs: the step's arguments by name, likewise.
         """
         options = ScheduleOptions.of(settings)
-        entry = self._entries.get(key_of(self._arguments(args, kwargs)))
+        entry = self._entries.get(call_key(self._arguments(args, kwargs)))
         if entry is None:  # only this schedule is needed
             return self.with_options(schedule_options=options).plan(*args, **kwargs)
         return entry.with_schedule(options).plan
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        arguments = arguments_of(args, kwargs)
+        arguments = flatten_arguments(args, kwargs)
         return arguments.with_scalars_on_device() if self.device_graph else arguments
 
     def __str__(self) -> str:
@@ -306,7 +306,7 @@ class Jitted:
 
     def _entry(self, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         """Return the entry for arguments like these. Trace the step if there is none."""
-        key = key_of(arguments)
+        key = call_key(arguments)
         entry = self._entries.get(key)
         if entry is None:
             for i in self.donate or ():
@@ -336,7 +336,7 @@ class Jitted:
 
     def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
-        entry = entry_of(options, arguments, args, len(self._entries))
+        entry = build_entry(options, arguments, args, len(self._entries))
         self._log_donation(entry)
         return entry
 

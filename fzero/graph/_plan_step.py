@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
-from fzero.graph._step import step_of
+from fzero.graph._step import as_step
 from fzero.graph.planning._cost import DEVICES, Device
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.ranks import Mesh
@@ -99,7 +99,7 @@ def step_of_rank(
     """Return one rank's step in a world of any size, to plan it. The arguments and errors are those of `plan`."""
     jitted = step if isinstance(step, Jitted) else jit(step)
     jitted = jitted.with_options(device=_device_of(device)) if device is not None else jitted
-    train_step = step_of(jitted.step)
+    train_step = as_step(jitted.step)
     mesh = train_step.mesh
     if mesh is None:
         for name, value in (("world_size", world_size), ("rank", rank or None)):

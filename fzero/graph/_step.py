@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fzero.ranks import Mesh, Spmd
 
-__all__ = ["PlainStep", "TrainStep", "step_of"]
+__all__ = ["PlainStep", "TrainStep", "as_step"]
 
 
 @runtime_checkable
@@ -78,6 +78,6 @@ class PlainStep:
         return PlainStep(replace(self.function, mesh=mesh))
 
 
-def step_of(function: Callable[..., Any]) -> TrainStep:
+def as_step(function: Callable[..., Any]) -> TrainStep:
     """Wrap a function as a step, unless it is one already."""
     return function if isinstance(function, TrainStep) else PlainStep(function)

@@ -27,12 +27,12 @@ __all__ = [
     "check_functions",
     "check_leftovers",
     "check_writes",
-    "contents_of",
     "copy_module",
     "module_states",
+    "record_contents",
+    "record_versions",
     "restore_modules",
     "tensors_in",
-    "versions_of",
 ]
 
 
@@ -179,7 +179,7 @@ class Versions(NamedTuple):
     numbers: dict[str, int | None]
 
 
-def versions_of(state: Tensors) -> Versions:
+def record_versions(state: Tensors) -> Versions:
     """Record the tensors of a call and their versions."""
     return Versions(dict(state), {name: version_of(x) for name, x in state.items()})
 
@@ -265,7 +265,7 @@ class ModuleContents(NamedTuple):
     buffers: set[str]
 
 
-def contents_of(module: torch.nn.Module) -> ModuleContents:
+def record_contents(module: torch.nn.Module) -> ModuleContents:
     """Record the contents of a module and its submodules."""
     tensors: dict[str, set[int]] = {}
     numbers: dict[str, int | float] = {}
@@ -304,7 +304,7 @@ def check_leftovers(before: ModuleContents, module: torch.nn.Module) -> None:
     Raises:
         RuntimeError: if the pass made a parameter, which would not be trained.
     """
-    after, kind = contents_of(module), type(module).__name__
+    after, kind = record_contents(module), type(module).__name__
     for name in sorted(after.parameters - before.parameters):
         raise RuntimeError(
             f"{kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the constructor, "

@@ -16,12 +16,12 @@ from fzero.nn._copy import (
     check_functions,
     check_leftovers,
     check_writes,
-    contents_of,
     copy_module,
     module_states,
+    record_contents,
+    record_versions,
     restore_modules,
     tensors_in,
-    versions_of,
 )
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
@@ -318,7 +318,7 @@ class Apply:
             return torch.func.functional_call(module, state, args, kwargs)
         structure = tree.flatten((args, kwargs))[1]  # calls with equal structures leave the same values behind
         is_new = structure not in self._cache.structures
-        versions, before = versions_of(state), contents_of(module) if is_new else None
+        versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)
         try:
             out = torch.func.functional_call(module, state, args, kwargs)

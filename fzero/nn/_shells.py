@@ -24,7 +24,7 @@ __all__ = [
     "OutputReplacer",
     "Shell",
     "StopForward",
-    "calls_of",
+    "record_calls",
     "run_dynamic_block",
     "same_calls",
 ]
@@ -262,7 +262,7 @@ class _CallRecorder(TorchFunctionMode):
         return ("tensor", self.numbers[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.numbers else x
 
 
-def calls_of(f: Callable[..., Any], *args: Any) -> Calls | None:
+def record_calls(f: Callable[..., Any], *args: Any) -> Calls | None:
     """List the torch functions that `f(*args)` calls, run on meta tensors; None if it does not run on those."""
     leaves, structure = tree.flatten(args)
     meta_tensors = {
@@ -401,7 +401,7 @@ def _kinds(
     for i in sorted(set(index.indices)):
         cache_key = (i, _signature((params, constants[i], x, arguments[i])))
         if cache_key not in cache:
-            cache[cache_key] = calls_of(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
+            cache[cache_key] = record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
         same = next((members for kind_calls, members in kinds if same_calls(kind_calls, calls)), None)
         if same is None:

@@ -29,13 +29,13 @@ from fzero.parallel.tensor import Layers, of_block, outside
 from fzero.parallel.tensor import gather as gather_tokens
 from fzero.parallel.tensor import scatter as scatter_tokens
 
-__all__ = ["DynamicIndex", "ModuleSplit", "SplitModule", "blocks_of", "check_ownership", "split_module"]
+__all__ = ["DynamicIndex", "ModuleSplit", "SplitModule", "check_ownership", "find_blocks", "split_module"]
 
 
 # Find the children of a module that are its repeated blocks.
 
 
-def blocks_of(module: torch.nn.Module, list_name: str | None) -> tuple[str, ...]:
+def find_blocks(module: torch.nn.Module, list_name: str | None) -> tuple[str, ...]:
     """Return the names of a module's repeated blocks.
 
     Args:
@@ -344,7 +344,7 @@ def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers 
         True
     """
     check_module(module)
-    names = blocks_of(module, blocks)
+    names = find_blocks(module, blocks)
     check_ownership(module, names)
     block_modules = [module.get_submodule(name) for name in names]
     parts = [

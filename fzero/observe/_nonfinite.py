@@ -12,8 +12,8 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.watched import record_node_lines, watch_operations
 from fzero.collectives import record
-from fzero.graph import Jitted, TrainStep, step_of
-from fzero.observe._value_graph import NonFiniteTracker, ValueGraph, ValueOrigin, explain, kind_of, pack, unpack
+from fzero.graph import Jitted, TrainStep, as_step
+from fzero.observe._value_graph import NonFiniteTracker, ValueGraph, ValueOrigin, explain, nonfinite_kind, pack, unpack
 from fzero.ranks import Mesh, gather_texts
 from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, traced_spec
 
@@ -41,14 +41,14 @@ def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[NonFiniteLeaf]:
             leaves = [NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
             leaves = _parts(path, x, mesh)
-        yield from [part for part in leaves if kind_of(part.value)]
+        yield from [part for part in leaves if nonfinite_kind(part.value)]
 
 
 def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
     """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):
-        if not isinstance(x, torch.Tensor) or not kind_of(x):
+        if not isinstance(x, torch.Tensor) or not nonfinite_kind(x):
             continue
         # the first part of a path in a box is that of its only child
         leaf_path = (
@@ -78,7 +78,7 @@ def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> t
     unit, paths = traced_spec(box.spec_id), box.spec.paths
     start = _row(mesh, unit.axes, rank) * unit.shard_numel
     x = x[..., : max(unit.numel - start, 0)]
-    if not kind_of(x):
+    if not nonfinite_kind(x):
         return x, path
     first = start + int((~torch.isfinite(x)).flatten().nonzero()[0])
     index = sum([stop <= first for stop in unit.offsets[1:]])
@@ -224,7 +224,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     """
     if not callable(step):
         raise TypeError(f"step={step!r}: expected a function")
-    inner = step_of(step.step if isinstance(step, Jitted) else step)
+    inner = as_step(step.step if isinstance(step, Jitted) else step)
 
     def find(*args: Any, **kwargs: Any) -> Nonfinite:
         mesh = inner.mesh

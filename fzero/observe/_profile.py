@@ -19,7 +19,7 @@ from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
 from fzero.observe._lines import LineCost, Span, by_line, spans
 
-__all__ = ["Cost", "Profile", "bars", "colours", "draw", "in_words", "kind_of", "label", "profile"]
+__all__ = ["Cost", "Profile", "bars", "colours", "draw", "in_words", "label", "operation_kind", "profile"]
 
 # A flame chart of one step: its passes, the functions in them, their lines, and their operations.
 
@@ -319,8 +319,8 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
     # a user's record_function is no operation: its own time is the time between the operations within
-    user_marks = {e.name for e in events if e.is_user_annotation and kind_of(e.name) in ("compute", "copies")}
-    kinds = {name: "Python" if name in user_marks else kind_of(name) for name in sums_by_name}
+    user_marks = {e.name for e in events if e.is_user_annotation and operation_kind(e.name) in ("compute", "copies")}
+    kinds = {name: "Python" if name in user_marks else operation_kind(name) for name in sums_by_name}
     costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in sums_by_name.items()]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
     return seconds, tuple(sorted([c for c in costs if c.name != MARK], key=lambda c: -max(c.seconds, c.device_seconds)))
@@ -336,7 +336,7 @@ def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     return (*kinds, Cost("Python", "Python", rest, 0.0))
 
 
-def kind_of(name: str) -> str:
+def operation_kind(name: str) -> str:
     """Return the kind of work of an operation, by its name in the profiler."""
     space, _, op = name.partition("::")
     if op == "wait_tensor" or name == "fzero::wait":

@@ -21,7 +21,7 @@ __all__ = [
     "ValueGraph",
     "ValueOrigin",
     "explain",
-    "kind_of",
+    "nonfinite_kind",
     "pack",
     "unpack",
 ]
@@ -219,7 +219,7 @@ class Kind(NamedTuple):
 _FINITE = Kind(False, False, False)
 
 
-def kind_of(x: torch.Tensor) -> Kind:
+def nonfinite_kind(x: torch.Tensor) -> Kind:
     """Return which kinds of non-finite elements a tensor holds."""
     if not is_real(x) or not (x.is_floating_point() or x.is_complex()):
         return _FINITE
@@ -282,7 +282,7 @@ class NonFiniteTracker:
 
     def argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
         """Record an argument, or a rank's part of one, if it is not finite."""
-        kind = kind_of(x)
+        kind = nonfinite_kind(x)
         if kind:
             # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
             origin = ValueOrigin(
@@ -292,7 +292,7 @@ class NonFiniteTracker:
 
     def result(self, x: torch.Tensor, path: str) -> None:
         """Record a result if it is not finite."""
-        kind = kind_of(x)
+        kind = nonfinite_kind(x)
         if kind:
             parents = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
             self.graph.results.append(NonFiniteResult(path, kind.nan, parents))
@@ -302,7 +302,7 @@ class NonFiniteTracker:
     def _record_results(
         self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
     ) -> None:
-        kinds = [(x, kind_of(x)) for x in (*new, *operation.mutated_arguments)]
+        kinds = [(x, nonfinite_kind(x)) for x in (*new, *operation.mutated_arguments)]
         kind = Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         written = {id(x) for x in operation.mutated_arguments}
         parents = (
@@ -372,7 +372,7 @@ class NonFiniteTracker:
         return regions
 
     def _edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
-        kinds = [(x, kind_of(x)) for x in xs]
+        kinds = [(x, nonfinite_kind(x)) for x in xs]
         return [e for x, kind in kinds if kind for e in self._edges_of(x, kind, operation)]
 
     def _edges_of(self, x: torch.Tensor, kind: Kind, operation: WatchedOperation) -> list[Edge]:
@@ -443,5 +443,5 @@ def _format_tensor(x: torch.Tensor) -> str:
         return shape
     finite: Any = x.detach()[torch.isfinite(x.detach())]
     parts = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if finite.numel() else []
-    parts += [str(kind)] if (kind := kind_of(x)) else []
+    parts += [str(kind)] if (kind := nonfinite_kind(x)) else []
     return f"{shape} of {' and '.join(parts)}"

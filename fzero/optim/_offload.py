@@ -23,7 +23,7 @@ from fzero.optim._base import (
     wrap_optimizers,
 )
 from fzero.optim._half_precision import MasterState, difference, rounded
-from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
+from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, plan_offload
 from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 
 __all__ = ["DelayedState", "offload", "with_offload_ratio"]
@@ -106,14 +106,14 @@ def offload(
     run = _update_delayed if delay else _update_on_host if update == "host" else _update_on_device
 
     def init(params: Params) -> OptState:
-        plan = offload_plan_of(params, ratio, optimizer.precision)
+        plan = plan_offload(params, ratio, optimizer.precision)
         if optimizer.elementwise is False:
             return plan.state_to_host(opt.init(params))
         state = opt.init(plan.to_pieces(params, to_host))
         return DelayedState(_zero_gradients(plan, params, optimizer), state) if delay else state
 
     def offload_update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        plan = offload_plan_of(grads if params is None else params, ratio, optimizer.precision)
+        plan = plan_offload(grads if params is None else params, ratio, optimizer.precision)
         plan.check(state)
         return run(optimizer, plan, grads, state, params)
 

@@ -27,7 +27,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["OffloadPlan", "Ratio", "check_ratio", "offload_params", "offload_plan_like", "offload_plan_of"]
+__all__ = ["OffloadPlan", "Ratio", "check_ratio", "offload_params", "offload_plan_like", "plan_offload"]
 
 Ratio = float | Callable[[str], float]
 """The share of a state that lies in host memory, or a rule `(path) -> share`."""
@@ -246,7 +246,7 @@ def _to_fraction(share: float) -> Fraction:
     return Fraction(repr(float(share)))
 
 
-def offload_plan_of(params: Tree, ratio: Ratio, precision: Precision | None = None) -> OffloadPlan:
+def plan_offload(params: Tree, ratio: Ratio, precision: Precision | None = None) -> OffloadPlan:
     """Plan which part of each unit of a tree lies on the host.
 
     If the ratio is a number, the host holds the last elements: the end of one unit, and all units after it. Their
@@ -280,7 +280,7 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
         key=lambda spec_id: order[first_paths[spec_id]],
     )
     if not units:  # the step shards no state
-        return offload_plan_of(params, ratio)
+        return plan_offload(params, ratio)
     return OffloadPlan(structure, (None,) * len(entries), _host_shares(units, ratio), _device_of(entries))
 
 
@@ -321,7 +321,7 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
             "offload: params=True: no parameter is sharded, and full parameters stay on the device: use stage=3, and "
             "a units= rule that shards some"
         )
-    return offload_plan_of(params, ratio, precision).to_pieces(params, to_host, boxes_only=True)
+    return plan_offload(params, ratio, precision).to_pieces(params, to_host, boxes_only=True)
 
 
 def _host_shares(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:

@@ -11,7 +11,7 @@ from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
 from fzero.sharding._units import MAX_UNIT_NUMEL, default_units, divide_tree
 from fzero.tree import Tree, is_box
 
-__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "check_numel", "leaves_of"]
+__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "check_numel", "find_unit_leaves"]
 
 # A rule of units made for one tree: it can print the units of this tree.
 
@@ -77,7 +77,7 @@ class UnitLeaves(NamedTuple):
         return UnitPolicy(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
 
 
-def leaves_of(params: Tree) -> UnitLeaves:
+def find_unit_leaves(params: Tree) -> UnitLeaves:
     """Find the leaves of a tree that can be in units: the leaves of floating point.
 
     Raises:
@@ -153,7 +153,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    max_numel, unit_leaves = check_numel("max_numel", max_numel, 1), leaves_of(params)
+    max_numel, unit_leaves = check_numel("max_numel", max_numel, 1), find_unit_leaves(params)
     nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
@@ -263,7 +263,7 @@ def by_size(
         raise ValueError(
             f"min_numel={min_numel:,} is more than max_numel={max_numel:,}: expected at most as many elements"
         )
-    unit_leaves, rules = leaves_of(params), layout_rules(None, over, split)
+    unit_leaves, rules = find_unit_leaves(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()

@@ -11,7 +11,7 @@ from fzero.axes import call_in_micro_batch
 from fzero.graph import loop
 from fzero.sharding import PerRank, Shard, Slot, is_box
 
-__all__ = ["MicroBatches", "accumulate", "micro_batches_of"]
+__all__ = ["MicroBatches", "accumulate", "find_micro_batches"]
 
 LossOf = Callable[[int | torch.Tensor], Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]]
 
@@ -178,7 +178,7 @@ class MicroBatches:
         return tree.map(narrow, arg) if i in self.argnums else arg
 
 
-def micro_batches_of(
+def find_micro_batches(
     args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
 ) -> MicroBatches:
     """Find the arguments that are the batch, and the size of k equal parts along dimension 0.

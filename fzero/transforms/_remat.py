@@ -34,7 +34,7 @@ from fzero.transforms._remat_call import (
     Step,
     TupleFunction,
     Vjp,
-    call_of,
+    flatten_call,
     gather_and_call,
     within_vjp,
 )
@@ -316,7 +316,7 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
         f, args = (block, args) if key is None else (seeded_block, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
             return gather_and_call(f, args, kwargs)
-        call, tensors = call_of(f, save_filter, args, kwargs, uses_host)
+        call, tensors = flatten_call(f, save_filter, args, kwargs, uses_host)
         info, *outputs = _Remat.apply(Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
         return info.recording.result.restore(outputs)
 

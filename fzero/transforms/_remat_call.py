@@ -31,7 +31,7 @@ __all__ = [
     "TupleFunction",
     "Vjp",
     "arguments",
-    "call_of",
+    "flatten_call",
     "gather_and_call",
     "result",
     "within_vjp",
@@ -272,7 +272,7 @@ class BlockCall:
         return scope._replace(axes=axes)
 
 
-def call_of(
+def flatten_call(
     block: Callable[..., Any], save: SaveFilter | None, args: Any, kwargs: Any, uses_host: bool = False
 ) -> tuple[BlockCall, tuple[torch.Tensor, ...]]:
     """Return a call as data, and its distinct tensors, which include the tokens of the bound axes.

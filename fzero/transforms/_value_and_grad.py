@@ -27,11 +27,11 @@ from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import unwrap_per_rank
-from fzero.transforms._accumulate import MicroBatches, accumulate, micro_batches_of
+from fzero.transforms._accumulate import MicroBatches, accumulate, find_micro_batches
 from fzero.transforms._gradient_groups import Argument, PerRankGroup, open_argument
 from fzero.transforms._stage_transforms import gather as gather_tree
 
-__all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
+__all__ = ["fence", "total_and_aux", "value_and_grad", "weighted_mean", "with_aux"]
 
 # Fences between units: all ranks reduce gradients in one order, each unit exactly once.
 #
@@ -77,7 +77,7 @@ def fence(leaves: Sequence[torch.Tensor], anchor: torch.Tensor) -> tuple[tuple[t
 ADVICE = 'for (loss, aux) pass has_aux=True, and for (total, weight) pass reduce="weighted"'
 
 
-def loss_and_aux_of(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
+def with_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
     """Make a function that returns `(loss, aux)`, checked, from one that returns `loss` or `(loss, aux)`."""
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
@@ -239,7 +239,7 @@ def value_and_grad(
             "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss with "
             "fzero.scaled_value_and_grad(f, opt_state.scale, ...) and optim.dynamic_loss_scale(...), or use bfloat16"
         )
-    loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else loss_and_aux_of(f, has_aux)
+    loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else with_aux(f, has_aux)
 
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in nums):
@@ -248,7 +248,7 @@ def value_and_grad(
                 "arguments that argnums names positionally, or name others"
             )
         axes = resolve_axes(axis)
-        batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
+        batch = find_micro_batches(args, nums, batch_argnums, micro_batches)
         arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
         is_invariant = _is_differentiated_itself(arguments)
         if is_invariant:

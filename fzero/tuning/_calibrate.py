@@ -257,10 +257,10 @@ def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device
         hop = message_seconds(first, first + stride, device, ROUNDS)
     small, large = (gather_seconds(n, group, device, ROUNDS) for n in (1, numel))
     hop, small, large = (-_slowest(-x) for x in (hop, small, large))
-    return links_of(hop, small, large, 4 * numel * ranks, ranks)
+    return fit_links(hop, small, large, 4 * numel * ranks, ranks)
 
 
-def links_of(hop: float, small: float, large: float, total: int, ranks: int) -> Links:
+def fit_links(hop: float, small: float, large: float, total: int, ranks: int) -> Links:
     """Fit the constants of the cost model to the times of three messages.
 
     Args:

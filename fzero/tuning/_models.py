@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PRESETS", "TENSOR", "ModelShape", "Params", "batch_of", "init", "shape_of"]
+__all__ = ["PRESETS", "TENSOR", "ModelShape", "Params", "init", "make_batch", "shape_of"]
 
 # Transformers by their sizes: meta parameters, a meta batch, and the dimensions along which "tp" splits parameters.
 
@@ -121,7 +121,7 @@ def _block(shape: ModelShape) -> Params:
     return block | ({"experts": mlp, "router": _linear(d, count, False)} if count else {"mlp": mlp})
 
 
-def batch_of(shape: ModelShape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(shape: ModelShape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a batch on the meta device: tokens and a target for each, or images and their classes.
 
     Args:

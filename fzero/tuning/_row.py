@@ -19,10 +19,10 @@ __all__ = [
     "World",
     "check_bytes",
     "extrapolate",
+    "make_row",
     "plan_at",
     "plan_step",
     "row_from",
-    "row_of",
     "step_at",
     "step_on",
     "summarize",
@@ -177,7 +177,7 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
     return PlanSummary(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
 
 
-def row_of(config: Configuration, summaries: Mapping[int, PlanSummary], in_full: bool) -> TableRow:
+def make_row(config: Configuration, summaries: Mapping[int, PlanSummary], in_full: bool) -> TableRow:
     """Make a row from the summaries of some ranks: the memory of the fullest rank, and the seconds of the slowest."""
     rank = max(summaries, key=lambda r: sum(summaries[r].at_peak.values()))
     summary = summaries[rank]

@@ -26,8 +26,8 @@ from fzero.tuning._row import (
     StepArgs,
     TableRow,
     extrapolate,
+    make_row,
     row_from,
-    row_of,
     step_at,
     step_on,
     summarize,
@@ -42,9 +42,9 @@ __all__ = [
     "check_mesh",
     "fullest_of",
     "in_order",
-    "pool_of",
+    "open_pool",
     "refine",
-    "rows_of",
+    "search_rows",
 ]
 
 # Processes that plan. They are forked, so that they have torch and the user's functions already.
@@ -60,7 +60,7 @@ class _InProcess(Executor):
 
 
 @contextmanager
-def pool_of(
+def open_pool(
     count: int, run: Callable[[Any], Any], known: Callable[[Any], Any] = lambda value: None
 ) -> Iterator[Callable[[Any], Future[Any]]]:
     """Yield a function that starts `run` on a value, in this process or a forked one, and returns the future.
@@ -91,7 +91,7 @@ def pool_of(
 
 @contextmanager
 def _processes(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
-    """Yield a function that starts `run` on a value in one of `count` processes, as `pool_of` describes."""
+    """Yield a function that starts `run` on a value in one of `count` processes, as `open_pool` describes."""
     if count > 1 and not _can_fork():
         warn_once(
             f"fzero.tune: workers={count}: this process has computed gradients, and this build of torch can compute "
@@ -228,11 +228,11 @@ class ConfigurationPlanner:
         shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
         summaries = None if shallow is None else self._extrapolated(config, shallow)
         in_full = summaries is None
-        return row_of(config, self._plan(config) if summaries is None else summaries, in_full)
+        return make_row(config, self._plan(config) if summaries is None else summaries, in_full)
 
     def _in_full(self, row: TableRow) -> TableRow:
         settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
-        return row_of(row.config, self._plan(row.config, settings), in_full=True)
+        return make_row(row.config, self._plan(row.config, settings), in_full=True)
 
     def _extrapolated(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
         """Extrapolate all schedules, and summarize the one that fzero.jit would choose; None without a common one."""
@@ -357,7 +357,7 @@ class Skipped(NamedTuple):
     smaller: Configuration
 
 
-def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
+def search_rows(space: Space, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
     A free process does not wait: it begins with a configuration that may be skipped later. The row of such a

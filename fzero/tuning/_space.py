@@ -10,7 +10,7 @@ import torch
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["REMATS", "Configuration", "Space", "TuneOptions", "space_of"]
+__all__ = ["REMATS", "Configuration", "Space", "TuneOptions", "make_space"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
@@ -177,7 +177,7 @@ class Space:
                 yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **dims._asdict())
 
 
-def space_of(options: TuneOptions) -> Space:
+def make_space(options: TuneOptions) -> Space:
     """Check the dimensions of a search, and return its space.
 
     Raises:

@@ -15,11 +15,11 @@ from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import mesh
 from fzero.transforms import gather, remat, value_and_grad
-from fzero.tuning._models import TENSOR, ModelShape, Params, batch_of, init, shape_of
+from fzero.tuning._models import TENSOR, ModelShape, Params, init, make_batch, shape_of
 from fzero.tuning._space import Configuration
 from fzero.zero import shard
 
-__all__ = ["apply_block", "embed", "head_loss", "loss_of", "model_step"]
+__all__ = ["apply_block", "compute_loss", "embed", "head_loss", "model_step"]
 
 # The forward pass of a transformer, split at its blocks: an ordinary functional model.
 #
@@ -30,7 +30,9 @@ __all__ = ["apply_block", "embed", "head_loss", "loss_of", "model_step"]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
 
 
-def loss_of(shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any) -> torch.Tensor:
+def compute_loss(
+    shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any
+) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
     Args:
@@ -38,7 +40,7 @@ def loss_of(shape: ModelShape, explicit: bool, run: Callable[..., Any], params: 
         explicit: whether attention is written out, so that its weights are saved for the backward pass.
         run: wraps a block, as `fzero.remat` does.
         params: the parameters, or their boxes.
-        batch: as `batch_of` makes it.
+        batch: as `make_batch` makes it.
     """
     block = run(partial(_apply_block, shape, explicit))
     x = embed(shape, params, batch)
@@ -268,14 +270,14 @@ class ModelStep:
         params = init(shape, depth)
         params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
         data = tuple([name for name in config.mean if name != "pp"])
-        return step, params, opt_state, ranks.split(batch_of(shape, config.global_batch, self.length), data)
+        return step, params, opt_state, ranks.split(make_batch(shape, config.global_batch, self.length), data)
 
     def _gradients(self, shape: ModelShape, config: Configuration, depth: int) -> Callable[..., Any]:
         """Return the function that computes loss and gradients: of the full model, or of a rank's stages."""
         policy = config.policy
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
-        loss_fn = partial(loss_of, shape, self.explicit, _remat_wrapper(config.remat))
+        loss_fn = partial(compute_loss, shape, self.explicit, _remat_wrapper(config.remat))
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
     def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:

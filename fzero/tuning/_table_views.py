@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "axes_shown",
-    "axis_of",
     "cells",
     "draw",
     "duration",
+    "format_axis",
     "headline",
     "moved_shown",
     "notes",
@@ -99,7 +99,7 @@ def _rows(table: "Table") -> Any:
         texts = cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [format_bytes(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
-        sizes = [axis_of(row.config, name) for name in axes]
+        sizes = [format_axis(row.config, name) for name in axes]
         grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
     hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
     if any(hidden):
@@ -124,7 +124,7 @@ def moved_shown(table: "Table") -> list[str]:
     return sorted(axes_by_name, key=lambda axes: (order.get(axes, 3), axes)) if len(axes_by_name) > 1 else []
 
 
-def axis_of(config: "Configuration", name: str) -> str:
+def format_axis(config: "Configuration", name: str) -> str:
     """Format the size of an axis of a configuration, or its schedule."""
     return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
 

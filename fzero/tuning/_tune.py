@@ -14,8 +14,8 @@ from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._rules import Verdict, verdicts
-from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, pool_of, refine, rows_of
-from fzero.tuning._space import Configuration, TuneOptions, space_of
+from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
+from fzero.tuning._space import Configuration, TuneOptions, make_space
 
 __all__ = ["Best", "Table", "tune"]
 
@@ -316,7 +316,7 @@ def tune(
     """
     machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
     batch = (world_size, global_batch, stages, micro_batches)
-    space = space_of(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
+    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
@@ -324,9 +324,9 @@ def tune(
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
-    with pool_of(workers, planner, planner.cached) as start:
+    with open_pool(workers, planner, planner.cached) as start:
         results: list[TableRow | Skipped] = []
-        for x in rows_of(space, start, workers, budget):
+        for x in search_rows(space, start, workers, budget):
             results.append(x)
             if on_result is not None:
                 on_result(x)

@@ -16,7 +16,7 @@ from fzero.observe import Rows
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
 
-__all__ = ["Hint", "Measurement", "Meter", "StepMeasurement", "WatchedStep", "hints_of", "meter_of", "watch"]
+__all__ = ["Hint", "Measurement", "Meter", "StepMeasurement", "WatchedStep", "find_hints", "meter_of", "watch"]
 
 # Meters measure one call of a step with the counters of its device, without waiting for the device.
 
@@ -212,7 +212,7 @@ class Hint(NamedTuple):
         return f"{self.name}: {self.text}"
 
 
-def hints_of(measurements: Sequence[StepMeasurement]) -> list[Hint]:
+def find_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
     """List hints for the last of some consecutive measurements.
 
     Args:
@@ -475,7 +475,7 @@ class WatchedStep:
         ]
         if measured:
             self.last = measurements[measured[-1]]
-            self.hints = hints_of(measurements[: measured[-1] + 1])
+            self.hints = find_hints(measurements[: measured[-1] + 1])
         if not measurements or not self._is_leader:
             return
         rows = [(r.step, r.scalars()) for r in measurements]

@@ -26,7 +26,7 @@ from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._row import TableRow, plan_step, step_at
 from fzero.tuning._space import REMATS, Configuration
 from fzero.tuning._steps import model_step
-from fzero.tuning._table_views import axes_shown, axis_of, duration, headline, notes, render_comparison
+from fzero.tuning._table_views import axes_shown, duration, format_axis, headline, notes, render_comparison
 from fzero.tuning._tune import Table, tune
 
 __all__ = ["page", "recipe", "run"]
@@ -74,7 +74,7 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "precision": c.precision,
         "offload": c.offload,
         **{name: getattr(c, name) for name in ("ep", "tp", "pp")},
-        "schedule": axis_of(c, "schedule"),
+        "schedule": format_axis(c, "schedule"),
         "peak": row.peak_bytes,
         "seconds": row.seconds,
         "moved": sum(row.moved.values()),

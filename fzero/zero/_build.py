@@ -8,7 +8,7 @@ from fzero import tree
 from fzero._torch import view_of
 from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
 from fzero.sharding import Shard, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
-from fzero.zero._source import LeafSupply, TracedInit, supply_of
+from fzero.zero._source import LeafSupply, TracedInit, make_supply
 
 __all__ = ["build", "in_unit_buffers", "supply_like"]
 
@@ -226,7 +226,7 @@ def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSuppl
             _check_tied(label, (paths[first_position], leaves[first_position]), (paths[i], leaves[i]))
     for path, x, shape_and_dtype in zip(paths, leaves, expected, strict=True):
         _check_like(label, path, x, shape_and_dtype)
-    return supply_of(label, tree.unflatten(structure, leaves), call)
+    return make_supply(label, tree.unflatten(structure, leaves), call)
 
 
 def _no_box(x: Any) -> Any:
@@ -235,7 +235,7 @@ def _no_box(x: Any) -> Any:
 
 
 def _check_like(label: str, path: str, x: Any, expected: tuple[tuple[int, ...], torch.dtype] | None) -> None:
-    if expected is None or is_box(x):  # supply_of refuses boxes
+    if expected is None or is_box(x):  # make_supply refuses boxes
         return
     shape, dtype = expected
     if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != expected:

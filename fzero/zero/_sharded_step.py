@@ -41,8 +41,8 @@ from fzero.zero._checks import (
     copy_aliases,
     is_like,
 )
-from fzero.zero._source import source_of
-from fzero.zero._stages import StageLayouts, check_stage, layout_of
+from fzero.zero._source import make_source
+from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
 
 __all__ = ["ShardedStep", "shard"]
 
@@ -75,7 +75,7 @@ class ShardedStep:
     @property
     def layout(self) -> StageLayouts:
         """The stage's layouts of parameters, gradients and optimizer state."""
-        return layout_of(self.stage)
+        return stage_layouts(self.stage)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ class ShardedStep:
             The tree, and a tree of its boxes within a step, on the meta device.
         """
         lazy = self.layout.shards_params or self.mesh.device.type != "cpu"  # so the host never holds the whole tree
-        source = source_of(label, values, lazy=lazy, call=call)
+        source = make_source(label, values, lazy=lazy, call=call)
         del values
         between, within = self._layouts_of(tree.unflatten(source.structure, source.leaves))
         return build(label, source, between, self.mesh), within

@@ -18,12 +18,12 @@ from fzero._notice import warn_once
 from fzero.graph import is_random, stand_ins_of
 from fzero.sharding import PerRank, is_box
 
-__all__ = ["LeafSupply", "TracedInit", "initializer", "source_of", "stand_ins", "supply_of"]
+__all__ = ["LeafSupply", "TracedInit", "initializer", "make_source", "make_supply", "stand_ins"]
 
 # The source of a tree's leaves: a tree, a function that returns one, or a module.
 
 
-def source_of(label: str, values: Any, lazy: bool, call: str = "") -> "LeafSupply | TracedInit":
+def make_source(label: str, values: Any, lazy: bool, call: str = "") -> "LeafSupply | TracedInit":
     """Return the source of a tree's leaves, which supplies them one after the other.
 
     Args:
@@ -42,9 +42,9 @@ def source_of(label: str, values: Any, lazy: bool, call: str = "") -> "LeafSuppl
     if isinstance(values, torch.nn.Module):
         values = initializer(values) if is_on_meta(values) else trainable_params(values)
     if not callable(values):
-        return supply_of(label, values, call)
+        return make_supply(label, values, call)
     source = _try_trace(values) if lazy else None
-    return supply_of(label, values(), call) if source is None else source
+    return make_supply(label, values(), call) if source is None else source
 
 
 # Leaves that exist already. The caller keeps or donates them, or a function has returned them.
@@ -91,7 +91,7 @@ class LeafSupply:
             del x  # before the next leaf is copied
 
 
-def supply_of(label: str, values: Any, call: str = "") -> LeafSupply:
+def make_supply(label: str, values: Any, call: str = "") -> LeafSupply:
     """Flatten a tree into a supply of its leaves. A leaf is freed after its use, unless someone else holds it.
 
     Args:

@@ -6,7 +6,7 @@ A sharded step reads nothing else of a stage. So another way to shard is another
 import operator
 from typing import Any, NamedTuple
 
-__all__ = ["STAGES", "StageLayouts", "check_stage", "layout_of"]
+__all__ = ["STAGES", "StageLayouts", "check_stage", "stage_layouts"]
 
 
 class StageLayouts(NamedTuple):
@@ -47,7 +47,7 @@ STAGES = (
 )
 
 
-def layout_of(stage: int) -> StageLayouts:
+def stage_layouts(stage: int) -> StageLayouts:
     """Return the layouts of a stage."""
     return STAGES[stage]
 

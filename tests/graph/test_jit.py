@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.run._program import program_of
+from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -594,7 +594,7 @@ def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
         jitted = fzero.jit(step)
         jitted.plan(*args)
         (entry,) = jitted._entries.values()
-        return len({s.key for s in program_of(entry.best.graph).instructions if isinstance(s, Segment)})
+        return len({s.key for s in make_program(entry.best.graph).instructions if isinstance(s, Segment)})
 
     assert distinct(4) == distinct(7)
 

@@ -59,7 +59,7 @@ from fzero.graph.passes import (
 )
 from fzero.graph.planning._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._backends import lower
-from fzero.graph.run._program import Program, SingleOperation, program_of
+from fzero.graph.run._program import Program, SingleOperation, make_program
 from fzero.graph.run._segment import Segment
 from fzero.graph.trace._trace import trace
 from tests.graph import graphs
@@ -703,7 +703,7 @@ def test_executors_compute_what_the_graph_says(make, how, late):
     expected = [bits(x) for x in run(graph, reference, sample.n, late)]
     with pytest.MonkeyPatch.context() as patch:
         not_compiled(patch)
-        patch.setattr(lowering, "program_of", lambda g: in_a_world(program_of(g), World(sample.n, late)))
+        patch.setattr(lowering, "make_program", lambda g: in_a_world(make_program(g), World(sample.n, late)))
         for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
             given_args = sample.args()
             box = list(given_args)
@@ -740,7 +740,7 @@ class Reads(list):
 @given(samples(), settings_of_passes())
 def test_a_register_is_free_right_after_its_last_use(make, how):
     sample = make()
-    program = program_of(passed(sample, how))
+    program = make_program(passed(sample, how))
     count = len(sample.shapes)
     held, freed, last = {*range(count)}, {}, {}
     for i, instruction in enumerate(program.instructions):
@@ -766,6 +766,6 @@ def test_a_register_is_free_right_after_its_last_use(make, how):
 def test_segments_to_compile_do_not_grow_with_the_blocks(chain):
     def distinct(depth: int) -> int:
         graph = schedule(regather(build_chain(chain._replace(widths=(4,) * (depth + 1))).graph, 0))
-        return len({s.key for s in program_of(graph).instructions if isinstance(s, Segment)})
+        return len({s.key for s in make_program(graph).instructions if isinstance(s, Segment)})
 
     assert distinct(6) == distinct(9)

@@ -216,7 +216,7 @@ MUTANTS = [
         ),
         Fault(
             "a write stays before the readers of the overwritten value",
-            "rules_of",
+            "order_rules",
             becomes("A(B, readers)", "B[:]"),
             SLICE_OF_GATHER,
         ),
@@ -458,16 +458,16 @@ MUTANTS = [
         Fault("every member of a bucket gets the first member's result", "_coalesce", becomes("i", "0", at="6 of 6")),
     ),
     *File("graph/trace/_arguments.py", JIT).faults(
-        Fault("numbers are not in the key of a trace", "key_of", becomes("(type(A), B)", "(type(A), None)")),
+        Fault("numbers are not in the key of a trace", "call_key", becomes("(type(A), B)", "(type(A), None)")),
         Fault(
             "strides are not in the key of a trace",
-            "key_of",
+            "call_key",
             becomes("arguments.A", "()", at="6 of 8"),
             ON_GLOO,
         ),
         Fault(
             "the path of a state's leaf is matched from its longest suffix",
-            "blocks_of",
+            "block_numbers",
             becomes("range(len(A), -1, -1)", "range(len(A) + 1)"),
             SUBGRAPHS,
         ),
@@ -533,7 +533,7 @@ MUTANTS = [
             "dump",
             becomes("A.B(settings)", "A.B(PassSettings(True, 0, 0))"),
         ),
-        Fault("a second trace is dumped over the first", "folder_of", never("traces")),
+        Fault("a second trace is dumped over the first", "dump_folder", never("traces")),
     ),
     *File("graph/loop/_insert_loops.py", LOOPS).faults(
         Fault(
@@ -566,7 +566,7 @@ MUTANTS = [
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
     *File("graph/planning/_plan.py", LOOPS).faults(
-        Fault("a plan counts one iteration of a loop", "operations_of", becomes("A.iterations", "1")),
+        Fault("a plan counts one iteration of a loop", "list_operations", becomes("A.iterations", "1")),
     ),
     *File("transforms/_value_and_grad.py", LOOPS).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),

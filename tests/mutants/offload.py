@@ -203,7 +203,7 @@ MUTANTS = [
     ),
     *File("graph/planning/_plan.py", SPACES).faults(
         Fault(
-            "a loop's transfers count once", "plan_of", becomes("A(B, C(D), E(*F(D)), G)", "A(B, C(D), E(*F(D)), 1)")
+            "a loop's transfers count once", "make_plan", becomes("A(B, C(D), E(*F(D)), G)", "A(B, C(D), E(*F(D)), 1)")
         ),
     ),
     *File("graph/run/_program.py", ARRIVALS).faults(

@@ -44,7 +44,7 @@ MUTANTS = [
     *File("parallel/schedules/_builders.py", LAWS).faults(
         Fault("one forward pass more than the cap is in flight", "_Simulation.forward", swapped(">=", ">")),
         Fault("a forward pass does not leave the cap's rest to later stages", "_Simulation.forward", bare("A + B")),
-        Fault("a cap of 0 is accepted", "caps_of", becomes("A < B", "A < 0")),
+        Fault("a cap of 0 is accepted", "caps_by_rank", becomes("A < B", "A < 0")),
         Fault("the simulation prefers other actions to backward passes", "_Simulation.backward", constant(0, 2)),
     ),
     *File("parallel/schedules/_schedule.py", LAWS).faults(
@@ -96,7 +96,9 @@ MUTANTS = [
             "_actions",
             becomes("for A in B if C else D: ...", "for A in B[:1] if C else D: ..."),
         ),
-        Fault("a stage may lie on two ranks", "rows_of", becomes("if A != rank: ...", "if A != rank and False: ...")),
+        Fault(
+            "a stage may lie on two ranks", "parse_rows", becomes("if A != rank: ...", "if A != rank and False: ...")
+        ),
         Fault(
             "rows of a dict need not be numbered from 0",
             "_cells",

@@ -39,7 +39,7 @@ MUTANTS = [
         Fault("join returns the blocks' parameters only", "SplitModule.join", returns("block_params")),
         Fault("blocks that return tuples are not supported", "SplitModule._record", becomes("[*A]", "[A.TENSOR]")),
         Fault("blocks with other parameters are stacked", "_check_alike", never("mismatches")),
-        Fault("a module with several lists of blocks is not refused", "blocks_of", constant(1, 9)),
+        Fault("a module with several lists of blocks is not refused", "find_blocks", constant(1, 9)),
         Fault("a list of blocks of several classes counts as blocks", "_lists", swapped("==", ">=")),
         Fault("a block's parameter may be shared", "check_ownership", never("aliases")),
         Fault("a block's parameter may be frozen", "check_ownership", never("not A.requires_grad")),
@@ -73,7 +73,7 @@ MUTANTS = [
             "run_dynamic_block",
             becomes("(A([B[C] for C in D], E.position), F)", "(B[D[0]], F)"),
         ),
-        Fault("recording a module's calls advances the random generator", "calls_of", becomes("A(B(0), C)", "C()")),
+        Fault("recording a module's calls advances the random generator", "record_calls", becomes("A(B(0), C)", "C()")),
         Fault(
             "a module that asks for the number of a block's values is not refused",
             "_FirstValueOnly.__len__",

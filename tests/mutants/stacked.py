@@ -46,16 +46,18 @@ MUTANTS = [
     *File("checkpoint/_local_tree.py", CHECKPOINT).faults(
         Fault(
             "each row of a stacked leaf has the first item's name",
-            "parts_of",
+            "list_unit_parts",
             becomes("(A, False)", "(any_number, False)"),
         ),
         Fault(
-            "the value of an idle slot is saved as a leaf of its own", "parts_of", becomes("(A, True)", "(A, False)")
+            "the value of an idle slot is saved as a leaf of its own",
+            "list_unit_parts",
+            becomes("(A, True)", "(A, False)"),
         ),
-        Fault("the copies of a tied leaf are saved several times", "parts_of", never("is_copy")),
-        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "parts_of", bare("A - 1")),
+        Fault("the copies of a tied leaf are saved several times", "list_unit_parts", never("is_copy")),
+        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "list_unit_parts", bare("A - 1")),
         Fault("blocks are saved in the ranks' order", "in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
-        Fault("a list with another name is accepted", "parts_of", never("item is None")),
+        Fault("a list with another name is accepted", "list_unit_parts", never("item is None")),
     ),
     *File("checkpoint/_ranges.py", CHECKPOINT).faults(
         Fault(

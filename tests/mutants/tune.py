@@ -37,12 +37,12 @@ MUTANTS = [
         ),
         Fault(
             "processes start although all rows are known",
-            "pool_of.start",
+            "open_pool.start",
             never("A is not None"),
             ("tests/tuning/test_search.py",),
         ),
-        Fault("a configuration that fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
-        Fault("configurations that cannot fit are planned", "rows_of", never("A.B > C")),
+        Fault("a configuration that fits is skipped", "search_rows", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
+        Fault("configurations that cannot fit are planned", "search_rows", never("A.B > C")),
         Fault(
             "models of 1 and 2 blocks are extrapolated",
             "DEPTHS_BY_PARITY",
@@ -73,7 +73,7 @@ MUTANTS = [
         Fault("a loop's collectives count once", "summarize", bare("A * c.times")),
         Fault(
             "the seconds are those of the fullest rank, not of the slowest",
-            "row_of",
+            "make_row",
             becomes("max([A.schedules[A.B].C for A in D])", "summary.schedules[summary.B].C"),
             PARALLELISM,
         ),
@@ -101,7 +101,7 @@ MUTANTS = [
         Fault("the global batch counts as each rank's", "Space.__iter__", bare("A // B.C")),
         Fault(
             "a micro-batch that does not divide the batch is dropped without an error",
-            "space_of",
+            "make_space",
             never("A.B is not None"),
         ),
         Fault(
@@ -239,8 +239,8 @@ MUTANTS = [
     *File("tuning/_calibrate.py", CALIBRATE).faults(
         Fault("the speeds of float32 and half precision are swapped", "calibrate", becomes("(A / B, C)", "(B / A, C)")),
         Fault("the speed of a copy counts wrong bytes", "copy_speed", becomes("2 * 4", "-4")),
-        Fault("the latency of a ring is counted in its speed", "links_of", bare("A - (B - 1) * C")),
-        Fault("a link's speed includes its latency", "links_of", bare("max(A - B, 0.1 * A)")),
+        Fault("the latency of a ring is counted in its speed", "fit_links", bare("A - (B - 1) * C")),
+        Fault("a link's speed includes its latency", "fit_links", bare("max(A - B, 0.1 * A)")),
         Fault("an assumed constant counts as measured", "_machine", constant("assumed, as for ", "measured, as for ")),
         Fault(
             "links between machines have the speed of links within",

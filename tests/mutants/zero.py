@@ -116,12 +116,12 @@ MUTANTS = [
         Fault("the last row of a strided tensor is left out", "_slices", never("A * B < C")),
     ),
     *File("zero/_source.py", BUILD).faults(
-        Fault("a module's weights are drawn anew", "source_of", always("A(B)", at="1 of 2")),
+        Fault("a module's weights are drawn anew", "make_source", always("A(B)", at="1 of 2")),
         Fault("a donated view is kept, not copied", "LeafSupply.run", dropped("owns_storage")),
         Fault("a donated inference tensor is kept, not copied", "LeafSupply.run", dropped("not A.is_inference()")),
         Fault("init holds all leaves until its end", "LeafSupply.run", skipped("self.A[B] = None")),
         Fault(
-            "PerRank values share the caller's memory", "supply_of", becomes("torch.clone", "lambda v: v"), PARTITION
+            "PerRank values share the caller's memory", "make_supply", becomes("torch.clone", "lambda v: v"), PARTITION
         ),
     ),
     *File("zero/_source.py", ("tests/zero/test_init.py",)).faults(

@@ -13,7 +13,7 @@ from fzero import tuning
 from fzero.__main__ import main
 from fzero.tuning import CPU, H100, _calibrate
 from fzero.tuning import _calibrate as _stopwatch
-from fzero.tuning._calibrate import links_of
+from fzero.tuning._calibrate import fit_links
 from fzero.tuning._machines import read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.test_costs import machines
@@ -66,7 +66,7 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
     total = ranks << 22
     small = latency + (ranks - 1) * hop
     large = small + total * (ranks - 1) / ranks / speed
-    found = links_of(hop, small, large, total, ranks)
+    found = fit_links(hop, small, large, total, ranks)
     if latency > 0.1 * small and large > small * 10 / 9:
         assert found == pytest.approx((speed, latency, hop, ranks))
     assert found.speed > 0 and found.latency > 0 and found.hop > 0  # whatever a busy machine has measured

@@ -105,7 +105,7 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
     pair = fzero.optim.master_weights(fzero.optim.adamw(3e-2), fzero.Precision(param=torch.bfloat16))
     opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), pair)
     params, opt_state = step.init(whole, opt)
-    samples = tuning._models.batch_of(TINY[name], 4, 16)
+    samples = tuning._models.make_batch(TINY[name], 4, 16)
     batch = step.mesh.split(fzero.tree.map(real, samples))
     losses = []
     for _ in range(4):

@@ -13,16 +13,16 @@ from fzero import tuning
 from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
-from fzero.tuning._row import PlanSummary, ScheduleCost, row_of
+from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search import ConfigurationPlanner, depths_of, fullest_of
-from fzero.tuning._space import TuneOptions, space_of
+from fzero.tuning._space import TuneOptions, make_space
 from fzero.tuning.command import page, recipe
 from tests.helpers import cases, either
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 from tests.tuning.test_models import TINY
 
 ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "device": CPU, "micro_batches": (8,), "remat": (False,)}
-SPACE = space_of(
+SPACE = make_space(
     TuneOptions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
 )
 
@@ -139,7 +139,7 @@ def test_a_row_takes_what_the_slowest_rank_does():
     def digest(peak: float, seconds: float) -> PlanSummary:
         return PlanSummary({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
-    row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
+    row = make_row(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
     assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
 
 

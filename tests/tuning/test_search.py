@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow, _search
 from fzero.tuning import _search as _plan_cache
-from fzero.tuning._search import in_order, rows_of
-from fzero.tuning._space import REMATS, TuneOptions, space_of
+from fzero.tuning._search import in_order, search_rows
+from fzero.tuning._space import REMATS, TuneOptions, make_space
 from tests.helpers import examples
 from tests.tuning.spaces import planned
 
-SPACE = space_of(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
+SPACE = make_space(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
 
 def row(config: Configuration) -> TableRow:
@@ -59,9 +59,9 @@ class Processes:
 def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
     with pytest.MonkeyPatch.context() as patch:
         one = Processes(1, lambda _: 0, patch)
-        alone = [*rows_of(SPACE, one.start, 1, budget)]
+        alone = [*search_rows(SPACE, one.start, 1, budget)]
         many = Processes(workers, data.draw, patch)
-        found = [*rows_of(SPACE, many.start, workers, budget)]
+        found = [*search_rows(SPACE, many.start, workers, budget)]
     assert sorted(map(str, [x.config for x in alone])) == sorted(map(str, SPACE))
     assert in_order(SPACE, found, budget) == in_order(SPACE, alone, budget)
     rows, skipped = in_order(SPACE, found, budget)
@@ -77,7 +77,7 @@ def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, work
 def test_a_row_that_comes_to_be_skipped_is_left_out():
     with pytest.MonkeyPatch.context() as patch:
         many = Processes(8, lambda _: 0, patch)
-        found = [*rows_of(SPACE, many.start, 8, 1.0)]  # nothing fits
+        found = [*search_rows(SPACE, many.start, 8, 1.0)]  # nothing fits
     assert len(many.started) > sum(isinstance(x, TableRow) for x in found) == 2  # the leanest of both precisions
     assert all(isinstance(x, TableRow) or x.smaller.stage == 3 for x in found)
 
@@ -89,13 +89,13 @@ def without_threads() -> None:
 def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, caplog):
     """As after a backward pass on a build of torch for GPUs: there autograd's threads are lost in the fork."""
     monkeypatch.setattr(_search, "_differentiate", without_threads)
-    with _search.pool_of(3, lambda value: (value, os.getpid())) as start:
+    with _search.open_pool(3, lambda value: (value, os.getpid())) as start:
         assert [start(i).result() for i in range(4)] == [(i, os.getpid()) for i in range(4)]
     assert "workers=3: this process has computed gradients" in caplog.text
     monkeypatch.undo()
     if not _search._can_fork():  # a build of torch for GPUs, and this process has computed gradients
         return
-    with _search.pool_of(2, lambda value: (value, os.getpid())) as start:
+    with _search.open_pool(2, lambda value: (value, os.getpid())) as start:
         value, process = start(5).result()
     assert value == 5 and process != os.getpid()
 
@@ -103,10 +103,10 @@ def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, capl
 def test_what_is_known_needs_no_process(monkeypatch):
     monkeypatch.setattr(_search, "_differentiate", without_threads)  # a process would say so
     run = {1: "run"}.__getitem__
-    with _search.pool_of(1, run, {2: "known"}.get) as start:
+    with _search.open_pool(1, run, {2: "known"}.get) as start:
         assert [start(i).result() for i in (2, 1, 2)] == ["known", "run", "known"]
     monkeypatch.setattr(_search, "_processes", None)
-    with _search.pool_of(3, run, {2: "known"}.get) as start:
+    with _search.open_pool(3, run, {2: "known"}.get) as start:
         assert start(2).result() == "known"
 
 
@@ -128,7 +128,7 @@ def test_an_error_ends_the_search():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        next(rows_of(SPACE, start, 2, 1.0))
+        next(search_rows(SPACE, start, 2, 1.0))
     assert Skipped(*[Configuration(1, 1, 1)] * 2).config.ranks == 1
 
 

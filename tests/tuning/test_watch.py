@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tuning
 from fzero._torch import profiling
 from fzero.tuning import CPU, StepMeasurement
-from fzero.tuning._watch import Measurement, hints_of, meter_of
+from fzero.tuning._watch import Measurement, find_hints, meter_of
 
 
 def watch(*args: Any, **asked: Any) -> Any:
@@ -205,14 +205,14 @@ CASES: dict[str, tuple[list[StepMeasurement], list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_hint_names_the_cause(name):
     measurements, names = CASES[name]
-    assert [h.name for h in hints_of(measurements)] == names
+    assert [h.name for h in find_hints(measurements)] == names
 
 
 def test_hints_say_by_how_much_and_what_to_do():
-    said = " ".join(map(str, hints_of([reading(reserved_bytes=11_200_000_000)])))
+    said = " ".join(map(str, find_hints([reading(reserved_bytes=11_200_000_000)])))
     assert said.startswith("fragmentation: the allocator holds 11.2 GB, 12% above plan, of which 1.2 GB")
     assert "expandable_segments" in said
-    said = str(hints_of([reading(before_bytes=5_500_000_000, reserved_bytes=None)])[0])
+    said = str(find_hints([reading(before_bytes=5_500_000_000, reserved_bytes=None)])[0])
     assert "peak 15% above plan: 1.5 GB are held besides the step's arguments" in said
 
 

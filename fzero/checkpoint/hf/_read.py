@@ -10,7 +10,7 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block, is_direct, materialize, runs
+from fzero.checkpoint._blocks import BlockRange, full_block, is_direct, materialize, runs, view_bytes
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, local_tree
@@ -384,7 +384,7 @@ def _fill(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leave
 def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
     """Read elements straight into memory; if they must be cast, or go to a device, through a small buffer."""
     if source.dtype == part.to.dtype and is_direct(part.to):
-        view = bytes_of(part.to.view(-1)[part.start : part.start + part.numel])
+        view = view_bytes(part.to.view(-1)[part.start : part.start + part.numel])
         files.read_into(source.file, source.offset + part.first * part.to.element_size(), [view])
         return
     for at, values in _buffers(files, source, part):
@@ -395,7 +395,7 @@ def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     """Return whether memory and a file hold the same values."""
     for at, values in _buffers(files, source, part):
         actual = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
-        if bytes_of(actual) != bytes_of(values.to(actual.dtype)):
+        if view_bytes(actual) != view_bytes(values.to(actual.dtype)):
             return False
     return True
 
@@ -408,5 +408,5 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]
-        files.read_into(source.file, source.offset + (part.first + at) * size, [bytes_of(values)])
+        files.read_into(source.file, source.offset + (part.first + at) * size, [view_bytes(values)])
         yield at, values

@@ -12,7 +12,7 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, full_block, runs
+from fzero.checkpoint._blocks import BlockRange, chunks, full_block, runs, view_bytes
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._local_tree import LocalTree, local_tree
@@ -225,7 +225,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
     step = max(CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
     for i in range(start, start + numel, step):
         part = elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
-        at = _write_at(fd, bytes_of(part), at)
+        at = _write_at(fd, view_bytes(part), at)
 
 
 def _write_at(fd: int, view: memoryview, at: int) -> int:

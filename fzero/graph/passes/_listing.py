@@ -34,9 +34,9 @@ __all__ = [
     "OrderRules",
     "input_only_nodes",
     "list_nodes",
+    "order_rules",
     "readers_of_overwritten",
     "roles",
-    "rules_of",
     "work_in_order",
 ]
 
@@ -233,7 +233,7 @@ class ListSchedulerState:
     postponed: set[Node] = field(default_factory=set)
 
 
-def rules_of(graph: Graph, memory: Storages) -> OrderRules:
+def order_rules(graph: Graph, memory: Storages) -> OrderRules:
     """Return the constraints of a graph's order without prefetched gathers and without collectives in flight."""
     nodes, readers = list(graph.nodes), readers_of_overwritten(graph, memory)
     index = {n: i for i, n in enumerate(nodes)}

@@ -36,7 +36,7 @@ from fzero.graph._ir import (
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_PHASE
-from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, readers_of_overwritten, rules_of
+from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.planning._liveness import device_live_bytes, record_peak
 from fzero.graph.run._subgraphs import scalars_of
 
@@ -184,7 +184,7 @@ class Orders:
     @cached_property
     def rules(self) -> OrderRules:
         """The constraints of all orders."""
-        return rules_of(self.graph, self.storages)
+        return order_rules(self.graph, self.storages)
 
     @cached_property
     def gathers(self) -> list[Node]:

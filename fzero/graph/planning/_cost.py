@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph._ir import (
-    axis_of,
+    collective_axes,
     collective_kind,
     collective_of,
     flops,
@@ -138,7 +138,7 @@ def collective_seconds(node: Node, device: Device) -> float:
         The numbers of steps are those by which NCCL chooses an algorithm, in `src/graph/tuning.cc`.
     """
     total, kind = full_bytes(node), collective_kind(node)
-    names = tuple([x for x in axis_of(node, dict(device.groups)).split(",") if x])
+    names = tuple([x for x in collective_axes(node, dict(device.groups)).split(",") if x])
     is_known = bool(names) and {*names} <= {name for name, _ in device.axes}
     if not is_known:
         n = group_size(node)

@@ -14,7 +14,7 @@ from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
 from fzero.graph._ir import (
     aten,
-    axis_of,
+    collective_axes,
     collective_kind,
     elements,
     flops,
@@ -42,8 +42,8 @@ __all__ = [
     "Settings",
     "Transfer",
     "layers",
-    "operations_of",
-    "plan_of",
+    "list_operations",
+    "make_plan",
     "plan_ranges",
 ]
 
@@ -131,7 +131,7 @@ class ListedOperation(NamedTuple):
     times: int
 
 
-def operations_of(graph: Graph) -> list[ListedOperation]:
+def list_operations(graph: Graph) -> list[ListedOperation]:
     """List a graph's operations, arguments included; those of a loop's body follow the loop."""
     operations = []
     for node in graph.nodes:
@@ -155,7 +155,7 @@ def _workspace_bytes(operations: Iterable[ListedOperation]) -> int:
 
 
 def plan_ranges(graph: Graph) -> list[Range]:
-    """Return when each storage is alive, in positions of `operations_of`."""
+    """Return when each storage is alive, in positions of `list_operations`."""
     first: list[int] = []  # each node's position in the list; `last` is the position of its body's last operation
     last: list[int] = []
     inner: list[Range] = []
@@ -384,7 +384,7 @@ class Plan(FigureReport):
         return json.dumps({**fields, **totals})
 
 
-def plan_of(
+def make_plan(
     graph: Graph,
     name: str,
     settings: Settings,
@@ -402,7 +402,7 @@ def plan_of(
         device: the device whose seconds to estimate; by default a common one of the kind that the values lie on.
         groups: the axes of each process group, by its name.
     """
-    ops, phase_of = operations_of(graph), phases(graph)
+    ops, phase_of = list_operations(graph), phases(graph)
     layer_of = layers(graph)
     return Plan(
         name,
@@ -442,7 +442,7 @@ def _collective(
 ) -> Collective:
     n, width = elements(node), stand_ins_of(node)[0].element_size()
     layer = layer_of.get(node) or node.meta.get("unit", "")
-    return Collective(position, collective_kind(node), layer, n, n * width, times, axis_of(node, groups))
+    return Collective(position, collective_kind(node), layer, n, n * width, times, collective_axes(node, groups))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:

@@ -16,10 +16,10 @@ from fzero.graph._ir import is_input, results
 from fzero.graph._polynomials import Shapes
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_and_phase
 from fzero.graph.run._compile import Code, Runs, can_load, compile_all, compile_graph, compiled, is_compiled, progress
-from fzero.graph.run._compiled import Executable, codes_of, run_marked, run_operations, run_segments
+from fzero.graph.run._compiled import Executable, distinct_segments, run_marked, run_operations, run_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
 from fzero.graph.run._lengths import Lengths, for_all_lengths
-from fzero.graph.run._program import Program, make_copies_async, program_of
+from fzero.graph.run._program import Program, make_copies_async, make_program
 from fzero.graph.run._workers import Workers, helpers, start
 from fzero.ranks import Mesh, gather_texts
 
@@ -183,8 +183,8 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
 
 def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
     """Compile each distinct segment between collectives once; run segments and collectives alternately."""
-    program = program_of(make_copies_async(graph))
-    codes = codes_of(program)
+    program = make_program(make_copies_async(graph))
+    codes = distinct_segments(program)
     lengths = demand.lengths
     shared = {} if lengths is None else for_all_lengths(codes, lengths, demand.shapes, demand.agreement_mesh)
     refused = set() if lengths is None else lengths.refused_names  # refused by some rank, so no rank runs it compiled
@@ -208,8 +208,8 @@ def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
 def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
     """Run operations one by one until another process has compiled all segments."""
     graph = make_copies_async(graph)
-    program = program_of(graph)
-    codes = codes_of(program)
+    program = make_program(graph)
+    codes = distinct_segments(program)
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, 1 if cold else 0, nice=10)
     runs = auto(run_operations(graph), program, codes, workers, demand.mesh)

@@ -17,10 +17,10 @@ from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, re
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
-from fzero.graph.run._subgraphs import source_of
+from fzero.graph.run._subgraphs import resolve_alias
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
-__all__ = ["Executable", "codes_of", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]
+__all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]
 
 
 # Borders: compiled code gets arguments in the layout that it was compiled for.
@@ -68,7 +68,7 @@ def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
         RuntimeError: if it does.
     """
     inputs = [n for n in graph.nodes if is_input(n)]
-    written: set[Node] = {source_of(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
+    written: set[Node] = {resolve_alias(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
     if any(inputs[i] in written for i in mismatched):
         raise RuntimeError(
             "fzero.jit: the memory layout of an argument that the step writes into differs from the traced layout; "
@@ -155,7 +155,7 @@ def _pop_owned(graph: Graph, owned: Sequence[int]) -> None:
         inputs[i].replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
-def codes_of(program: Program) -> list[Code]:
+def distinct_segments(program: Program) -> list[Code]:
     """List the distinct segments of a program in the order of their first runs."""
     segments: dict[str, Segment] = {}
     for segment in program.segments():

@@ -15,10 +15,10 @@ from torch.fx import Graph
 
 from fzero.graph._polynomials import Sample, Shapes, fit_all
 from fzero.graph.run._compile import Code, CompileError, Runs, compile_all, is_compiled, name_of_code, progress
-from fzero.graph.run._compiled import codes_of
+from fzero.graph.run._compiled import distinct_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, check_outputs
-from fzero.graph.run._program import make_copies_async, program_of
-from fzero.graph.run._segment import Template, compile_template, numbers_of, structure_of
+from fzero.graph.run._program import make_copies_async, make_program
+from fzero.graph.run._segment import Template, compile_template, segment_integers, segment_structure
 from fzero.graph.run._workers import helpers, start
 from fzero.ranks import Mesh
 
@@ -74,7 +74,7 @@ class Lengths:
 
     def template_of(self, code: Code, length: int) -> Template | None:
         """Return a template of a segment at this length: a compiled template if one fits, else a new one, else None."""
-        structure, numbers = structure_of(code), numbers_of(code)
+        structure, numbers = segment_structure(code), segment_integers(code)
         compiled = self.templates.get(structure, [])
         for template, _, holds in compiled:
             if template.is_at(numbers, length) and holds(length):
@@ -95,18 +95,18 @@ class Lengths:
 
     def function_of(self, template: Template) -> Runs | None:
         """Return the function of a template if it is compiled, else None."""
-        entries = self.templates.get(structure_of(template.code), ())
+        entries = self.templates.get(segment_structure(template.code), ())
         return next((runs for other, runs, _ in entries if other.name == template.name), None)
 
     def add(self, template: Template, runs: Runs, holds: Callable[[int], bool]) -> None:
         """Keep the function of a template for further lengths."""
-        self.templates.setdefault(structure_of(template.code), []).append((template, runs, holds))
+        self.templates.setdefault(segment_structure(template.code), []).append((template, runs, holds))
 
     def learn_planned(self, shapes: Shapes) -> None:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
         for other_shapes, graph in self.planned_graphs:
             if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
-                self._note(codes_of(program_of(make_copies_async(graph))), length)
+                self._note(distinct_segments(make_program(make_copies_async(graph))), length)
         self.planned_graphs.clear()
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
@@ -118,8 +118,8 @@ class Lengths:
 
     def _note(self, codes: Sequence[Code], length: int) -> None:
         for code in codes:
-            samples = self.samples.setdefault(structure_of(code), [])
-            sample = Sample(length, numbers_of(code))
+            samples = self.samples.setdefault(segment_structure(code), [])
+            sample = Sample(length, segment_integers(code))
             if sample not in samples and len(samples) < 8:
                 samples.append(sample)
 

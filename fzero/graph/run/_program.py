@@ -27,7 +27,7 @@ from fzero.graph.run._subgraphs import (
     written_argument,
 )
 
-__all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "program_of"]
+__all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "make_program"]
 
 # Program: a scheduled graph as instructions over numbered registers, for the backends that compile segments.
 #
@@ -125,7 +125,7 @@ class Program(NamedTuple):
                     yield from program.segments()
 
 
-def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
+def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     """Make a program of a scheduled graph.
 
     The number of distinct segments grows neither with a model's blocks, if these have one shape, nor with the
@@ -171,9 +171,9 @@ def _single(node: Node, register_of: dict[Node, int]) -> SingleOperation:
 
 def _loop_program(loop: Loop) -> LoopProgram:
     if loop.rank_schedule is None:
-        return LoopProgram(loop, [program_of(loop.body)])
+        return LoopProgram(loop, [make_program(loop.body)])
     parts = split(loop)
-    return LoopProgram(loop, [program_of(part.graph, part.owned) for part in parts], parts)
+    return LoopProgram(loop, [make_program(part.graph, part.owned) for part in parts], parts)
 
 
 def _with_frees(

@@ -16,7 +16,15 @@ from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
 from fzero.graph.run._subgraphs import operands, read_by_loops, sources
 
-__all__ = ["Segment", "Template", "compile_template", "numbers_of", "read_rounded_values", "segment", "structure_of"]
+__all__ = [
+    "Segment",
+    "Template",
+    "compile_template",
+    "read_rounded_values",
+    "segment",
+    "segment_integers",
+    "segment_structure",
+]
 
 # Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
 #
@@ -224,7 +232,7 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
 # ---------------------------------------------------------------- the integers of a segment
 
 
-def structure_of(code: Code) -> Hashable:
+def segment_structure(code: Code) -> Hashable:
     """Describe a segment without its integers."""
     number = {n: i for i, n in enumerate(code.graph.nodes)}
 
@@ -237,7 +245,7 @@ def structure_of(code: Code) -> Hashable:
     return tuple([line(n) for n in code.graph.nodes]), tuple(forms), len(code.fakes)
 
 
-def numbers_of(code: Code) -> tuple[int, ...]:
+def segment_integers(code: Code) -> tuple[int, ...]:
     """List the integers of a segment: those of its nodes' arguments, then the shapes and strides of its values."""
     numbers = [i for n in code.graph.nodes if n.op == "call_function" for i in integers_in((n.args, n.kwargs))]
     for x in (*code.fakes, *code.outputs):

@@ -32,9 +32,9 @@ __all__ = [
     "operands",
     "parts_of_arguments",
     "read_by_loops",
+    "resolve_alias",
     "runs_alone",
     "scalars_of",
-    "source_of",
     "sources",
     "split_into_subgraphs",
     "views_to",
@@ -166,7 +166,7 @@ class _SubgraphBuilder:
         It is the first scalar subgraph after all the scalar's operands, so that the scalars of all units run at once. A
         write goes to the last scalar subgraph, since all readers of the overwritten value must come before.
         """
-        needed = max([self.subgraph_index.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+        needed = max([self.subgraph_index.get(resolve_alias(a), -1) for a in node.all_input_nodes], default=-1)
         if self.is_open and (needed == len(self.subgraphs) - 1 or _overwrites_for(node, self.subgraphs[-1])):
             return None
         begun = self._scalar_subgraphs
@@ -221,7 +221,7 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, subgraph_i
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
         return False
-    inputs = [source_of(a) for a in node.all_input_nodes]
+    inputs = [resolve_alias(a) for a in node.all_input_nodes]
     if any(storage_id(x) in written for a in inputs for x in stand_ins_of(a)):
         return False
     ends = [
@@ -236,8 +236,8 @@ def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
     """Return whether a node writes an argument that a subgraph reads."""
     if node.target is not COPY:
         return False
-    written = source_of(node.all_input_nodes[0])
-    return any(source_of(a) is written for n in subgraph for a in n.all_input_nodes)
+    written = resolve_alias(node.all_input_nodes[0])
+    return any(resolve_alias(a) is written for n in subgraph for a in n.all_input_nodes)
 
 
 def _overwrites_unseen(node: Node, subgraph: list[Node]) -> bool:
@@ -276,11 +276,11 @@ def is_alias(node: Node) -> bool:
 
 def _block(node: Node) -> str:
     """Return the repeated block whose argument (a parameter, a moment) a value views; "" if there is none."""
-    source = source_of(node)
+    source = resolve_alias(node)
     return source.meta.get("block", "") if is_input(source) else ""
 
 
-def source_of(node: Node) -> Node:
+def resolve_alias(node: Node) -> Node:
     """Return the value that a node is an alias of, or the node itself."""
     while is_alias(node):
         node = node.all_input_nodes[0]

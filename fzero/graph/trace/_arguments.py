@@ -11,7 +11,16 @@ from fzero import tree
 from fzero._torch import Buffer, autocast_kinds, buffers_of
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
-__all__ = ["Arguments", "Key", "LeafName", "arguments_of", "blocks_of", "difference", "key_of", "leaf_names_of"]
+__all__ = [
+    "Arguments",
+    "Key",
+    "LeafName",
+    "block_numbers",
+    "call_key",
+    "difference",
+    "flatten_arguments",
+    "leaf_names_of",
+]
 
 # `(args, kwargs)` is flattened as a tree. The graph takes its distinct tensors: tied weights are one tensor in several
 # leaves. The trace contains the structure and every other leaf. Each leaf has a name, which errors and the plan
@@ -155,7 +164,7 @@ class Arguments:
                 )
 
 
-def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Flatten the arguments of a call.
 
     Raises:
@@ -191,7 +200,7 @@ def leaf_names_of(values: Any) -> list[LeafName]:
     return names
 
 
-def blocks_of(names: Sequence[LeafName], parameters: Collection[int | None]) -> list[str]:
+def block_numbers(names: Sequence[LeafName], parameters: Collection[int | None]) -> list[str]:
     """List the number of the repeated block that each leaf belongs to; "" for leaves of no block.
 
     The leaves of a box belong to its unit's block. The path of another leaf may end with the path of a parameter; then
@@ -240,7 +249,7 @@ class Key(NamedTuple):
     settings: tuple[Any, ...]
 
 
-def key_of(arguments: Arguments) -> Key:
+def call_key(arguments: Arguments) -> Key:
     """Return the key of a call.
 
     Raises:
@@ -270,7 +279,7 @@ def _settings() -> tuple[Any, ...]:
 
 def difference(old: Key, arguments: Arguments) -> str:
     """Return one line that says how a call differs from an earlier one."""
-    new = key_of(arguments)
+    new = call_key(arguments)
     if old.structure != new.structure or len(old.tensor_indices) != len(new.tensor_indices):
         return "the arguments have another structure"
     if old.settings != new.settings:

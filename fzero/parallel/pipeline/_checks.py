@@ -14,13 +14,13 @@ from fzero.sharding import is_box
 
 __all__ = [
     "PipelineSplit",
-    "blocks_of",
     "check_alike",
     "check_arguments",
     "check_depth",
     "check_schedule",
     "check_shared",
     "check_untied",
+    "find_block_list",
     "map_blocks",
 ]
 
@@ -80,7 +80,7 @@ def _is_count(n: Any, least: int) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and n >= least
 
 
-def blocks_of(params: Any, name: str) -> Sequence[Any]:
+def find_block_list(params: Any, name: str) -> Sequence[Any]:
     """Return the list of blocks in a dict of parameters.
 
     Raises:
@@ -110,7 +110,7 @@ def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, nam
 
     nodes, structure = tree.flatten(values, has_blocks)
     if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
-        blocks_of(values, name)  # raises, and names the missing list
+        find_block_list(values, name)  # raises, and names the missing list
     nodes = [{**x, name: type_of(x)(f(x))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
 

@@ -11,13 +11,13 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
 from fzero.parallel.pipeline._checks import (
     PipelineSplit,
-    blocks_of,
     check_alike,
     check_arguments,
     check_depth,
     check_schedule,
     check_shared,
     check_untied,
+    find_block_list,
     map_blocks,
 )
 from fzero.parallel.pipeline._execution import outputs_by_ticks, run_on_ranks
@@ -175,7 +175,7 @@ class Pipeline:
         """
 
         def stack_blocks(params: Mapping[str, Any]) -> Sequence[Any]:
-            check_alike(blocks := blocks_of(params, self.blocks), self.blocks)
+            check_alike(blocks := find_block_list(params, self.blocks), self.blocks)
             if not self._is_on(mesh):
                 return blocks
             check_untied(params, self.blocks)
@@ -196,7 +196,7 @@ class Pipeline:
         """
 
         def unstack_blocks(params: Mapping[str, Any]) -> Sequence[Any]:
-            slots = blocks_of(params, self.blocks)
+            slots = find_block_list(params, self.blocks)
             return self._slot_placement(mesh, len(slots)).unstack(slots) if self._is_on(mesh) else slots
 
         return map_blocks(unstack_blocks, params, self.blocks)
@@ -276,7 +276,7 @@ class Pipeline:
     def _run(self, model: Model, on_one_rank: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
         """Run a model on the ranks along the axis; without the axis, run the full model here."""
         params, batch, key = args
-        slots = blocks_of(params, self.blocks)
+        slots = find_block_list(params, self.blocks)
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 

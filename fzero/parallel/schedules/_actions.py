@@ -20,10 +20,10 @@ __all__ = [
     "Message",
     "Table",
     "Value",
-    "csv_of",
+    "format_csv",
     "inputs_of",
     "output_of",
-    "rows_of",
+    "parse_rows",
 ]
 
 Kind = Literal["F", "B", "I", "W"]
@@ -128,7 +128,7 @@ CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
+def parse_rows(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
     """Read a table, and return each rank's actions, and the rank of each stage.
 
     Raises:
@@ -148,7 +148,7 @@ def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ..
     return rows, tuple([rank_of_stage[stage] for stage in range(len(rank_of_stage))])
 
 
-def csv_of(schedule: "PipelineSchedule") -> str:
+def format_csv(schedule: "PipelineSchedule") -> str:
     """Write a schedule as CSV, one line per rank, as torch's `_load_csv` reads it."""
     return "".join([",".join(map(str, row)) + "\n" for row in schedule.rows])
 

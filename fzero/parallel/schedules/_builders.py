@@ -26,7 +26,7 @@ def check_counts(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
             raise ValueError(f"{word}={value!r}: expected an int, at least 1")
 
 
-def caps_of(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]:
+def caps_by_rank(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]:
     """Return the cap of each rank; None for no cap.
 
     Raises:
@@ -105,7 +105,8 @@ def greedy(
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 3 (which searches for the order in the same way).
     """
     check_counts(ranks, micro_batches, stages_per_rank)
-    rank_of_stage, caps = place_stages(ranks, ranks * stages_per_rank, placement), caps_of(cap, ranks, stages_per_rank)
+    rank_of_stage = place_stages(ranks, ranks * stages_per_rank, placement)
+    caps = caps_by_rank(cap, ranks, stages_per_rank)
     durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
     return list_schedule(rank_of_stage, micro_batches, caps, split, durations, name)
 
@@ -452,7 +453,9 @@ def schedule(
     orders = [order(ranks, micro_batches, stages_per_rank, name) for order in entry.orders]
     peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
     memory = [max(peak, entry.split * stages_per_rank * ranks) for peak in peaks]
-    caps = [memory[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages_per_rank))]
+    caps = [
+        memory[rank] if most is None else most for rank, most in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
+    ]
     durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
     least = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]

@@ -7,7 +7,15 @@ from functools import cached_property
 from typing import Any
 
 from fzero._report import FigureReport
-from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, Table, csv_of, output_of, rows_of
+from fzero.parallel.schedules._actions import (
+    IN_FLIGHT_CHANGE,
+    Action,
+    Message,
+    Table,
+    format_csv,
+    output_of,
+    parse_rows,
+)
 from fzero.parallel.schedules._drawing import draw, text
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
@@ -66,13 +74,13 @@ class PipelineSchedule(FigureReport):
             rank 0  F0 F1  .  . B0 --  . B1 --
             rank 1   . F0 B0 -- F1 B1 --  .  .
         """
-        schedule = cls(*rows_of(table), name)
+        schedule = cls(*parse_rows(table), name)
         check(schedule)
         return schedule
 
     def to_csv(self) -> str:
         """Write the table as CSV, one line per rank, as torch's schedules load it and `parse` reads it."""
-        return csv_of(self)
+        return format_csv(self)
 
     @property
     def ranks(self) -> int:

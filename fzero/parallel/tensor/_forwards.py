@@ -346,7 +346,7 @@ def _is_stream(x: Any) -> bool:
 # ---------------------------------------------------------------- the modules that split the sequence
 
 
-def blocks_of(modules: Mapping[str, torch.nn.Module], layers: Layers) -> list[str]:
+def find_split_blocks(modules: Mapping[str, torch.nn.Module], layers: Layers) -> list[str]:
     """Return the names of the repeated blocks that hold split layers: the outermost numbered children.
 
     Raises:
@@ -366,7 +366,7 @@ def blocks_of(modules: Mapping[str, torch.nn.Module], layers: Layers) -> list[st
     return names
 
 
-def children_of(name: str, block: torch.nn.Module, layers: Layers) -> dict[str, str]:
+def classify_children(name: str, block: torch.nn.Module, layers: Layers) -> dict[str, str]:
     """Return the kind of each child of a block that has parameters: "norm", "gathered" or "full"."""
     children = {f"{name}.{key}".lstrip("."): child for key, child in block.named_children()}
     return {at: _kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())}
@@ -419,9 +419,11 @@ def install(module: torch.nn.Module, layers: Layers) -> None:
             f"tp: the layers are of another module: {type(module).__name__} has no {missing[0]!r}; make them from this "
             "one, tp=fzero.parallel.tensor.layers(module)"
         )
-    blocks = blocks_of(modules, layers) if layers.sequence and not layers.in_block else []
+    blocks = find_split_blocks(modules, layers) if layers.sequence and not layers.in_block else []
     split_blocks = [""] if layers.sequence and layers.in_block else blocks
-    children = {name: kind for name in split_blocks for name, kind in children_of(name, modules[name], layers).items()}
+    children = {
+        name: kind for name in split_blocks for name, kind in classify_children(name, modules[name], layers).items()
+    }
     regions = _regions(modules, layers, children)
     for name, style in layers.styles.items():
         if not isinstance(style, DividedAttributes):

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
-from fzero.graph.run._program import program_of
+from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, segment
 from fzero.graph.run._subgraphs import split_into_subgraphs
 from fzero.transforms import step
@@ -67,7 +67,7 @@ def test_blocks_that_differ_in_where_a_result_is_taken_out_are_compiled_once():
 def segments_of(f: Any, *args: Any) -> list[Segment]:
     f.plan(*args)
     (entry,) = f._entries.values()
-    return [x for x in program_of(entry.best.graph).instructions if isinstance(x, Segment)]
+    return [x for x in make_program(entry.best.graph).instructions if isinstance(x, Segment)]
 
 
 def updating(opt: Any) -> Any:

@@ -117,12 +117,12 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
     from fzero.graph.loop._scan import loop_of
 
     found = []
-    before = _entry.plan_of
+    before = _entry.make_plan
     try:
-        _entry.plan_of = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
+        _entry.make_plan = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
         planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
     finally:
-        _entry.plan_of = before
+        _entry.make_plan = before
     return next(loop for n in found[0].nodes if (loop := loop_of(n)))
 
 
