@@ -18,42 +18,11 @@ from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params
+from tests.precision_steps import integers, linear_loss, step_of, token_loss, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
 HALF = [torch.bfloat16, torch.float16]
 MICRO_BATCHES = st.integers(1, 5)
-
-
-def wide_norm(path: str, leaf: torch.Tensor) -> bool:
-    return "n" in path.split(".")[-1]
-
-
-def integers(tree_: Any, seed: int, high: int = 4) -> Any:
-    """The tree with small integers for its values."""
-    g = torch.Generator().manual_seed(seed)
-    return tree.map(lambda x: torch.randint(-high, high, x.shape, generator=g).to(torch.float32), tree_)
-
-
-def linear_loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients are integers, whatever the parameters."""
-    total = torch.zeros(())
-    for i, leaf in enumerate(tree.tensors(params)):
-        weights = (torch.arange(leaf.numel()) + i) % 3 - 1.0
-        total = total + (leaf.reshape(-1).float() * weights).sum()
-    return total * x.sum()
-
-
-def step_of(opt: Any, loss: Any = linear_loss, scaled: bool = False, **options: Any) -> Any:
-    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        if scaled:
-            scale = optim.loss_scale(opt_state).scale
-            loss_, grads = fzero.scaled_value_and_grad(loss, scale, **options)(params, batch)
-        else:
-            loss_, grads = fzero.value_and_grad(loss, **options)(params, batch)
-        updates, opt_state = opt.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, loss_
-
-    return train_step
 
 
 def trained(
@@ -520,15 +489,6 @@ def test_all_finite_sees_every_rank(params, n, bad, data):
 
 
 # ---------------------------------------------------------------- weighted means
-
-
-def token_loss(params: Any, batch: Any) -> Any:
-    """The sum of the losses of the tokens that count, and their number."""
-    x = batch["x"]
-    for block in params["blocks"]:
-        x = torch.tanh(x @ block["w"] + block["b"])
-    losses = ((x @ params["head"][0] * params["scale"] - batch["y"]) ** 2).sum(-1)
-    return (losses * batch["mask"]).sum(), batch["mask"].sum()
 
 
 @examples(8, 40)

@@ -390,3 +390,16 @@ def test_the_files_that_a_page_names_exist(page):
     assert paths and not missing, missing
     for name, path in re.findall(r"`([A-Z_]{4,})` in \[?`([\w/.]+\.py)`", text):
         assert re.search(rf"^{name}\b.*= ", (ROOT.parent / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
+
+
+def test_no_test_module_is_imported():
+    """What several test modules share lies in a module beside them, such as a folder's `helpers.py`."""
+    tests = ROOT.parent / "tests"
+    for path in [*tests.rglob("*.py"), *ROOT.parent.glob("benchmarks/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                itself = ".".join(path.relative_to(tests.parent).with_suffix("").parts)
+                modules = [node.module, *[f"{node.module}.{alias.name}" for alias in node.names]]
+                shared = [m for m in modules if m.rpartition(".")[2].startswith("test_") and m != itself]
+                shared = [m for m in shared if tests.parent.joinpath(*m.split(".")).with_suffix(".py").is_file()]
+                assert not shared, f"{path} imports {shared}"

@@ -1,9 +1,7 @@
 """Whatever is wrong with a checkpoint's files is an error that names a file or a leaf, and never other numbers."""
 
-import json
 import os
 import pickle
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.checkpoint import _files, _manifest
-from fzero.checkpoint._manifest import MANIFEST
+from tests.checkpoint.helpers import JSON, body_of, write_manifest
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.helpers import examples
 
@@ -83,22 +81,6 @@ def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
     (damaged / name).write_bytes(content)
     with pytest.raises(fzero.errors.CheckpointError, match=r"are not what was written; they hold '.*' and others"):
         load(damaged)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def write_manifest(path: Path, body: Any) -> None:
-    text = json.dumps(body).encode()
-    (path / MANIFEST).write_bytes(b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text))
-
-
-def body_of(path: Path) -> dict[str, Any]:
-    return json.loads((path / MANIFEST).read_bytes())["checkpoint"]
 
 
 KEYS = ["mesh", "leaves", "groups", "ties", "values", "files", "nonce", "written", "block"]

@@ -15,8 +15,8 @@ from fzero import optim, tree
 from fzero.checkpoint._local_tree import local_tree
 from fzero.sharding._spec import prefix_of
 from fzero.testing import assert_trees_close
+from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits
-from tests.checkpoint.test_damage import body_of, write_manifest
 from tests.helpers import examples
 from tests.parallel.pipeline.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
 

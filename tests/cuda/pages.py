@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 
-from tests.docs.test_docs import CONTINUES, PRELUDE, blocks
+from tests.docs.pages import CONTINUES, PRELUDE, blocks
 
 COMPARISONS = ("assert_close", "assert_trees_close", "assert_equivalent", "assert_optimizer")
 

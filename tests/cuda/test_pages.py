@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.cuda import lane
-from tests.docs.test_docs import GUIDES, TUTORIAL, blocks
+from tests.docs.pages import GUIDES, TUTORIAL, blocks
 
 # A kernel of the lane computes nothing, so a page may stop at a value; it must not stop at where a value lies.
 PLACE = r"on cpu|on cuda|same device|Expected .* device"

@@ -11,10 +11,10 @@ from fzero import PerRank, optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
-from tests.collectives.test_collectives import stacked
+from tests.collectives.helpers import stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, train_step_for
-from tests.zero.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_params
+from tests.zero.helpers import ARRANGEMENTS, along, parallel_loss, parallel_params
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these

@@ -16,10 +16,10 @@ from fzero.collectives import gloo
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
-from tests.collectives.test_collectives import COLLECTIVES, stacked
+from tests.collectives.helpers import COLLECTIVES, stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.random.test_random import BATCH, PARAMS, keyed_step, made_by, masks
+from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these

@@ -17,7 +17,7 @@ from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either
 from tests.memory import peak_bytes
-from tests.parallel.pipeline import test_axes as axes_tests
+from tests.parallel.pipeline import helpers as split_model
 from tests.parallel.pipeline.model import (
     OPT,
     batch_of,
@@ -112,14 +112,14 @@ def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
 @slow
 def with_tensor_parallelism_and_with_experts(world: fzero.ranks.Mesh) -> None:
     """Collectives along other axes lie within the stages, and none of them leaves its phase."""
-    for axes, rule, experts in (({"tp": 2}, axes_tests.TENSOR, 0), ({"ep": 2}, moe.split("experts"), 4)):
+    for axes, rule, experts in (({"tp": 2}, split_model.TENSOR, 0), ({"ep": 2}, moe.split("experts"), 4)):
         mesh = fzero.mesh(dp=1, pp=-1, **axes)
         loss = fzero.pipeline(
-            block=axes_tests.block, first=axes_tests.first, last=axes_tests.last, micro_batches=4, split=rule
+            block=split_model.block, first=split_model.first, last=split_model.last, micro_batches=4, split=rule
         )
         for stage in (1, 3):
-            axes_tests.check(mesh, stage, loss, axes_tests.params_of(4, experts))
-            axes_tests.check(mesh, stage, loss, axes_tests.params_of(4, experts), jit={"backend": "fx"})
+            split_model.check(mesh, stage, loss, split_model.params_of(4, experts))
+            split_model.check(mesh, stage, loss, split_model.params_of(4, experts), jit={"backend": "fx"})
 
 
 @slow

@@ -10,10 +10,10 @@ from fzero.ranks._agreement import gather_texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.observe.test_nonfinite import batch as nonfinite_batch
-from tests.observe.test_nonfinite import line_of, log_of_negative, overflow, root_of_zero, train_step_of
-from tests.observe.test_nonfinite import params as nonfinite_params
-from tests.test_precision import integers, step_of, token_loss, wide_norm
+from tests.observe.helpers import batch as nonfinite_batch
+from tests.observe.helpers import line_of, log_of_negative, overflow, root_of_zero, train_step_of
+from tests.observe.helpers import params as nonfinite_params
+from tests.precision_steps import integers, step_of, token_loss, wide_norm
 
 CASES: Cases = {}
 case = into(CASES)

@@ -12,7 +12,6 @@ import inspect
 import io
 import pathlib
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,54 +20,7 @@ import fzero
 from fzero.graph._pass_manager import PASSES
 from fzero.parallel.schedules._builders import NAMES
 from tests.distributed.launch import world as processes
-
-ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
-TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
-REFERENCE = sorted((DOCS / "api").glob("*.md"))
-GUIDES = [p for p in PAGES if p not in [*TUTORIAL, *REFERENCE]]
-
-# A page that says so goes on from the README's example: its step and mesh, new parameters, a batch, and a loader.
-CONTINUES = re.compile(r"continues\s\[the\sREADME's\sexample\]")
-README = (
-    (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("dp=-1, simulated_ranks=4", "dp=4")
-)
-PRELUDE = f"""{README}
-loader, batch, initial = [batch], mesh.split(batch), full
-step = fzero.shard(train_step, stage=3, mesh=mesh)
-params, opt_state = step.init(initial, opt)
-"""
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, the rest of its first line, its body, its line, and what it should print."""
-
-    language: str
-    options: str
-    body: str
-    line: int
-    output: str
-
-    @property
-    def runs(self) -> bool:
-        return self.language == "python" and "notest" not in self.options
-
-    @property
-    def file(self) -> str:
-        return "".join(re.findall(r'title="([^"]+)"', self.options))
-
-
-def blocks(page: pathlib.Path) -> list[Block]:
-    text = page.read_text()
-    found = list(re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    out = []
-    for i, fence in enumerate(found):
-        following = found[i + 1] if i + 1 < len(found) else None
-        shown = following and following[1] == "text" and not text[fence.end() : following.start()].strip()
-        line = text.count("\n", 0, fence.start()) + 1
-        out.append(Block(fence[1], fence[2], fence[3], line, following[3] if following and shown else ""))
-    return out
+from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:

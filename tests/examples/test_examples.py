@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 import fzero
-from tests.distributed.launch import ROOT, python, world
+from tests.distributed.launch import ROOT, python
+from tests.examples.helpers import run
 from tests.helpers import cases
-
-WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning")  # the latter are torch's own, when it imports Inductor
-
-
-def run(*words: str, ranks: int = 1, **variables: str) -> str:
-    done = python(*WARNINGS, *words, **variables) if ranks == 1 else world(ranks, *WARNINGS, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_zero_by_hand():

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.distributed.launch import world
-from tests.examples.test_examples import run
+from tests.examples.helpers import run
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "finetune_hf.py"
 SMALL = ["--no-jit", "--steps", "4", "--eval-every", "2", "--eval-batches", "2", "--context", "64", "--dropout", "0.1"]

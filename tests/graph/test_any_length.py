@@ -14,7 +14,7 @@ import fzero
 from fzero import optim
 from fzero.graph import _any_length as _formula
 from fzero.graph._pass_manager import ScheduleOptions
-from tests.graph.run.test_lengths import STEPS, tokens, tokens_loss, tokens_params
+from tests.graph.run.helpers import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
 
 lengths_of_calls = st.lists(st.integers(5, 60), min_size=6, max_size=8, unique=True)

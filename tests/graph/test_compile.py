@@ -4,7 +4,6 @@ import gc
 import io
 import itertools
 import math
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -25,29 +24,18 @@ import fzero.graph.run._backends as lowering
 import fzero.graph.run._compile as compiling
 import fzero.graph.run._compile as progressing
 from fzero import _torch, optim
-from fzero.graph._ir import is_input, results
+from fzero.graph._ir import is_input
 from fzero.graph.run import _workers
 from fzero.graph.run._compile import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._segment import _key
 from fzero.graph.run._workers import Workers, spare_cores
-from tests.graph.test_jit import bitwise
+from tests.graph.helpers import bitwise, code_of, needs_compiler
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-
-COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
 
 
 @pytest.fixture(autouse=True)
 def a_cache_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
-    fakes = _torch.fake_like(xs)
-    graph = _torch.trace(f, fakes).graph
-    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
-        node.meta["val"] = x
-    return Code(graph, fakes, [n.meta["val"] for n in results(graph)], name or name_of_code(_key(graph)))
 
 
 def codes(count: int) -> list[Code]:

@@ -19,38 +19,14 @@ from fzero import optim, tree
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
+from tests.graph.helpers import bitwise, copied, train_both
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
-from tests.zero.test_equivalence import loss_of_tree
+from tests.zero.helpers import loss_of_tree
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
 ADAM = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
-
-
-def copied(values: Any) -> Any:
-    return tree.map(torch.clone, values)
-
-
-def bitwise(x: Any, y: Any) -> None:
-    xs, ys = tree.tensors(x), tree.tensors(y)
-    assert len(xs) == len(ys)
-    for a, b in zip(xs, ys, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-def train_both(
-    step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, params: Any, opt: Any, batches: list[Any]
-) -> Any:
-    """Train with both from one start; returns their states and losses."""
-    eager, fast = step.init(params, opt), jitted.init(copied(params), opt)
-    losses: tuple[list[Any], list[Any]] = ([], [])
-    for batch in batches:
-        *eager, loss = step(*eager, step.mesh.split(batch))
-        *fast, other = jitted(*fast, step.mesh.split(batch))
-        losses[0].append(loss)
-        losses[1].append(other)
-    return [list(eager), losses[0]], [list(fast), losses[1]]
 
 
 # ---------------------------------------------------------------- the same numbers

@@ -19,11 +19,11 @@ from fzero.graph import _agree, _entry, _one_rank
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
-from tests.graph.test_jit import bitwise, copied, train_both
+from tests.graph.helpers import bitwise, copied, train_both
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
-from tests.zero.test_equivalence import loss_of_tree
+from tests.zero.helpers import loss_of_tree
 
 ADAMW = optim.adamw(1e-2, eps=1e-3)
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), ADAMW)

@@ -20,7 +20,7 @@ from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 from tests.tiny_gpt import gpt_loss, gpt_params
-from tests.zero.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
+from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
 
 ADAMW = optim.adamw(1e-3)
 MODELS = {"A": (256, 4, 4), "B": (512, 8, 1)}  # width, layers, sequences of 128

@@ -16,29 +16,13 @@ from fzero.graph._ir import is_input
 from fzero.graph._storages import SpaceError, check_spaces, on_host
 from fzero.sharding._boxes import Shard, is_box, spaces
 from fzero.sharding._spec import ALIGN
+from tests.graph.helpers import LAYERS, ROWS, WIDTH, loss_of, params_of
 from tests.helpers import cases as few
-from tests.optim.offloading import BF16, Row, by_path, normal, train_step_of
+from tests.optim.offloading import Row, by_path, normal, train_step_of
 
-WIDTH, LAYERS = 128, 3
 RATIOS = (0, 0.3, 0.5, 0.8, 1)
-MASTERS = Row(lambda o, p: o(optim.master_weights(optim.adamw(1e-3), BF16)), BF16)
-CLIPPED = Row(lambda o, p: optim.chain(optim.clip_by_global_norm(1.0), MASTERS.make(o, p)), BF16)
-WIDE = Row(lambda o, p: o(optim.adamw(1e-3)))
-NO_DECAY = Row(lambda o, p: o(optim.adam(1e-3)))
-ROWS = {"masters": MASTERS, "clip before": CLIPPED, "float32": WIDE, "no decay": NO_DECAY}
 # bytes of an element that crosses, down and up; decay reads the parameter, whose own copy only masters keep there
 WIDTHS = {"masters": (2, 2), "clip before": (2, 2), "float32": (8, 4), "no decay": (4, 4)}
-
-
-def params_of() -> dict[str, Any]:
-    block = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
-    return {"h": [{k: torch.empty(s, device="meta") for k, s in block.items()} for _ in range(LAYERS)]}
-
-
-def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
-    for block in params["h"]:
-        x = torch.tanh(x.to(block["w"].dtype) @ block["w"] + block["b"])
-    return x.float().square().mean()
 
 
 @functools.cache

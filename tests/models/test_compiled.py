@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fzero
-from tests.graph.test_compile import needs_compiler
+from tests.graph.helpers import needs_compiler
 from tests.sweep.cases import Case
 from tests.sweep.families import MODELS, of_transformers
 from tests.sweep.run import ERRORS, Task, difference

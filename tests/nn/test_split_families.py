@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fzero.nn._split_module import split_module
-from tests.nn.test_split_module import run
+from tests.nn.helpers import run
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,16 +9,10 @@ import fzero
 from fzero import optim
 from fzero.nn._shells import _kinds
 from fzero.nn._split_module import DynamicIndex, split_module
+from tests.nn.helpers import run
 from tests.nn.models import MODELS, batch_for, built
 
 transformers = pytest.importorskip("transformers")
-
-
-def run(made: Any, params: Any, batch: Any) -> Any:
-    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
-    for i, p in enumerate(params["blocks"]):
-        x = made.block(p, x, given, i)
-    return made.last(params["rest"], x, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

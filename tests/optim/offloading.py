@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import trees
-from tests.zero.test_equivalence import loss_of_tree
+from tests.zero.helpers import loss_of_tree
 
 Wrap = Callable[[Any], optim.Optimizer]
 BF16 = fzero.Precision(param=torch.bfloat16, grad=torch.bfloat16)

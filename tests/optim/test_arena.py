@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from tests.arena import Arena, MixedError
-from tests.graph.test_spaces import ROWS, WIDTH, loss_of, params_of
+from tests.graph.helpers import ROWS, WIDTH, loss_of, params_of
 from tests.helpers import examples
 from tests.optim.offloading import train_step_of
 

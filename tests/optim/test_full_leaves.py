@@ -12,8 +12,8 @@ from fzero import optim, tree
 from fzero.sharding._owners import Matrix, OwnerAssignment
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import cases, train_step_for
-from tests.optim.test_optim import RTOL, batches_of, loss_of, normal, params_of
-from tests.zero.test_equivalence import RULES, loss_of_tree
+from tests.optim.helpers import RTOL, batches_of, loss_of, normal, params_of
+from tests.zero.helpers import RULES, loss_of_tree
 
 
 def whiten(g: torch.Tensor, s: Any, params: torch.Tensor | None = None) -> Any:

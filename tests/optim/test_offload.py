@@ -30,7 +30,7 @@ from tests.optim.offloading import (
     small_params,
     trained,
 )
-from tests.zero.test_equivalence import RULES
+from tests.zero.helpers import RULES
 
 
 def plain(pair: Any) -> Any:

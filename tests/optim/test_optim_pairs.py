@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import examples, train_step_for
-from tests.optim.test_optim import (
+from tests.optim.helpers import (
     SIZES,
     batches_of,
     loss_of,
@@ -24,7 +24,7 @@ from tests.optim.test_optim import (
     train,
     train_with_torch,
 )
-from tests.zero.test_equivalence import loss_of_tree
+from tests.zero.helpers import loss_of_tree
 
 ONE = [None, lambda path, leaf: "all"]  # unit rules
 

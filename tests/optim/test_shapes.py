@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from tests.optim.test_optim_laws import TABLE
+from tests.optim.table import TABLE
 
 OTHERS = [(4,), (), (1, 4), (1,), (3,), (0,), (4, 4, 4)]  # torch broadcasts most of them with [4, 4]
 PRECISION = fzero.Precision(param=torch.bfloat16)

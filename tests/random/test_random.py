@@ -18,6 +18,7 @@ from fzero.random import _seeded
 from fzero.random._keys import bits
 from fzero.testing import assert_trees_close
 from tests.helpers import cases
+from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
 
 N = 1 << 16
 seeds = st.integers(-(2**70), 2**70)
@@ -400,11 +401,6 @@ def test_dynamo_traces_it(f, untouched):
 # ---------------------------------------------------------------- ranks
 
 
-def masks(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What a rank draws: in several ways, and of several sizes."""
-    return F.dropout(x, 0.5) + torch.randn(x.shape) + F.dropout1d(x[None], 0.5)[0] * torch.rand_like(x)
-
-
 @given(
     shape=st.sampled_from([{"dp": 1}, {"dp": 2}, {"dp": 5}, {"dp": 2, "tp": 3}, {"a": 2, "b": 2, "c": 2}]),
     seed=seeds,
@@ -421,37 +417,6 @@ def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
     assert by_vmap.equal(in_lockstep) and by_vmap.equal(alone)
     assert by_vmap.flatten(1).unique(dim=0).shape[0] == n
     assert by_vmap[0].equal(random.seeded(masks)(k, k, x))  # one process is rank 0
-
-
-def loss_fn(params: Any, batch: Any) -> Any:
-    h = F.dropout(torch.tanh(batch["x"] @ params["w"]), 0.3)
-    return (h @ params["v"] - batch["y"]).square().mean(), h == 0
-
-
-def made_by(key: torch.Tensor) -> Any:
-    return random.seeded(lambda: {name: p.detach() for name, p in nn.Linear(5, 7).named_parameters()})(key)
-
-
-def keyed_step(opt: Any, **options: Any) -> Any:
-    def train_step(params: Any, opt_state: Any, batch: Any, key: torch.Tensor) -> Any:
-        seeded = random.seeded(loss_fn)
-        f = fzero.value_and_grad(lambda p, b: seeded(key, p, b), has_aux=True, **options)
-        (loss, dropped), grads = f(params, batch)
-        updates, opt_state = opt.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, loss, PerRank(dropped)
-
-    return train_step
-
-
-G = torch.Generator().manual_seed(0)
-PARAMS = {
-    "w": torch.randn(5, 7, generator=G, dtype=torch.float64),
-    "v": torch.randn(7, 3, generator=G, dtype=torch.float64),
-}
-BATCH = {
-    "x": torch.randn(24, 5, generator=G, dtype=torch.float64),
-    "y": torch.randn(24, 3, generator=G, dtype=torch.float64),
-}
 
 
 MESHES = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2})

@@ -16,7 +16,7 @@ from fzero.tuning import _calibrate as _stopwatch
 from fzero.tuning._calibrate import fit_links
 from fzero.tuning._machines import read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
-from tests.tuning.test_costs import machines
+from tests.tuning.helpers import machines
 
 
 @pytest.fixture

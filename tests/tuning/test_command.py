@@ -11,7 +11,7 @@ import fzero
 from fzero.__main__ import main
 from fzero.tuning import Table
 from fzero.tuning._models import PRESETS
-from tests.tuning.test_models import TINY
+from tests.tuning.helpers import TINY
 
 WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--device", "h100", "--stages", "2,3"]
 WORDS += ["--micro-batches", "2", "--remat", "no,yes", "--workers", "1"]

@@ -13,6 +13,7 @@ import fzero
 from fzero import tuning
 from fzero.graph.planning._plan import Transfer
 from fzero.tuning._costs import ROWS
+from tests.tuning.helpers import machines
 from tests.tuning.steps import maker, planned
 
 
@@ -76,10 +77,6 @@ def test_bytes_by_stage_are_zeros_own(stage, whole):
 
 # ---------------------------------------------------------------- laws
 
-positive = st.floats(1e6, 1e15)
-machines = st.builds(
-    tuning.Machine, st.just("m"), positive, positive, positive, positive, positive, positive, st.integers(1, 16)
-)
 works = st.builds(
     tuning.model_work,
     st.floats(1e6, 1e12),

@@ -10,8 +10,9 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
-from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
+from fzero.tuning._models import PRESETS, init, shape_of
 from fzero.tuning.command import recipe
+from tests.tuning.helpers import TINY
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
 # block; mixtral and llama by their model cards
@@ -58,15 +59,6 @@ def test_a_hugging_face_configuration_is_read_by_file_and_folder(kind, tmp_path)
     shape = shape_of(str(tmp_path))
     assert replace(shape_of(str(tmp_path / "config.json")), name="") == replace(shape, name="")
     assert fzero.tree.numel(init(shape, shape.depth)) == sum(p.numel() for p in model.parameters()), shape
-
-
-TINY = {
-    "causal": ModelShape("llama", 32, 2, 4, 48, 64, kv_heads=2, gated=True, norm="rms", biases="", head_norm=True),
-    "gpt2": ModelShape("gpt2", 32, 2, 4, 48, 64, positions=16, tied=True),
-    "masked": ModelShape("bert", 32, 2, 4, 48, 64, positions=16, tied=True, task="masked"),
-    "image": ModelShape("vit", 32, 2, 4, 48, 10, positions=5, patch=8, task="image"),
-    "experts": ModelShape("mixtral", 32, 2, 4, 48, 64, gated=True, norm="rms", biases="", experts=(4, 2)),
-}
 
 
 def kinds(*few: str) -> list[Any]:

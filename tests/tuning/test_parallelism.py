@@ -18,8 +18,8 @@ from fzero.tuning._search import ConfigurationPlanner, depths_of, fullest_of
 from fzero.tuning._space import TuneOptions, make_space
 from fzero.tuning.command import page, recipe
 from tests.helpers import cases, either
+from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step
-from tests.tuning.test_models import TINY
 
 ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "device": CPU, "micro_batches": (8,), "remat": (False,)}
 SPACE = make_space(

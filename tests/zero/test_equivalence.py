@@ -10,17 +10,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, optimizers, stages, trees, world_sizes
 from tests.helpers import examples, train_step_for
-
-
-def loss_of_tree(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A smooth loss in which every element of every leaf matters, and differently for each sample."""
-    total = torch.zeros((), dtype=torch.float64)
-    for i, leaf in enumerate(tree.tensors(params)):
-        weights = torch.cos(torch.arange(leaf.numel(), dtype=leaf.dtype) + i).reshape(leaf.shape)
-        # [b, *shape]: each sample scales the leaf in its own way
-        scaled = batch["x"].to(leaf.dtype).reshape(-1, *[1] * leaf.ndim) * (weights * leaf)
-        total = total + torch.sin(scaled).sum().double() / len(batch["x"]) + (leaf.double() ** 2).sum() / 7
-    return total
+from tests.zero.helpers import RULES, loss_of_tree
 
 
 @examples(24, 100)
@@ -56,15 +46,6 @@ def test_mixed_dtypes_equal_unsharded_training(params, stage, n, k):
     batches = [{"x": torch.linspace(-1, 1 + i, n * k, dtype=torch.float64)} for i in range(3)]
     step = train_step_for(loss_of_tree, opt, micro_batches=k)
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,), rtol=1e-5)
-
-
-RULES = {
-    "one unit": lambda path, leaf: "all",
-    "a unit a leaf": lambda path, leaf: path,
-    "interleaved units": lambda path, leaf: str(len(path) % 2),
-    "nothing cut": lambda path, leaf: None,
-    "small leaves replicated": lambda path, leaf: "big" if leaf.numel() > 5 else None,
-}
 
 
 @examples(20, 50)

@@ -17,7 +17,7 @@ from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
 from tests.helpers import cases, examples
 from tests.memory import peak_bytes
-from tests.zero.test_axes import ARRANGEMENTS, parallel_params
+from tests.zero.helpers import ARRANGEMENTS, parallel_params
 
 MESHES = [{"dp": 1}, {"dp": 3}, {"dp": 8}, {"a": 2, "b": 3}]
 

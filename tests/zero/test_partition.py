@@ -12,8 +12,8 @@ from fzero import optim, tree
 from fzero.sharding._boxes import is_box
 from fzero.testing import stages, trees
 from tests.helpers import examples, train_step_for
-from tests.optim.test_optim_laws import TABLE, small_loss, small_params
-from tests.zero.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
+from tests.optim.table import TABLE, small_loss, small_params
+from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
 
 HALF = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: leaf.ndim == 0)
 PAIRS = {

@@ -19,11 +19,11 @@ from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compile import compile_graph
 from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
 from fzero.graph.run._subgraphs import is_alias
-from tests.graph.test_compile import needs_compiler
+from tests.graph.helpers import needs_compiler
+from tests.graph.run.helpers import Value, traced
 from tests.helpers import examples, train_step_for
 
 B, H, T, D = 2, 2, 6, 4  # what values begin as: samples, heads, tokens, features
-Value = torch.Tensor
 Step = Callable[[Value, Value], Value]  # of a value and a parameter [D, D], to a value of as many elements
 
 
@@ -113,14 +113,6 @@ def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]
         return [subgraph for subgraph in subgraphs if subgraph]
 
     return cut
-
-
-def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
-    fakes = _torch.fake_like(args)
-    graph = _torch.trace(f, fakes).graph
-    for n, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
-        n.meta["val"] = x
-    return graph
 
 
 class Watched:

@@ -7,41 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 
 import fzero
-import fzero.graph.run._backends as lowering
-import fzero.graph.run._compile as compiling
 from fzero import optim
 from fzero._notice import warn_once
 from fzero.graph.run._compile import Code, CompileError, first_line
 from fzero.graph.run._fallback import Refusal, check_outputs, compile_checked, merge_refusals, serialize
-from tests.graph.test_compile import code_of
-from tests.graph.test_jit import bitwise
+from tests.graph.helpers import bitwise, code_of
+from tests.graph.run.helpers import Inductor, in_inductors_place, interpreted
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-
-Inductor = Callable[[GraphModule, Any, Any], Any]
 
 
 @pytest.fixture(autouse=True)
 def nothing_noticed_yet():
     warn_once.cache_clear()
-
-
-def interpreted(gm: GraphModule, fakes: Any, made: Any) -> Any:
-    """In Inductor's place: run the operations one by one."""
-
-    def run(args: list[Any]) -> list[Any]:
-        mine = tuple(args)
-        args.clear()
-        return list(Interpreter(gm).run(*mine))
-
-    return run
-
-
-def in_inductors_place(patch: pytest.MonkeyPatch, inductor: Inductor) -> None:
-    patch.setattr(compiling, "inductor", inductor)
-    patch.setattr(lowering, "is_compiled", lambda code: True)
 
 
 def has(gm: GraphModule, name: str) -> bool:

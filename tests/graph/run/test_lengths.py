@@ -21,9 +21,16 @@ from fzero.graph._polynomials import Polynomial, fit
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
-from tests.graph.run.test_borders import traced
-from tests.graph.run.test_fallback import in_inductors_place, interpreted
-from tests.graph.test_compile import needs_compiler
+from tests.graph.helpers import needs_compiler
+from tests.graph.run.helpers import (
+    STEPS,
+    in_inductors_place,
+    interpreted,
+    tokens,
+    tokens_loss,
+    tokens_params,
+    traced,
+)
 from tests.helpers import examples, needs_symbols, train_step_for
 
 
@@ -91,25 +98,6 @@ def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
     return run, lambda length: True
 
 
-def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    q = (x @ w).unflatten(-1, (2, 4)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
-
-
-def by_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    scores = (x @ w) @ x.transpose(1, 2) + torch.arange(x.shape[1]).to(x.dtype)
-    return scores.softmax(-1).reshape(x.shape[0], -1).reshape(x.shape[0], x.shape[1], -1) @ x
-
-
-STEPS = {
-    "attention": attention,
-    "attention by products": by_products,
-    "shifted": lambda x, w: F.pad(x[:, 1:], (0, 0, 0, 1), value=-1.0) + x[:, :1],
-    "means": lambda x, w: x - x.mean(1, keepdim=True) * x.shape[1],
-    "tokens in one row": lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape),
-    "summed up": lambda x, w: x.transpose(1, 2).contiguous().cumsum(-1).transpose(1, 2) / x.shape[1],
-    "cut": lambda x, w: torch.cat([x[:, : x.shape[1] // 1 - 1], x[:, -1:] * w.sum()], 1),
-}
 STEPS |= {
     f"{name}, backward": lambda x, w, f=f: torch.func.grad(lambda y: (f(y, w) ** 2).sum())(x) / 99
     for name, f in STEPS.items()
@@ -184,24 +172,6 @@ def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypa
 
 
 # ---------------------------------------------------------------- steps
-
-
-def tokens_loss(params: Any, batch: Any) -> torch.Tensor:
-    x = params["table"][batch["x"]]
-    for p in params["blocks"]:
-        x = x + attention(x, p["w"])
-    labels = F.pad(batch["x"], (0, 1), value=-100)[:, 1:]
-    return F.cross_entropy((x @ params["table"].T).flatten(0, 1), labels.flatten())
-
-
-def tokens_params() -> Any:
-    g = torch.Generator().manual_seed(0)
-    blocks = [{"w": torch.randn(8, 8, generator=g, dtype=torch.float64) / 3} for _ in range(2)]
-    return {"table": torch.randn(11, 8, generator=g, dtype=torch.float64), "blocks": blocks}
-
-
-def tokens(length: int) -> Any:
-    return {"x": torch.randint(11, (4, length), generator=torch.Generator().manual_seed(length))}
 
 
 def train(backend: str, lengths: Sequence[int], **options: Any) -> tuple[Any, Any]:

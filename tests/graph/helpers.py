@@ -1,0 +1,73 @@
+"""Jitted steps: training them beside eager ones, comparing bits, and what needs a compiler."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import _torch, optim, tree
+from fzero.graph._ir import is_input, results
+from fzero.graph.run._compile import Code, name_of_code
+from fzero.graph.run._segment import _key
+from tests.optim.offloading import BF16, Row
+
+COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+
+
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
+
+
+def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
+    fakes = _torch.fake_like(xs)
+    graph = _torch.trace(f, fakes).graph
+    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+        node.meta["val"] = x
+    return Code(graph, fakes, [n.meta["val"] for n in results(graph)], name or name_of_code(_key(graph)))
+
+
+def copied(values: Any) -> Any:
+    return tree.map(torch.clone, values)
+
+
+def bitwise(x: Any, y: Any) -> None:
+    xs, ys = tree.tensors(x), tree.tensors(y)
+    assert len(xs) == len(ys)
+    for a, b in zip(xs, ys, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def train_both(
+    step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, params: Any, opt: Any, batches: list[Any]
+) -> Any:
+    """Train with both from one start; returns their states and losses."""
+    eager, fast = step.init(params, opt), jitted.init(copied(params), opt)
+    losses: tuple[list[Any], list[Any]] = ([], [])
+    for batch in batches:
+        *eager, loss = step(*eager, step.mesh.split(batch))
+        *fast, other = jitted(*fast, step.mesh.split(batch))
+        losses[0].append(loss)
+        losses[1].append(other)
+    return [list(eager), losses[0]], [list(fast), losses[1]]
+
+
+WIDTH, LAYERS = 128, 3
+
+
+MASTERS = Row(lambda o, p: o(optim.master_weights(optim.adamw(1e-3), BF16)), BF16)
+CLIPPED = Row(lambda o, p: optim.chain(optim.clip_by_global_norm(1.0), MASTERS.make(o, p)), BF16)
+WIDE = Row(lambda o, p: o(optim.adamw(1e-3)))
+NO_DECAY = Row(lambda o, p: o(optim.adam(1e-3)))
+ROWS = {"masters": MASTERS, "clip before": CLIPPED, "float32": WIDE, "no decay": NO_DECAY}
+
+
+def params_of() -> dict[str, Any]:
+    block = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+    return {"h": [{k: torch.empty(s, device="meta") for k, s in block.items()} for _ in range(LAYERS)]}
+
+
+def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in params["h"]:
+        x = torch.tanh(x.to(block["w"].dtype) @ block["w"] + block["b"])
+    return x.float().square().mean()
