@@ -381,6 +381,31 @@ def test_an_activation_function_runs_again_and_what_is_dear_or_random_does_not()
     assert lines(recompute(graph, 1 << 20)) == lines(graph)
 
 
+def residual_step(*params: torch.Tensor) -> list[torch.Tensor]:
+    """Blocks with a layer norm, whose backward pass makes a gradient used at once and one that is live to the end."""
+
+    def loss(ws: Any) -> torch.Tensor:
+        x = torch.ones(256, 64)
+        for scale, w, v in zip(ws[1::3], ws[2::3], ws[3::3], strict=True):
+            normed = torch.nn.functional.layer_norm(x, [64], scale)
+            x = x + torch.nn.functional.gelu(normed @ w) @ v
+        return torch.nn.functional.layer_norm(x, [64], ws[0]).square().sum()
+
+    return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
+
+
+def test_a_gradient_is_not_computed_again_from_values_that_are_kept_for_that_alone():
+    shapes = [(64,), *[shape for _ in range(6) for shape in ((64,), (64, 256), (256, 64))]]
+    sizes = [torch.ones(*shape) for shape in shapes]
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(sizes))]
+    graph = trace(residual_step, _torch.fake_like(sizes), labels).graph
+    again = recompute(graph)
+    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    assert after["gelu"] > before["gelu"] and after["native_layer_norm"] > before["native_layer_norm"]
+    assert after["add"] == before["add"] > 6
+    assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
+
+
 @examples(25, 50)
 @given(samples(), st.booleans())
 def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(make, donated):

@@ -474,6 +474,7 @@ MUTANTS = [
     ),
     *File("graph/passes/_rematerialize.py", GRAPH).faults(
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
+        Fault("an item of a tuple counts as live while another item is", "_viewed", becomes("A(B) and not C", "A(B)")),
     ),
     *File("graph/passes/_overwrite.py", SLICE_OF_GATHER).faults(
         Fault(

@@ -162,13 +162,24 @@ def _results(node: Node) -> Sequence[Node]:
 
 def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
     """Return whether a value is live at a position: an argument, a value with later uses, or one to recompute."""
-    while is_view(node):
+    value = _viewed(node)
+    if is_input(value):
+        return True
+    if any(index.get(user, at) >= at for user in views_and_users(value)[1]):
+        return True
+    source = value.all_input_nodes[0] if value.target is operator.getitem else value
+    return depth > 0 and _repeats(source) and all(_is_live(x, at, index, depth - 1) for x in source.all_input_nodes)
+
+
+def _viewed(node: Node) -> Node:
+    """Return the value that a view shows: an operation's result, or the one item of its tuple.
+
+    The items of a tuple are freed one by one. A layer norm's backward pass makes a gradient that is used at once, and
+    one of the weights, which is live until it is reduced.
+    """
+    while is_view(node) and not (node.target is operator.getitem and not is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
-    if is_input(node):
-        return True
-    if any(index.get(user, at) >= at for result in _results(node) or [node] for user in views_and_users(result)[1]):
-        return True
-    return depth > 0 and _repeats(node) and all(_is_live(x, at, index, depth - 1) for x in node.all_input_nodes)
+    return node
 
 
 # regather: a gathered unit is freed if other units come between its uses, and gathered again.
