@@ -263,6 +263,8 @@ def _watch_seeds() -> Iterator[list[str]]:
     # holds the generators, so that a new one cannot have the identity of an old one
     generators: list[torch.Generator] = [torch.default_generator]
 
+    previous: Any = sys.getprofile()
+
     def watch(frame: Any, event: str, function: Any) -> None:
         if callable(previous):
             previous(frame, event, function)
@@ -273,14 +275,14 @@ def _watch_seeds() -> Iterator[list[str]]:
                 methods.append(function.__name__)
             generators.append(generator)
 
-    previous = sys.getprofile()
     sys.setprofile(watch)
     try:
         yield methods
     finally:
         sys.setprofile(previous if callable(previous) else None)
-        if hasattr(previous, "enable"):  # until Python 3.12 cProfile is here an object that cannot be called
-            previous.enable()
+        restart = getattr(previous, "enable", None)  # of cProfile, which up to Python 3.11 cannot be called
+        if restart is not None:
+            restart()
 
 
 # Parameters of modules: take a module's parameters, or initialize those of a module on the meta device.

@@ -125,7 +125,7 @@ MUTANTS = [
         ),
     ),
     *File("zero/_source.py", ("tests/zero/test_init.py",)).faults(
-        Fault("a profiler is not started again after a trace", "_watch_seeds", skipped("A.enable()")),
+        Fault("a profiler is not started again after a trace", "_watch_seeds", skipped("restart()")),
     ),
     *File("zero/_source.py", BUILD).faults(
         Fault("a module that is partly on the meta device is not refused", "is_on_meta", never("A and B")),
