@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import torch
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing
 from fzero._torch.state import RankSettings, load_forward_mode, settings, write_settings
+from fzero._torch.types import Tensors
 
 __all__ = [
     "GROUPS",
@@ -24,7 +25,6 @@ __all__ = [
     "RankGroup",
     "RankStatus",
     "RankThreads",
-    "Tensors",
     "describe",
     "group_of",
     "process_threads",
@@ -110,9 +110,6 @@ def process_threads() -> RankThreads:
     """Return this process's threads; a fork has none of its parent's."""
     pid = os.getpid()
     return _THREADS.get(pid) or _THREADS.setdefault(pid, RankThreads())
-
-
-Tensors = Sequence[torch.Tensor]
 
 
 class DivergedError(RuntimeError):

@@ -20,6 +20,7 @@ import torch
 
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
+from fzero._torch.types import Tensors
 from fzero.axes._run import (
     GROUPS,
     DivergedError,
@@ -28,7 +29,6 @@ from fzero.axes._run import (
     RankCancelled,
     RankGroup,
     RankStatus,
-    Tensors,
     describe,
     group_of,
     process_threads,

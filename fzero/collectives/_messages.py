@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch import group_of, is_tracing
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
 from fzero.collectives import _record
-from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, Tensors, add_rows, apply
+from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, add_rows, apply
 from fzero.collectives.gloo import PendingMessages, wait
 from fzero.parallel.schedules import Instruction, Message, PipelineSchedule, Value
 

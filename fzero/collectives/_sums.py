@@ -20,6 +20,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import c10d
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives import gloo
 from fzero.collectives._copies import note_call
@@ -30,7 +31,6 @@ from fzero.collectives._table import (
     LinearMap,
     NoOptions,
     RankOperation,
-    Tensors,
     add_rows,
     apply_along,
 )

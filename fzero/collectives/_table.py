@@ -18,6 +18,7 @@ import torch
 
 from fzero._torch import allow_in_graph
 from fzero._torch.levels import is_current_vmap
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, DiffersByRankError, are_equal, bound_axes, is_lockstep, rendezvous
 from fzero.collectives import _record
 
@@ -37,7 +38,6 @@ __all__ = [
     "PermutationOptions",
     "RankOperation",
     "SourceOptions",
-    "Tensors",
     "UnitOptions",
     "ValueKind",
     "add_rows",
@@ -46,7 +46,6 @@ __all__ = [
     "row_of",
 ]
 
-Tensors = Sequence[torch.Tensor]
 
 SINGLE_RANK = "alone"
 """The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""

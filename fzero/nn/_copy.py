@@ -166,7 +166,6 @@ def _globals_of(code: CodeType) -> set[str]:
 
 
 CONTAINERS = (list, tuple, dict, set, deque)
-Tensors = Mapping[str, torch.Tensor]
 
 
 # ---------------------------------------------------------------- tensors that a call receives
@@ -179,12 +178,14 @@ class Versions(NamedTuple):
     numbers: dict[str, int | None]
 
 
-def record_versions(state: Tensors) -> Versions:
+def record_versions(state: Mapping[str, torch.Tensor]) -> Versions:
     """Record the tensors of a call and their versions."""
     return Versions(dict(state), {name: version_of(x) for name, x in state.items()})
 
 
-def check_writes(before: Versions, state: Tensors, params: frozenset[str], mutable: frozenset[str]) -> None:
+def check_writes(
+    before: Versions, state: Mapping[str, torch.Tensor], params: frozenset[str], mutable: frozenset[str]
+) -> None:
     """Check that a forward pass replaced no parameter, and wrote in place only into mutable buffers.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_old_function_error, is_tracing
 from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, persistent_buffers
+from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, in_lockstep, loss_axes
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
@@ -162,9 +163,6 @@ def explain_old_function(error: RuntimeError, name: str) -> None:
 # functional: a module as a pure function of its parameters and buffers.
 
 
-Tensors = dict[str, torch.Tensor]
-
-
 class Functional(NamedTuple):
     """A module taken apart: `apply, params, buffers = functional(module)`.
 
@@ -175,8 +173,8 @@ class Functional(NamedTuple):
     """
 
     apply: "Apply"
-    params: Tensors
-    buffers: Tensors
+    params: NamedTensors
+    buffers: NamedTensors
 
 
 @api_boundary
@@ -278,7 +276,9 @@ class Apply:
     tp: Layers | None = None
     _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
-    def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+    def __call__(
+        self, params: NamedTensors, buffers: NamedTensors, *args: Any, **kwargs: Any
+    ) -> tuple[Any, NamedTensors]:
         """Run the module's forward pass.
 
         The first call gives a notice for each attribute in which forward left a value, since that value is lost.
@@ -311,7 +311,7 @@ class Apply:
             out = self._run(state, args, kwargs)
         return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
 
-    def _run(self, state: Tensors, args: Any, kwargs: Any) -> Any:
+    def _run(self, state: NamedTensors, args: Any, kwargs: Any) -> Any:
         """Run forward on `state`, where writes replace mutable buffers, and check its other writes."""
         module = self._own_module()
         if torch.compiler.is_dynamo_compiling():  # Dynamo refuses side effects itself

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.nn._copy import copy_module
 from fzero.nn._functional import Apply, check_module, functional
@@ -137,9 +138,6 @@ def check_ownership(module: torch.nn.Module, names: tuple[str, ...]) -> None:
 # To get the module's output, the copy runs to its end, and the last shell returns the last block's real output.
 
 
-Tensors = dict[str, torch.Tensor]
-
-
 class ModuleSplit(NamedTuple):
     """A module split at its blocks: `split, params = split_module(module)`.
 
@@ -185,16 +183,16 @@ class SplitModule:
     """
 
     shell: Apply
-    constants: Tensors
+    constants: NamedTensors
     param_meta: dict[str, tuple[torch.Size, torch.dtype]]
     blocks: tuple[Apply, ...]
-    block_constants: tuple[Tensors, ...]
+    block_constants: tuple[NamedTensors, ...]
     names: tuple[str, ...]
     plain: Apply
     tp: Layers | None = None
     _cache: _SplitCache = field(default_factory=_SplitCache, repr=False, compare=False)
 
-    def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
+    def first(self, rest: NamedTensors, batch: Any) -> torch.Tensor:
         """Return the input of the first block: the embedded batch."""
         x = self._record(self.shell, rest, batch).x
         return x if self.tp is None or not self.tp.sequence else scatter_tokens(x, self.tp.axis)
@@ -233,7 +231,7 @@ class SplitModule:
 
     def block(
         self,
-        params: Tensors,
+        params: NamedTensors,
         x: torch.Tensor,
         arguments: tuple[BlockArguments, ...],
         index: int | torch.Tensor | DynamicIndex,
@@ -252,13 +250,13 @@ class SplitModule:
         index = DynamicIndex(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
         return run_dynamic_block(self._run_block, self._cache.calls, params, self.block_constants, x, arguments, index)
 
-    def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
+    def last(self, rest: NamedTensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""
         form = self._cache.form or self._record(self.shell, rest, batch).form
         x = x if self.tp is None or not self.tp.sequence else gather_tokens(x, self.tp.axis)
         return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, form, x))
 
-    def join(self, params: Mapping[str, Any]) -> Tensors:
+    def join(self, params: Mapping[str, Any]) -> NamedTensors:
         """Return all parameters by their names in the module.
 
         Example:
@@ -272,7 +270,7 @@ class SplitModule:
         }
         return {**block_params, **params["rest"]}
 
-    def _record(self, shell: Apply, rest: Tensors, batch: Any) -> ArgumentRecorder:
+    def _record(self, shell: Apply, rest: NamedTensors, batch: Any) -> ArgumentRecorder:
         """Run the module until its last block, and record the arguments of its blocks."""
         first_error: Exception | None = None
         for form in [self._cache.form] if self._cache.form else [*OutputForm]:
@@ -292,7 +290,7 @@ class SplitModule:
             raise first_error or AssertionError
         raise ValueError(str(first_error))
 
-    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, handler: BlockHandler) -> Any:
+    def _run_shell(self, shell: Apply, rest: NamedTensors, batch: Any, handler: BlockHandler) -> Any:
         args, kwargs = _arguments(batch)
         with handler:
             out, written = shell(rest, self.constants, *args, **kwargs)
@@ -300,7 +298,7 @@ class SplitModule:
         return out
 
     def _run_block(
-        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, arguments: BlockArguments
+        self, index: int, params: NamedTensors, constants: NamedTensors, x: torch.Tensor, arguments: BlockArguments
     ) -> torch.Tensor:
         out, written = arguments.call(partial(self.blocks[index], params, constants), x)
         _check_constants(constants, written, f"{self.names[index]}.")
@@ -372,7 +370,7 @@ def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers 
     return ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
 
 
-def _share_constants(constants: Tensors, first: Tensors) -> Tensors:
+def _share_constants(constants: NamedTensors, first: NamedTensors) -> NamedTensors:
     """Replace constants that equal the first block's by the first block's own tensors."""
 
     def share(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +390,7 @@ def _read_only(apply: Apply) -> Apply:
     return replace(apply, mutable=frozenset(), tp=None)
 
 
-def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
+def _check_constants(before: NamedTensors, after: NamedTensors, prefix: str) -> None:
     for name, x in before.items():
         if after[name] is not x:
             raise RuntimeError(

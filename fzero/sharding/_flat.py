@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 
 from fzero._torch import OneNode, allow_in_graph, raise_priority
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, join_axes
 from fzero.collectives import (
     ALL_GATHER,
@@ -18,7 +19,6 @@ from fzero.collectives import (
     DimOptions,
     LinearMap,
     RankOperation,
-    Tensors,
     UnitOptions,
     add_rows,
     apply,

@@ -21,8 +21,9 @@ import torch
 
 from fzero._registry import Registry
 from fzero._torch import assume_constant_result
+from fzero._torch.types import Tensors
 from fzero.axes import Binding
-from fzero.collectives import AssignmentOptions, LinearMap, RankOperation, Tensors, add_rows
+from fzero.collectives import AssignmentOptions, LinearMap, RankOperation, add_rows
 
 __all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, join_axes
 from fzero.collectives import NoOptions, apply_along, mark_invariant
 from fzero.optim import Precision
@@ -35,7 +36,6 @@ from fzero.sharding import (
 
 __all__ = ["Argument", "GradientGroup", "PerRankGroup", "open_argument"]
 
-Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fzero._torch import in_transform, storage_id
+from fzero._torch.types import Tensors
 from fzero.collectives import to_device, to_host
 from fzero.random import call_with_key, next_key
 from fzero.transforms._remat_call import (
@@ -73,9 +74,6 @@ def reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device])
 
 
 # The runs of a rematerialised block: the first run records, and later runs compute derivatives.
-
-
-Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)

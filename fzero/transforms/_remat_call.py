@@ -13,6 +13,7 @@ import torch
 from fzero import tree
 from fzero._torch import autocast_kinds
 from fzero._torch.levels import is_differentiated, is_mapped
+from fzero._torch.types import Tensors
 from fzero.axes import Axis, Scope, call_in_scope, current_scope
 from fzero.collectives import DeferredCheck
 from fzero.sharding import Shard, Slot
@@ -297,7 +298,6 @@ def flatten_call(
 # Each step turns a function of a flat list of tensors into another.
 
 
-Tensors = Sequence[torch.Tensor]
 TupleFunction = Callable[..., tuple[torch.Tensor, ...]]
 BatchFlags = tuple[bool, ...]
 """For each output whether it has the batch dimension of a map."""

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from fzero import _torch, tree
 from fzero._donated import donate_memory
 from fzero._notice import warn_once
+from fzero._torch.types import NamedTensors
 from fzero.graph import is_random, stand_ins_of
 from fzero.sharding import PerRank, is_box
 
@@ -288,9 +289,6 @@ def _watch_seeds() -> Iterator[list[str]]:
 # Parameters of modules: take a module's parameters, or initialize those of a module on the meta device.
 
 
-Tensors = dict[str, torch.Tensor]
-
-
 def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a module whose parameters and buffers are meta tensors; tied tensors stay tied."""
     return copy.deepcopy(module, stand_ins(module))
@@ -304,7 +302,7 @@ def stand_ins(module: torch.nn.Module) -> dict[int, Any]:
     return result
 
 
-def trainable_params(module: torch.nn.Module) -> Tensors:
+def trainable_params(module: torch.nn.Module) -> NamedTensors:
     """Return a module's trainable parameters by name, not copied; a tied parameter has one name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -329,7 +327,7 @@ def is_on_meta(module: torch.nn.Module) -> bool:
 
 def initializer(
     module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None = None, device: torch.device | str = "cpu"
-) -> Callable[[], Tensors]:
+) -> Callable[[], NamedTensors]:
     """Make an init function for a module that was built on the meta device, for `step.init`.
 
     The init function allocates each submodule's own parameters and lets the submodule fill them, in the order of the
@@ -357,7 +355,7 @@ def initializer(
         {'weight': torch.Size([2, 3]), 'bias': torch.Size([2])}
     """
 
-    def make() -> Tensors:
+    def make() -> NamedTensors:
         params: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> its replacement
         clone = copy_to_meta(module)
         for name, m in clone.named_modules():

@@ -51,9 +51,6 @@ def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Ten
 # A pipeline in a trace: each of a rank's stages is recorded once, forward and backward, as one iteration of a loop.
 
 
-Tensors = list[torch.Tensor]
-
-
 class RowRecorder:
     """Records one rank's row of a schedule, for a graph that will run it.
 
@@ -66,9 +63,9 @@ class RowRecorder:
 
     def __init__(self, stages: Stages, params: Params, scale: torch.Tensor | None) -> None:
         self.stages, self.params, self.scale = stages, params, scale
-        self.sums: dict[int, Tensors] = {}
+        self.sums: dict[int, list[torch.Tensor]] = {}
 
-    def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Record an iteration, and return the total and the weight."""
         tensors = [x.detach() for x in tensors]
         loop.begin_shapes_only()
@@ -95,7 +92,7 @@ class RowRecorder:
         self.sums = {index: [x.after() for x in sums] for index, sums in shares.items()}
         return total, weight
 
-    def scaled_grads(self, total: torch.Tensor) -> Tensors:
+    def scaled_grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients, multiplied by the gradient of the total."""
         grads, total = [], total if self.scale is None else total / self.scale
         for index, like in enumerate(self.params.tensors):
@@ -117,7 +114,7 @@ class RowRecorder:
         stage: int,
         iteration: torch.Tensor,
         spec: ValueSpec,
-        tensors: Tensors,
+        tensors: list[torch.Tensor],
         shares: dict[int, list[loop.LoopSum]],
     ) -> list[loop.LoopSum]:
         """Record a stage forward and backward. For the last stage, return the sums of the total and the weight."""
@@ -146,7 +143,7 @@ def loss_cotangent(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Ten
     return torch.ones_like(total) if scale is None else torch.ones_like(total) * scale.to(total.dtype)
 
 
-def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
+def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     return [loop.receive(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
 
 
@@ -242,10 +239,10 @@ class _RowExecutor:
     scale: torch.Tensor | None = None
     grads: dict[int, torch.Tensor] | None = field(default_factory=dict)
     vjp_fns: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
-    deferred_grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    deferred_grads: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     sums: list[torch.Tensor] = field(default_factory=list)
 
-    def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all instructions of the row, and return the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
         _check_same_schedule(stages, tensors[0].device)
@@ -275,7 +272,7 @@ class _RowExecutor:
             results.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
         return results
 
-    def _act(self, action: Action, tensors: Tensors, messages: StageMessages, structure: Any) -> None:
+    def _act(self, action: Action, tensors: list[torch.Tensor], messages: StageMessages, structure: Any) -> None:
         """Run an action, and pass its result to the next stage, or to a message."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "W":
@@ -294,7 +291,9 @@ class _RowExecutor:
     def _indices(self, stage: int) -> list[int]:
         return self.params.indices(*self.stages.uses(stage))
 
-    def _forward(self, stage: int, m: int, f: Callable[..., Any], weights: Tensors, inputs: Tensors) -> Tensors:
+    def _forward(
+        self, stage: int, m: int, f: Callable[..., Any], weights: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Run a stage on a micro-batch, and return the output for the next stage."""
         if self.backward:
             outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
@@ -306,7 +305,7 @@ class _RowExecutor:
         self.sums = [outputs, aux] if not self.sums else [x + y for x, y in zip(self.sums, (outputs, aux), strict=True)]
         return []
 
-    def _backward(self, stage: int, m: int, inputs: Tensors, is_input_only: bool) -> Tensors:
+    def _backward(self, stage: int, m: int, inputs: list[torch.Tensor], is_input_only: bool) -> list[torch.Tensor]:
         """Run a stage backward, and return the gradient of its input. Its residuals are freed."""
         cotangent: Any = loss_cotangent(self.sums[0], self.scale) if stage == self.stages.last else inputs
         weight_grads, x = self.vjp_fns.pop((stage, m))(cotangent, retain_graph=False)
@@ -316,7 +315,7 @@ class _RowExecutor:
             self._add(stage, list(weight_grads))
         return list(x)
 
-    def _add(self, stage: int, new_grads: Tensors) -> None:
+    def _add(self, stage: int, new_grads: list[torch.Tensor]) -> None:
         """Add gradients of a stage's parameters, at least in float32."""
         assert self.grads is not None
         for index in self._indices(stage):

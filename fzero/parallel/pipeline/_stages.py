@@ -15,8 +15,6 @@ from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = ["Params", "PipelineCache", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
 
-Tensors = list[torch.Tensor]
-
 
 class Params(NamedTuple):
     """A rank's parameters as a list of tensors. Leaves that are not tensors stay in the structures.
@@ -28,7 +26,7 @@ class Params(NamedTuple):
         rest: the structure of the rest, with its leaves that are not tensors.
     """
 
-    tensors: Tensors
+    tensors: list[torch.Tensor]
     structures: "list[_TreeSpec]"
     sizes: list[int]
     rest: "_TreeSpec"
@@ -69,7 +67,7 @@ class _TreeSpec(NamedTuple):
     constants: list[Any]
 
     @staticmethod
-    def of(values: Any) -> "tuple[Tensors, _TreeSpec]":
+    def of(values: Any) -> "tuple[list[torch.Tensor], _TreeSpec]":
         """Separate the tensors of a tree from the rest."""
         leaves, structure = tree.flatten(values)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
