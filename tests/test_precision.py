@@ -86,8 +86,8 @@ def test_equals_unsharded_training(reduce, stage, n, k, rule):
     )
     params = mlp_params(torch.float64)
     params["n"] = torch.ones((), dtype=torch.float64)
-    pair = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
-    opt = optim.master_weights(pair, precision)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
+    opt = optim.master_weights(optimizer, precision)
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
         return mlp_loss(params, batch) * params["n"].float()
@@ -133,8 +133,8 @@ def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
 def test_inductor_follows_eager():
     """A GPT in bfloat16 with everything: masters, a loss scale, micro-batches, remat."""
     precision = fzero.Precision(torch.bfloat16)
-    pair = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
-    opt, block = optim.dynamic_loss_scale(optim.master_weights(pair, precision)), fzero.remat(gpt_block)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    opt, block = optim.dynamic_loss_scale(optim.master_weights(optimizer, precision)), fzero.remat(gpt_block)
     train_step = step_of(
         opt,
         lambda p, tokens: gpt_loss(p, tokens, block).float(),
@@ -261,7 +261,7 @@ def test_parameters_are_the_rounded_masters(half, seed):
         torch.testing.assert_close(params["w"].float(), state.master["w"], rtol=2**-8, atol=1e-7 * max(size, 1))
 
 
-def test_the_pair_sees_the_masters():
+def test_the_optimizer_sees_the_masters():
     """Weight decay and averages are of the masters, not of the rounded parameters."""
     precision, third = fzero.Precision(torch.bfloat16), torch.tensor([1 / 3])
     opt = optim.master_weights(
@@ -392,8 +392,8 @@ WAYS = [(1, 2, 0, "nan"), (4, 1, 1, "inf"), (4, 1, 3, "nan"), (3, 3, 2, "nan"), 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     """In one sample of one micro-batch of one rank; parameters and state stay bit for bit; then the run goes on."""
     precision = fzero.Precision(torch.float16, full=wide_norm)
-    pair = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), precision)
-    opt = optim.dynamic_loss_scale(pair, 64.0, growth_interval=2)
+    optimizer = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), precision)
+    opt = optim.dynamic_loss_scale(optimizer, 64.0, growth_interval=2)
     train_step = step_of(opt, scaled=True, micro_batches=k, precision=precision)
     mesh = fzero.mesh(simulate=True, dp=n)
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -421,8 +421,8 @@ def test_the_scale_leaves_no_trace(stage):
     precision = fzero.Precision(torch.bfloat16)
     results = []
     for scale in (1.0, 2.0**20):
-        pair = optim.chain(optim.clip(0.5), optim.clip_by_global_norm(2.0), optim.sgd(2.0**-3))
-        opt = optim.static_loss_scale(optim.master_weights(pair, precision), scale)
+        optimizer = optim.chain(optim.clip(0.5), optim.clip_by_global_norm(2.0), optim.sgd(2.0**-3))
+        opt = optim.static_loss_scale(optim.master_weights(optimizer, precision), scale)
         train_step = step_of(opt, scaled=True, reduce="sum", precision=precision)
         params, batches = {"w": torch.ones(5, 3), "v": torch.ones(4)}, [torch.ones(4), -torch.ones(4)]
         results.append(trained(train_step, opt, params, batches, stage, fzero.mesh(dp=2)))

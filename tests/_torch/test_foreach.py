@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fzero import optim, tree
 from fzero._torch import foreach
 
-PAIRS = {
+OPTIMIZERS = {
     "adamw": optim.adamw(1e-2, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params)),
     "adamw with a schedule": optim.adamw(lambda count: 1e-2 / (1 + count)),
     "injected": optim.inject_hyperparams(optim.adamw)(1e-2, weight_decay=0.1),
@@ -46,27 +46,27 @@ def params(dtype=torch.float32):
     }
 
 
-def steps(pair, dtype):
+def steps(optimizer, dtype):
     values = params(dtype)
-    state = pair.init(values)
+    state = optimizer.init(values)
     for i in range(3):
         grads = tree.map(lambda p, i=i: torch.sin(p * (i + 1)), values)
-        updates, state = pair.update(grads, state, params=values)
+        updates, state = optimizer.update(grads, state, params=values)
         values = optim.apply_updates(values, updates)
     assert values["tied"][0] is values["tied"][1]
     return tree.tensors((values, state))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_give_the_numbers_of_single_tensors(name, dtype, monkeypatch, request):
     if name == "injected" and dtype == torch.bfloat16:
         pytest.skip(
             "torch's CPU kernels round a 0-d tensor to bfloat16 if it is the first operand; its GPU kernels do not"
         )
-    single = steps(PAIRS[name], dtype)
+    single = steps(OPTIMIZERS[name], dtype)
     sizes = request.getfixturevalue("on_accelerator")
-    grouped = steps(PAIRS[name], dtype)
+    grouped = steps(OPTIMIZERS[name], dtype)
     assert sizes and min(sizes) > 1
     for x, y in zip(single, grouped, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)

@@ -31,9 +31,9 @@ def planned(
 ) -> fzero.graph.Plan:
     """One rank's plan, from meta tensors; of no offload for the ratio None."""
     row, mesh = ROWS[name], fzero.mesh(dp=2)
-    pair = row.make((lambda p: p) if ratio is None else (lambda p: optim.offload(p, ratio, update)), None)
-    step = fzero.shard(train_step_of(pair, row, k, loss_of), stage, mesh)
-    state = step.init(params_of(), pair)
+    optimizer = row.make((lambda p: p) if ratio is None else (lambda p: optim.offload(p, ratio, update)), None)
+    step = fzero.shard(train_step_of(optimizer, row, k, loss_of), stage, mesh)
+    state = step.init(params_of(), optimizer)
     tokens = mesh.split(torch.empty(2 * batch, WIDTH, device="meta"))
     return fzero.plan(fzero.jit(step, backend="fx"), *state, tokens, world_size=world_size)
 
@@ -87,7 +87,7 @@ def test_each_element_crosses_once_a_step(name, update, stage, k):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_without_a_share_of_the_host_the_plan_is_that_of_the_pair(stage):
+def test_without_a_share_of_the_host_the_plan_is_that_of_the_optimizer(stage):
     for update in ("host", "device"):
         mine, expected = planned("clip before", 0, stage, update), planned("clip before", None, stage)
         assert [o[:1] + o[1:2] + o[3:] for o in mine.operations] == [
@@ -162,7 +162,7 @@ def test_a_number_of_the_device_may_not():
 
 
 @pytest.mark.parametrize("clip_first", [False, True])
-def test_a_pair_that_hides_a_norm_is_found_by_its_line(clip_first):
+def test_a_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
     def hidden(grads: Any, state: Any, params: Any = None) -> Any:
         total = sum([x.square().sum() for x in tree.tensors(grads)])
         return tree.map(lambda g: g / (1 + total), grads), state  # the line
@@ -170,9 +170,9 @@ def test_a_pair_that_hides_a_norm_is_found_by_its_line(clip_first):
     clip = optim.Optimizer(lambda params: (), hidden, exact_on_shards=True)
     momentum = optim.sgd(0.1, momentum=0.9)
     row = Row(lambda o, p: optim.chain(clip, o(momentum)) if clip_first else o(optim.chain(clip, momentum)))
-    pair = row.make(lambda p: optim.offload(p, 0.5), None)
-    step = fzero.shard(train_step_of(pair, row, 1, loss_of), 0, fzero.mesh(dp=2))
-    state = step.init(params_of(), pair)
+    optimizer = row.make(lambda p: optim.offload(p, 0.5), None)
+    step = fzero.shard(train_step_of(optimizer, row, 1, loss_of), 0, fzero.mesh(dp=2))
+    state = step.init(params_of(), optimizer)
     args = (*state, step.mesh.split(torch.empty(8, WIDTH, device="meta")))
     if clip_first:
         assert fzero.jit(step, backend="fx").plan(*args).transfers
@@ -252,9 +252,9 @@ def test_results_are_written_into_arguments_of_their_own_memory(stage, update):
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         return (p["w"] * x.mean()).square().sum()
 
-    pair = row.make(lambda p: optim.offload(p, 0.5, update), None)
-    step = fzero.shard(train_step_of(pair, row, 1, loss), stage, fzero.mesh(dp=2))
-    state = list(step.init(params, pair))
+    optimizer = row.make(lambda p: optim.offload(p, 0.5, update), None)
+    step = fzero.shard(train_step_of(optimizer, row, 1, loss), stage, fzero.mesh(dp=2))
+    state = list(step.init(params, optimizer))
     jitted = fzero.jit(step, backend="fx")
     before = addresses(state[1])
     assert len(before["host"]) == len(before["device"]) == 2

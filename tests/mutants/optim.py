@@ -1,7 +1,7 @@
 """Faults in fzero/optim."""
 
 from tests.mutants.changes import bare, becomes, constant, never, skipped, swapped
-from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, PAIRS, Fault, File
+from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
 
 MUTANTS = [
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
@@ -29,7 +29,7 @@ MUTANTS = [
     *File("optim/_adafactor.py", ("tests/optim/test_shapes.py",)).faults(
         Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),
     ),
-    *File("optim/_norms.py", PAIRS).faults(
+    *File("optim/_norms.py", WRAPPERS).faults(
         Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),
         Fault("leaf norms are of the rank's part only", "_leaf_norms", bare("B(A, axes)")),
     ),
@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
-        Fault("a mask selects whole units, not elements", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
+        Fault("a mask selects whole units, not elements", "_where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
@@ -57,20 +57,20 @@ MUTANTS = [
     *File("sharding/_segments.py", OPTIM_LAWS).faults(
         Fault("per_leaf gives a number to the first name of a tied leaf only", "per_leaf", skipped("A[B] = A[C]")),
     ),
-    *File("optim/_adam.py", PAIRS).faults(
+    *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
-    *File("optim/_links.py", PAIRS).faults(
+    *File("optim/_links.py", WRAPPERS).faults(
         Fault("params_ema averages the gradients, not the new parameters", "params_ema.update", bare("B(A, grads)")),
         Fault("the average starts in the parameters' memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
-    *File("optim/_wrappers.py", PAIRS).faults(
+    *File("optim/_wrappers.py", WRAPPERS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
         Fault("Adafactor's sharded means lie on the default device", "_zeros", becomes("A.data.device", "None")),
     ),
-    *File("optim/_adafactor.py", PAIRS).faults(
+    *File("optim/_adafactor.py", WRAPPERS).faults(
         Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),

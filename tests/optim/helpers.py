@@ -37,7 +37,7 @@ def batches_of(steps: int, dtype: torch.dtype = torch.float64) -> list[torch.Ten
 
 
 def train(opt: Any, params: Any, batches: list[torch.Tensor], loss: Any = loss_of) -> Any:
-    """Train unsharded with a pair."""
+    """Train unsharded with an optimizer."""
     step, state = train_step_for(loss, opt), opt.init(params)
     for batch in batches:
         params, state, _ = step(params, state, batch)

@@ -17,7 +17,7 @@ BF16 = fzero.Precision(param=torch.bfloat16, grad=torch.bfloat16)
 
 
 class Row(NamedTuple):
-    """A pair: `make` is given what goes around its inner part, such as `offload`, and the parameters."""
+    """An optimizer: `make` is given what goes around its inner part, such as `offload`, and the parameters."""
 
     make: Callable[[Wrap, Any], Any]
     precision: fzero.Precision | None = None
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class Third(NamedTuple):
-    """A pair of someone else's, who knows nothing of fzero."""
+    """An optimizer of someone else's, who knows nothing of fzero."""
 
     init: Any
     update: Any
@@ -47,8 +47,8 @@ def third_party() -> Third:
     return Third(lambda p: {"m": tree.map(torch.zeros_like, p), "count": torch.zeros((), dtype=torch.int64)}, update)
 
 
-def masters(pair: Any) -> optim.Optimizer:
-    return optim.master_weights(pair, BF16)
+def masters(optimizer: Any) -> optim.Optimizer:
+    return optim.master_weights(optimizer, BF16)
 
 
 CLIP = optim.clip_by_global_norm(0.5)
@@ -91,7 +91,7 @@ ON_DEVICE_ONLY: dict[str, Row] = {
     "masked lamb": Row(lambda o, p: o(optim.masked(optim.lamb(1e-2), matrices))),
     "masters of lamb": Row(lambda o, p: o(masters(optim.chain(CLIP, optim.lamb(1e-2)))), BF16),
 }
-PAIRS = POINTWISE | ON_DEVICE_ONLY
+OPTIMIZERS = POINTWISE | ON_DEVICE_ONLY
 
 SIZES = st.sampled_from([(0,), (1,), (63,), (64,), (65,), (13, 17), (128,), (5, 2, 40), (3, 0), (), (700,)])
 
@@ -134,7 +134,7 @@ def batches_of(n: int, steps: int = 3, overflow: bool = False) -> list[dict[str,
     return found
 
 
-def train_step_of(pair: Any, row: Row, micro_batches: int = 1, loss: Any = loss_of_tree) -> Any:
+def train_step_of(optimizer: Any, row: Row, micro_batches: int = 1, loss: Any = loss_of_tree) -> Any:
     options: dict[str, Any] = {"micro_batches": micro_batches}
     options |= {} if row.precision is None else {"precision": row.precision}
 
@@ -144,7 +144,7 @@ def train_step_of(pair: Any, row: Row, micro_batches: int = 1, loss: Any = loss_
             value, grads = fzero.scaled_value_and_grad(loss, scale, **options)(params, batch)
         else:
             value, grads = fzero.value_and_grad(loss, **options)(params, batch)
-        updates, opt_state = pair.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, value
 
     return train_step
@@ -160,19 +160,19 @@ class Way(NamedTuple):
     units: Any = None
     simulate: str = "vmap"
 
-    def step(self, pair: Any, row: Row) -> fzero.zero.ShardedStep:
+    def step(self, optimizer: Any, row: Row) -> fzero.zero.ShardedStep:
         mesh = fzero.mesh(dp=self.n, simulate=self.simulate)
-        return fzero.shard(train_step_of(pair, row, self.micro_batches), self.stage, mesh, units=self.units)
+        return fzero.shard(train_step_of(optimizer, row, self.micro_batches), self.stage, mesh, units=self.units)
 
 
 def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
     """Train, and return whole parameters, whole state and losses."""
-    pair = row.make(wrap, params)
+    optimizer = row.make(wrap, params)
     batches = batches_of(max(way.n, 1) * way.micro_batches * 2, steps, row.scaled)
     if not way.n:
-        return _unsharded(pair, row, way, params, batches)
-    step = way.step(pair, row)
-    state, losses = list(step.init(params, pair)), []
+        return _unsharded(optimizer, row, way, params, batches)
+    step = way.step(optimizer, row)
+    state, losses = list(step.init(params, optimizer)), []
     run = fzero.jit(step, backend="fx") if way.jit else step
     for batch in batches:
         *state, loss = run(*state, step.mesh.split(batch))
@@ -181,9 +181,9 @@ def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
     return step.gather(state[0]), step.gather(state[1]) if row.gathers else (), losses
 
 
-def _unsharded(pair: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
-    train_step, losses = train_step_of(pair, row, way.micro_batches), []
-    state = [params if row.precision is None else row.precision.cast(params), pair.init(params)]
+def _unsharded(optimizer: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
+    train_step, losses = train_step_of(optimizer, row, way.micro_batches), []
+    state = [params if row.precision is None else row.precision.cast(params), optimizer.init(params)]
     run = fzero.jit(train_step, backend="fx", donate=()) if way.jit else train_step
     for batch in batches:
         *state, loss = run(*state, batch)

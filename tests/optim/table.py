@@ -9,9 +9,9 @@ from tests.optim.helpers import matrices, normal
 
 
 class Row(NamedTuple):
-    """A pair, and who else computes its numbers: a torch optimizer made from a list of leaves, or optax."""
+    """An optimizer, and who else computes its numbers: a torch optimizer made from a list of leaves, or optax."""
 
-    pair: optim.Optimizer
+    optimizer: optim.Optimizer
     torch: Any = None
     optax: str = ""  # a key of fixtures/optax.json
 
@@ -25,7 +25,7 @@ def with_clipping(learning_rate: Any, max_norm: Any, weight_decay: Any) -> optim
 
 
 def whitened_momentum() -> optim.Optimizer:
-    """A pair that needs whole leaves, with a state of another shape than the leaf, an integer, and decay."""
+    """An optimizer that needs whole leaves, with a state of another shape than the leaf, an integer, and decay."""
 
     def init(p: torch.Tensor) -> Any:
         count = torch.zeros((), dtype=torch.int64)

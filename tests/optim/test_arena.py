@@ -37,11 +37,11 @@ COUNTERS = 64  # bytes of numbers, which may lie in either memory
 @example("masters", "device", 0.8, 1, 2, 1)
 def test_a_plan_of_both_memories_is_what_lies_in_them(name, option, ratio, stage, n, k):
     options, row, mesh = OPTIONS[option], ROWS[name], fzero.mesh(dp=n)
-    pair = row.make(lambda p: optim.offload(p, ratio, **options), None)
+    optimizer = row.make(lambda p: optim.offload(p, ratio, **options), None)
     stage = 3 if "params" in options else stage
-    step = fzero.jit(fzero.shard(train_step_of(pair, row, k, loss_of), stage, mesh), backend="fx")
+    step = fzero.jit(fzero.shard(train_step_of(optimizer, row, k, loss_of), stage, mesh), backend="fx")
     params = tree.map(lambda x: torch.linspace(-1, 1, x.numel()).view(x.shape) / 11, params_of())
-    state, x = list(step.init(params, pair)), mesh.split(torch.linspace(-1, 1, 4 * n * k * WIDTH).view(-1, WIDTH))
+    state, x = list(step.init(params, optimizer)), mesh.split(torch.linspace(-1, 1, 4 * n * k * WIDTH).view(-1, WIDTH))
     del params
     plan = step.plan(*state, x)
     *state, _ = step(*state, x)  # the first call keeps more
@@ -62,9 +62,9 @@ def test_an_operation_of_both_memories_is_found():
 
 def test_the_pieces_of_a_unit_keep_no_more_than_themselves():
     """A view would keep the whole shard alive, on the device that is short of memory."""
-    mesh, pair = fzero.mesh(dp=2), optim.master_weights(optim.adam(0.1), fzero.Precision(param=torch.bfloat16))
+    mesh, optimizer = fzero.mesh(dp=2), optim.master_weights(optim.adam(0.1), fzero.Precision(param=torch.bfloat16))
     for update in ("host", "device"):
-        opt = optim.offload(pair, 0.4, update, params=True)
+        opt = optim.offload(optimizer, 0.4, update, params=True)
         state = fzero.shard(lambda p, s: (p, s), 3, mesh).init({"w": torch.ones(4096)}, opt)
         moved = optim.with_offload_ratio(state[1], state[0], 0.7)
         for x in tree.tensors((state, moved)):

@@ -39,7 +39,7 @@ def test_a_muon_of_ones_own_equals_its_unsharded_self():
 
 @pytest.mark.parametrize("opt", [optim.on_full_leaves(optim.lamb(1e-2, eps=1e-3)), EXACT], ids=["whole", "muon"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_micro_batches_and_masters_equal_the_unsharded_pair(opt, micro_batches):
+def test_micro_batches_and_masters_equal_the_unsharded_optimizer(opt, micro_batches):
     opt = optim.master_weights(opt, fzero.Precision(param=torch.float64, master=torch.float64, reduce=torch.float64))
     step = train_step_for(loss_of, opt, micro_batches=micro_batches)
     assert_equivalent(step, params_of(), opt, batches_of(2), world_sizes=(2,))
@@ -63,7 +63,7 @@ def tensor_parallel(params: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("opt", [optim.on_full_leaves(WHITE), EXACT], ids=["whole", "muon"])
-def test_a_matrix_that_tensor_parallelism_splits_is_whole_for_the_pair(opt):
+def test_a_matrix_that_tensor_parallelism_splits_is_full_for_the_optimizer(opt):
     params = {"up": normal((5, 4), 0), "down": normal((4, 3), 1), "b": normal((3,), 2)}
     split = {"up": {"tp": 1}, "down": {"tp": 0}}
     assert_equivalent(
@@ -77,7 +77,7 @@ def test_a_matrix_that_tensor_parallelism_splits_is_whole_for_the_pair(opt):
     )
 
 
-def test_the_state_of_a_whole_pair_is_cut_whatever_its_shapes():
+def test_the_state_of_a_full_optimizer_is_sharded_whatever_its_shapes():
     def init(p: torch.Tensor) -> Any:
         return {"left": p.new_zeros(40, 40), "count": torch.zeros((), dtype=torch.int64)}
 
@@ -90,7 +90,7 @@ def test_the_state_of_a_whole_pair_is_cut_whatever_its_shapes():
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
+def test_full_leaves_move_what_the_optimizer_is_given_once_more(stage, reads):
     opt = optim.on_full_leaves(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
     n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
@@ -102,7 +102,7 @@ def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
     assert log.elements - 2 * numel == {0: -2, 3: (2 + reads) * numel}.get(stage, 2 * numel)
 
 
-def test_pairs_with_masters_or_a_scale_go_around_whole():
+def test_masters_or_a_scale_go_around_an_optimizer_of_full_leaves():
     with pytest.raises(ValueError, match=r"around on_full_leaves: optim.master_weights\("):
         optim.on_full_leaves(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
 

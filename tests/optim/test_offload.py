@@ -1,4 +1,4 @@
-"""Offload changes where the state lies, and no bit of what a step computes: laws over pairs, ratios, layouts."""
+"""Offload changes where the state lies, and no bit of what a step computes: laws over optimizers, ratios, layouts."""
 
 import tempfile
 from typing import Any
@@ -18,7 +18,7 @@ from tests.helpers import examples
 from tests.optim.offloading import (
     BF16,
     ON_DEVICE_ONLY,
-    PAIRS,
+    OPTIMIZERS,
     POINTWISE,
     RATIOS,
     Row,
@@ -33,22 +33,22 @@ from tests.optim.offloading import (
 from tests.zero.helpers import RULES
 
 
-def plain(pair: Any) -> Any:
-    return pair
+def plain(optimizer: Any) -> Any:
+    return optimizer
 
 
 def offloading(ratio: Any, update: str = "host") -> Any:
-    return lambda pair: optim.offload(pair, ratio, update)
+    return lambda optimizer: optim.offload(optimizer, ratio, update)
 
 
 def check_bitwise(way: Way, row: Row, params: Any, ratio: Any, update: str) -> None:
-    """Parameters, state and losses are those of the pair without offload, bit for bit."""
+    """Parameters, state and losses are those of the optimizer without offload, bit for bit."""
     assert same_bits(trained(way, row, params, offloading(ratio, update)), trained(way, row, params, plain))
 
 
 # ---------------------------------------------------------------- no bit is another
 
-LIFTED = PAIRS.keys() - {"leafwise"}
+LIFTED = OPTIMIZERS.keys() - {"leafwise"}
 layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.integers(1, 2)}
 units = st.sampled_from([None, *sorted(RULES)])
 
@@ -69,16 +69,16 @@ def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, st
 @example("adafactor", small_params(), 0.37, None, 3, 3, 1)
 def test_updated_on_the_device_it_trains_bit_for_bit(name, params, ratio, rule, stage, n, micro_batches):
     way = Way(stage, n, micro_batches, units=rule and RULES[rule])
-    check_bitwise(way, PAIRS[name], params, ratio, "device")
+    check_bitwise(way, OPTIMIZERS[name], params, ratio, "device")
 
 
 @pytest.mark.parametrize("name", POINTWISE)
-def test_every_pair_updated_on_the_host(name):
+def test_every_optimizer_updated_on_the_host(name):
     check_bitwise(Way(3, 2, units=RULES["one unit"]), POINTWISE[name], small_params(), 0.37, "host")
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_ONLY)
-def test_every_pair_that_reads_leaves_is_updated_on_the_device(name):
+def test_every_optimizer_that_reads_leaves_is_updated_on_the_device(name):
     check_bitwise(Way(2, 2), ON_DEVICE_ONLY[name], small_params(), 0.37, "device")
 
 
@@ -94,7 +94,7 @@ def test_a_jitted_step_with_host_updates_trains_bit_for_bit(name, ratio, stage, 
 @given(name=st.sampled_from(sorted(LIFTED)), ratio=RATIOS, stage=stages(), n=st.integers(0, 3))
 @example("masters of lamb", 0.37, 3, 2)
 def test_a_jitted_step_with_device_updates_trains_bit_for_bit(name, ratio, stage, n):
-    check_bitwise(Way(stage, n, jit=True), PAIRS[name], small_params(), ratio, "device")
+    check_bitwise(Way(stage, n, jit=True), OPTIMIZERS[name], small_params(), ratio, "device")
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_jitted_step_with_device_updates_trains_bit_for_bit(name, ratio, stage
 )
 def test_more_trees_train_bit_for_bit(name, params, ratio, rule, update, stage, n, micro_batches):
     way = Way(stage, n, micro_batches, units=rule and RULES[rule])
-    check_bitwise(way, PAIRS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
+    check_bitwise(way, OPTIMIZERS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
 
 
 @pytest.mark.slow
@@ -124,7 +124,9 @@ def test_more_trees_train_bit_for_bit(name, params, ratio, rule, update, stage, 
     update=st.sampled_from(["host", "device"]),
 )
 def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage, n, k, update):
-    check_bitwise(Way(stage, n, k, True), PAIRS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
+    check_bitwise(
+        Way(stage, n, k, True), OPTIMIZERS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update
+    )
 
 
 @examples(1, 4)
@@ -143,16 +145,16 @@ def test_over_some_axes_and_split_along_others_it_trains_bit_for_bit(stage, upda
     params = {"a": normal((8, 40), 1), "b": normal((64, 3), 2)}
 
     def run(wrap: Any) -> Any:
-        pair = wrap(optim.adamw(1e-2))
+        optimizer = wrap(optim.adamw(1e-2))
         step = fzero.shard(
-            lambda p, s, b: _stepped(pair, p, s),
+            lambda p, s, b: _stepped(optimizer, p, s),
             stage=stage,
             mesh=fzero.mesh(dp=2, tp=2),
             axis="dp",
             over="dp",
             split=lambda path, x: {"tp": 0},
         )
-        state = step.init(params, pair)
+        state = step.init(params, optimizer)
         for _ in range(2):
             state = step(*state, None)
         return step.gather(state)
@@ -160,12 +162,12 @@ def test_over_some_axes_and_split_along_others_it_trains_bit_for_bit(stage, upda
     assert same_bits(run(offloading(0.4, update)), run(plain))
 
 
-def _stepped(pair: Any, params: Any, state: Any) -> Any:
+def _stepped(optimizer: Any, params: Any, state: Any) -> Any:
     def loss(p: Any, _: Any) -> torch.Tensor:
         return torch.stack([torch.sin(x).sum() for x in tree.tensors(p)]).sum()
 
     _, grads = fzero.value_and_grad(loss)(params, None)
-    updates, state = pair.update(grads, state, params)
+    updates, state = optimizer.update(grads, state, params)
     return optim.apply_updates(params, updates), state
 
 
@@ -173,8 +175,10 @@ def test_a_vmap_over_learning_rates_maps_every_piece():
     params, rates = {"w": normal((200,))}, torch.tensor([0.1, 0.2])
 
     def run(wrap: Any) -> Any:
-        pair = wrap(optim.sgd(1.0, momentum=0.9))
-        return torch.vmap(lambda rate: pair.update({"w": params["w"] * rate}, pair.init(params), params))(rates)
+        optimizer = wrap(optim.sgd(1.0, momentum=0.9))
+        return torch.vmap(lambda rate: optimizer.update({"w": params["w"] * rate}, optimizer.init(params), params))(
+            rates
+        )
 
     (updates, state), expected = run(offloading(0.5)), run(plain)
     assert torch.equal(updates["w"], expected[0]["w"])
@@ -193,9 +197,9 @@ def pieces_of(values: Any) -> list[tuple[str, torch.Tensor]]:
 @given(params=params_of(), ratio=st.floats(0, 1), stage=st.integers(1, 3), n=world_sizes(5), rule=units)
 def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     """Of all elements of a rank's shards, the last ones: the end of one unit, and all of those behind it."""
-    pair = optim.offload(optim.sgd(0.1, momentum=0.9), ratio)
-    step = Way(stage, n, units=rule and RULES[rule]).step(pair, POINTWISE["sgd"])
-    momentum = step.init(params, pair)[1].momentum
+    optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), ratio)
+    step = Way(stage, n, units=rule and RULES[rule]).step(optimizer, POINTWISE["sgd"])
+    momentum = step.init(params, optimizer)[1].momentum
     boxes = [x for x in tree.flatten(momentum, is_box)[0] if isinstance(x, Shard) and x.spec.numel]
     host = sum([host_numel(x.spec_id) * x.spec.ranks for x in boxes])
     wanted = ratio * sum([x.spec.numel for x in boxes])
@@ -208,9 +212,9 @@ def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
 @examples(6, 15)
 @given(params=params_of(), stage=st.integers(1, 3), n=world_sizes(5), rule=units)
 def test_a_rule_is_asked_for_each_leaf_of_a_unit(params, stage, n, rule):
-    pair = optim.offload(optim.sgd(0.1, momentum=0.9), by_path)
-    step = Way(stage, n, units=rule and RULES[rule]).step(pair, POINTWISE["sgd"])
-    for box in [x for x in tree.flatten(step.init(params, pair)[1].momentum, is_box)[0] if isinstance(x, Shard)]:
+    optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), by_path)
+    step = Way(stage, n, units=rule and RULES[rule]).step(optimizer, POINTWISE["sgd"])
+    for box in [x for x in tree.flatten(step.init(params, optimizer)[1].momentum, is_box)[0] if isinstance(x, Shard)]:
         spec = box.spec
         share = sum([by_path(path) * size for path, size in zip(spec.paths, spec.sizes, strict=True)])
         wanted = share / max(spec.numel, 1) * spec.shard_numel
@@ -219,19 +223,19 @@ def test_a_rule_is_asked_for_each_leaf_of_a_unit(params, stage, n, rule):
 
 
 def test_a_cut_lies_where_both_pieces_begin_on_a_cache_line():
-    pair = optim.offload(optim.sgd(0.1, momentum=0.9), 0.3)
-    step = Way(2, 2, units=RULES["one unit"]).step(pair, POINTWISE["sgd"])
-    (box,) = list(tree.flatten(step.init({"w": normal((2000,))}, pair)[1].momentum, is_box)[0])
+    optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), 0.3)
+    step = Way(2, 2, units=RULES["one unit"]).step(optimizer, POINTWISE["sgd"])
+    (box,) = list(tree.flatten(step.init({"w": normal((2000,))}, optimizer)[1].momentum, is_box)[0])
     assert [(p.stop - p.start, p.space) for p in box.spec.pieces] == [(680, "device"), (320, "host")]
     assert box.device.type == "cpu" and "320 on the host" in repr(box)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_ratio_0_is_the_pair_itself(stage):
+def test_ratio_0_is_the_optimizer_itself(stage):
     """No piece lies on the host, and no operation moves anything."""
     row = POINTWISE["adamw"]
-    step = Way(stage).step(pair := row.make(offloading(0), small_params()), row)
-    state = step.init(small_params(), pair)
+    step = Way(stage).step(optimizer := row.make(offloading(0), small_params()), row)
+    state = step.init(small_params(), optimizer)
     assert {space for space, _ in pieces_of(state[1])} <= {"device"}
     if stage:
         expected = row.make(plain, small_params())
@@ -244,22 +248,22 @@ def test_a_state_keeps_its_structure(name, update):
     """From init to update, or a jitted step would be traced twice; at stage 0 and unsharded, too."""
     if name in (ON_DEVICE_ONLY if update == "host" else ["leafwise"]):
         return
-    row, params = PAIRS[name], small_params()
-    pair = row.make(offloading(0.4, update), params)
+    row, params = OPTIMIZERS[name], small_params()
+    optimizer = row.make(offloading(0.4, update), params)
     for stage in (0, 2):
-        step = Way(stage).step(pair, row)
-        state = step.init(params, pair)
+        step = Way(stage).step(optimizer, row)
+        state = step.init(params, optimizer)
         new = step(*state, step.mesh.split(batches_of(4)[0]))
         assert tree.flatten(new[1])[1] == tree.flatten(state[1])[1]
-    own = pair.init(params)
+    own = optimizer.init(params)
     params = params if row.precision is None else row.precision.cast(params)
-    assert tree.flatten(pair.update(params, own, params)[1])[1] == tree.flatten(own)[1]
+    assert tree.flatten(optimizer.update(params, own, params)[1])[1] == tree.flatten(own)[1]
 
 
 def test_masters_and_moments_lie_together_and_parameters_stay():
     row = POINTWISE["masters"]
-    step = Way(3).step(pair := row.make(offloading(1), small_params()), row)
-    params, state = step.init(small_params(), pair)
+    step = Way(3).step(optimizer := row.make(offloading(1), small_params()), row)
+    params, state = step.init(small_params(), optimizer)
     assert {space for space, x in pieces_of(state) if x.numel()} == {"host"}
     assert {space for space, _ in pieces_of(params)} == {"device"}
     assert {x.dtype for _, x in pieces_of(state)} == {torch.float32}
@@ -272,10 +276,10 @@ def test_masters_and_moments_lie_together_and_parameters_stay():
 # ---------------------------------------------------------------- another ratio
 
 
-def halfway(way: Way, row: Row, pair: Any) -> tuple[fzero.zero.ShardedStep, Any, list[Any]]:
+def halfway(way: Way, row: Row, optimizer: Any) -> tuple[fzero.zero.ShardedStep, Any, list[Any]]:
     """Train two steps; return the step, the state, and the batches that are left."""
-    step = way.step(pair, row)
-    state, batches = step.init(small_params(), pair)[:2], batches_of(12, 4)
+    step = way.step(optimizer, row)
+    state, batches = step.init(small_params(), optimizer)[:2], batches_of(12, 4)
     for batch in batches[:2]:
         state = step(*state, step.mesh.split(batch))[:2]
     return step, state, batches[2:]
@@ -302,7 +306,7 @@ CHANGES = st.sampled_from([(0.3, 0.7), (1, 0), (0, 0.5), (0.37, by_path), (by_pa
 @example("adamw", (0.3, 0.7), (0, 1), (3, 2))
 def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after):
     """At another stage and number of ranks, too: the loaded state is, bit for bit, the one that was saved."""
-    row, update = PAIRS[name], "device" if name in ON_DEVICE_ONLY else "host"
+    row, update = OPTIMIZERS[name], "device" if name in ON_DEVICE_ONLY else "host"
     old, new = (row.make(offloading(ratio, update), small_params()) for ratio in change)
     step, state, _ = halfway(Way(*before), row, old)
     other = Way(*after).step(new, row)
@@ -327,7 +331,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
 @example("adamw", (0.3, 0.7), 2, 2)
 def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
     """By `with_offload_ratio`, by a checkpoint, and by cutting the whole state again."""
-    row, update, way = PAIRS[name], "device" if name in ON_DEVICE_ONLY else "host", Way(stage, n)
+    row, update, way = OPTIMIZERS[name], "device" if name in ON_DEVICE_ONLY else "host", Way(stage, n)
     old, new, base = (row.make(w, small_params()) for w in (*(offloading(r, update) for r in change), plain))
     step, state, rest = halfway(way, row, base)
     expected = on(step, state, rest)
@@ -345,7 +349,7 @@ def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
     assert same_bits(on(other, loaded, rest), expected)
 
 
-def test_the_state_of_a_pair_without_offload_becomes_one_with_it():
+def test_the_state_of_a_optimizer_without_offload_becomes_one_with_it():
     way, row = Way(2), POINTWISE["adamw"]
     step, state, rest = halfway(way, row, row.make(plain, small_params()))
     expected = on(step, state, rest)
@@ -357,10 +361,10 @@ def test_the_state_of_a_pair_without_offload_becomes_one_with_it():
 
 
 def test_unsharded_the_ratio_changes_as_well():
-    pair, params = optim.offload(optim.adam(0.1), 0.5), {"w": normal((300,)), "b": normal((3,))}
-    state = pair.update(params, pair.init(params), params)[1]
+    optimizer, params = optim.offload(optim.adam(0.1), 0.5), {"w": normal((300,)), "b": normal((3,))}
+    state = optimizer.update(params, optimizer.init(params), params)[1]
     other = optim.offload(optim.adam(0.1), 1)
-    expected = pair.update(params, state, params)
+    expected = optimizer.update(params, state, params)
     got = other.update(params, optim.with_offload_ratio(state, params, 1), params)
     assert same_bits(got[0], expected[0]) and same_bits(fzero.gather(got[1]), fzero.gather(expected[1]))
 
@@ -383,9 +387,9 @@ def test_a_ratio_beyond_its_range_is_refused(ratio):
 
 @pytest.mark.parametrize("answer,error", [(None, TypeError), (True, TypeError), ("0", TypeError), (2, ValueError)])
 def test_a_rule_that_answers_nonsense_is_refused_with_the_leaf(answer, error):
-    pair = optim.offload(optim.adam(0.1), lambda path: answer if path == "b" else 0.5)
+    optimizer = optim.offload(optim.adam(0.1), lambda path: answer if path == "b" else 0.5)
     with pytest.raises(error, match=r"leaf 'b'.*expected a number from 0 to 1"):
-        pair.init({"a": torch.ones(3), "b": torch.ones(3)})
+        optimizer.init({"a": torch.ones(3), "b": torch.ones(3)})
 
 
 @pytest.mark.parametrize("update", ["cpu", "Host", None, 1])
@@ -395,7 +399,7 @@ def test_an_unknown_update_is_refused(update):
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_ONLY)
-def test_a_pair_that_reads_leaves_is_told_what_to_do(name):
+def test_a_optimizer_that_reads_leaves_is_told_what_to_do(name):
     with pytest.raises(ValueError, match=r'before offload, in a chain, or .*update="device"'):
         ON_DEVICE_ONLY[name].make(offloading(0.5), small_params())
 
@@ -407,17 +411,19 @@ def test_a_loss_scale_goes_around(update):
         optim.offload(inner, 0.5, update)
 
 
-@pytest.mark.parametrize("pair", [torch.optim.Adam, optim.adam, None, 3], ids=["a class", "a function", "None", "3"])
-def test_what_is_no_pair_is_refused(pair):
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, optim.adam, None, 3], ids=["a class", "a function", "None", "3"]
+)
+def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError):
-        optim.offload(pair)
+        optim.offload(optimizer)
 
 
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_state_of_another_ratio_says_how_to_change_it(stage, update):
     row, params = POINTWISE["adamw"], small_params()
-    made = Way(stage).step(pair := row.make(offloading(0.3, update), params), row).init(params, pair)
+    made = Way(stage).step(optimizer := row.make(offloading(0.3, update), params), row).init(params, optimizer)
     step = Way(stage).step(row.make(offloading(0.8, update), params), row)
     with pytest.raises(
         ValueError,
@@ -427,7 +433,7 @@ def test_a_state_of_another_ratio_says_how_to_change_it(stage, update):
 
 
 def test_a_norm_of_pieces_says_what_to_do():
-    """For someone else's pair, of which offload cannot know that it reads whole leaves."""
+    """For someone else's optimizer, of which offload cannot know that it reads whole leaves."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         norm = optim.global_norm(grads)
@@ -447,11 +453,11 @@ def test_a_state_of_trees_can_only_be_updated_on_the_host(stage):
 def test_meta_parameters_are_planned_for():
     """Their state is made of meta tensors in the same pieces, and takes no memory."""
     row = POINTWISE["masters"]
-    pair = row.make(offloading(0.5), None)
-    step = Way(2).step(pair, row)
+    optimizer = row.make(offloading(0.5), None)
+    step = Way(2).step(optimizer, row)
     metas = tree.map(lambda x: x.to("meta"), small_params())
-    state = step.init(metas, pair)[1]
-    real = step.init(small_params(), pair)[1]
+    state = step.init(metas, optimizer)[1]
+    real = step.init(small_params(), optimizer)[1]
     assert fzero.sharding.layouts(state) == fzero.sharding.layouts(real)
     assert all(x.is_meta for _, x in pieces_of(state))
 
@@ -459,8 +465,8 @@ def test_meta_parameters_are_planned_for():
 # ---------------------------------------------------------------- delay
 
 
-def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
-    """A pair that is given the gradients of some leaves one step late, and zeros at first."""
+def one_late(optimizer: Any, path_is_late: Any) -> optim.Optimizer:
+    """An optimizer that is given the gradients of some leaves one step late, and zeros at first."""
 
     def late(tree_: Any, other: Any) -> Any:
         paths, xs, structure = tree.flatten_with_paths(tree_, is_box)
@@ -468,11 +474,11 @@ def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
         return tree.unflatten(structure, [y if path_is_late(p) else x for p, x, y in zip(paths, xs, ys, strict=True)])
 
     def init(params: Any) -> Any:
-        return tree.map(torch.zeros_like, params), pair.init(params)
+        return tree.map(torch.zeros_like, params), optimizer.init(params)
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         previous, inner = state
-        updates, inner = pair.update(late(grads, previous), inner, params)
+        updates, inner = optimizer.update(late(grads, previous), inner, params)
         return updates, (grads, inner)
 
     return optim.Optimizer(init, update)
@@ -488,7 +494,7 @@ def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
 )
 @example("clip before", 2, True, False, 2, 2, 2)
 @example("adamw", 2, False, True, 3, 2, 1)
-def test_a_delay_is_the_pair_given_late_gradients(name, blocks, jit, low, stage, n, micro_batches):
+def test_a_delay_is_the_optimizer_given_late_gradients(name, blocks, jit, low, stage, n, micro_batches):
     """Of the units on the host; the others' gradients come at once."""
     low = low and stage == 3
     params = {"h": [{"w": normal((64,), i)} for i in range(3)]}
@@ -510,12 +516,12 @@ def test_a_delayed_state_is_kept_and_loaded_elsewhere():
     row, params = POINTWISE["masters, clip before"], small_params()
 
     def steps(way: Way, state: Any, numbers: Any) -> Any:
-        pair = row.make(lambda p: optim.offload(p, 0.5, delay=1), params)
-        step = way.step(pair, row)
+        optimizer = row.make(lambda p: optim.offload(p, 0.5, delay=1), params)
+        step = way.step(optimizer, row)
         state = (
-            list(step.init(params, pair))
+            list(step.init(params, optimizer))
             if state is None
-            else fzero.load(state, [*step.init(params, pair)], mesh=step.mesh)
+            else fzero.load(state, [*step.init(params, optimizer)], mesh=step.mesh)
         )
         for i in numbers:
             *state, _ = step(*state, step.mesh.split(batches_of(12, 6)[i]))
@@ -566,7 +572,9 @@ def test_a_delay_says_what_it_cannot():
 @example("adamw", small_params(), 0.37, None, 2, 1, "device", True)
 def test_parameters_on_the_host_train_bit_for_bit(name, params, ratio, rule, n, micro_batches, update, jit):
     way = Way(3, n, micro_batches, jit, units=rule and RULES[rule])
-    found = trained(way, POINTWISE[name], params, lambda pair: optim.offload(pair, ratio, update, params=True))
+    found = trained(
+        way, POINTWISE[name], params, lambda optimizer: optim.offload(optimizer, ratio, update, params=True)
+    )
     assert same_bits(found, trained(way, POINTWISE[name], params, plain))
 
 
@@ -581,15 +589,15 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
         return x.square().mean()
 
     def planned(ratio: float, on_host: bool) -> Any:
-        pair = optim.offload(optim.sgd(0.1, momentum=0.9), ratio, params=on_host)
+        optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), ratio, params=on_host)
 
         def train_step(params: Any, opt_state: Any, x: Any) -> Any:
             value, grads = fzero.value_and_grad(loss_of, gather=False)(params, x)
-            updates, opt_state = pair.update(grads, opt_state, params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
             return optim.apply_updates(params, updates), opt_state, value
 
         step = fzero.shard(train_step, 3, fzero.mesh(dp=2))
-        state = step.init(params, pair)
+        state = step.init(params, optimizer)
         assert {space for x in tree.flatten(state[0], is_box)[0] for space in spaces(x)} == (
             {"host"} if on_host else {"device"}
         )
@@ -624,9 +632,9 @@ def test_parameters_on_the_host_are_kept_and_loaded():
     row, params = POINTWISE["masters, clip before"], small_params()
 
     def steps(ratio: Any, on_host: bool, folder: Any, numbers: Any) -> Any:
-        pair = row.make(lambda p: optim.offload(p, ratio, params=on_host), params)
-        step = Way(3, 2).step(pair, row)
-        state = list(step.init(params, pair))
+        optimizer = row.make(lambda p: optim.offload(p, ratio, params=on_host), params)
+        step = Way(3, 2).step(optimizer, row)
+        state = list(step.init(params, optimizer))
         if folder is not None:
             state = fzero.load(folder, state, mesh=step.mesh)
         for i in numbers:
@@ -646,13 +654,13 @@ def test_parameters_on_the_host_are_kept_and_loaded():
 
 def test_parameters_on_the_host_need_stage_3_and_one_ratio():
     params, mesh = small_params(), fzero.mesh(dp=2)
-    pair = optim.offload(optim.sgd(0.1, momentum=0.9), 0.5, params=True)
+    optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), 0.5, params=True)
     for stage in (0, 1, 2):
         with pytest.raises(ValueError, match=r"offload: params=True: no parameter is sharded, .* use stage=3"):
-            fzero.shard(lambda p, s: (p, s), stage, mesh).init(params, pair)
+            fzero.shard(lambda p, s: (p, s), stage, mesh).init(params, optimizer)
     row = POINTWISE["momentum"]
     step = Way(3, 2).step(optim.offload(optim.sgd(0.1, momentum=0.9), 0.9, params=True), row)
-    low, _ = step.init(params, pair)
+    low, _ = step.init(params, optimizer)
     _, state = step.init(params, optim.offload(optim.sgd(0.1, momentum=0.9), 0.9))
     with pytest.raises(ValueError, match=r"elements .* on the host, and ratio says .*: give step.init the optimizer"):
         step(low, state, step.mesh.split(batches_of(4)[0]))

@@ -197,7 +197,7 @@ def test_chain_is_associative_and_the_empty_chain_its_identity():
         assert_trees_close(train(other, params, batches), flat, 0.0)
 
 
-def test_chain_is_exact_on_shards_if_all_its_pairs_are():
+def test_chain_is_exact_on_shards_if_all_its_optimizers_are():
     whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
     assert optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)).exact_on_shards
     assert not optim.chain(optim.adam(0.1), whole).exact_on_shards
@@ -408,7 +408,7 @@ def test_poisoned_padding_never_affects_training(stage, value):
     assert_trees_close(step.gather(params), train(opt, params_of(), batches), 1e-12)
 
 
-# ---------------------------------------------------------------- pairs of others
+# ---------------------------------------------------------------- optimizers of others
 
 
 def rms_init(params: Any) -> Any:
@@ -422,21 +422,21 @@ def rms_update(grads: Any, state: Any, params: Any = None) -> Any:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("n", SIZES)
-def test_a_hand_written_pair_is_the_same_on_shards(n, stage):
+def test_a_hand_written_optimizer_is_the_same_on_shards(n, stage):
     opt = Pair(rms_init, rms_update)
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n])
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_hand_written_pair_in_a_chain_is_the_same_on_shards(stage):
+def test_a_hand_written_optimizer_in_a_chain_is_the_same_on_shards(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.05), Pair(rms_init, rms_update))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_optimizer_unpacks_as_a_pair(stage):
+def test_an_optimizer_unpacks_as_a_optimizer(stage):
     init, update = optim.adamw(1e-2)
     opt = Pair(init, update)
     step = train_step_for(loss_of, opt)
@@ -480,7 +480,7 @@ def test_torchopt_is_the_same_on_shards(name, stage):
         assert_trees_close(sharded.gather(params), expected, 1e-12, f"dp={n}")
 
 
-def test_a_pair_that_flattens_trees_is_told_to_be_wrapped():
+def test_a_optimizer_that_flattens_trees_is_told_to_be_wrapped():
     step = fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2))
     with pytest.raises(fzero.errors.DiffersByRankError) as caught:
         step.init(params_of(), torchopt.adamw(1e-2))

@@ -24,7 +24,11 @@ OPTAX = json.loads((pathlib.Path(__file__).parent / "fixtures" / "optax.json").r
 
 # The same, where gradients near zero may not be blown up to a full step: what rounds differently must stay small.
 EXACT = {
-    **{name: row.pair for name, row in TABLE.items() if row.optax != "lamb" and name not in ("masked lamb", "lars")},
+    **{
+        name: row.optimizer
+        for name, row in TABLE.items()
+        if row.optax != "lamb" and name not in ("masked lamb", "lars")
+    },
     "adam": optim.adam(1e-2, eps=1e-3),
     "adamw": optim.adamw(1e-2, eps=1e-3, weight_decay=0.1),
     "lamb": optim.lamb(1e-2, eps=1e-3, weight_decay=0.1),
@@ -40,20 +44,20 @@ each_kind = pytest.mark.parametrize("name", cases(KINDS, TABLE))
 
 
 RETURNS = (optim.Optimizer, "Optimizer", "optim.Optimizer")  # an annotation may be a string
-# Functions that return a pair but need an argument that the laws do not have: which, and the tests of the function.
+# Functions that return an optimizer but need an argument that the laws do not have: which, and where it is tested.
 WITHOUT_ROW = {
-    "as_optimizer": 'a pair of somebody else: "third party" in test_offload.py',
+    "as_optimizer": 'an optimizer of somebody else: "third party" in test_offload.py',
     "clip_by_expert": "leaves with experts: test_experts.py",
-    "dynamic_loss_scale": "another pair, in half precision: ../test_precision.py",
+    "dynamic_loss_scale": "another optimizer, in half precision: ../test_precision.py",
     "leafwise": "a function of one leaf: test_optim.py",
-    "master_weights": "another pair, in half precision: ../test_precision.py",
-    "offload": "another pair, in host memory: test_offload.py",
-    "static_loss_scale": "another pair, in half precision: ../test_precision.py",
+    "master_weights": "another optimizer, in half precision: ../test_precision.py",
+    "offload": "another optimizer, in host memory: test_offload.py",
+    "static_loss_scale": "another optimizer, in half precision: ../test_precision.py",
 }
 
 
-def test_the_table_has_every_public_pair():
-    """A pair that is not in the table obeys no law."""
+def test_the_table_has_every_public_optimizer():
+    """An optimizer that is not in the table obeys no law."""
     public = {name: getattr(optim, name) for name in optim.__all__}
     functions = {name: f for name, f in public.items() if inspect.isfunction(f)}
     makers = {name for name, f in functions.items() if inspect.signature(f).return_annotation in RETURNS}
@@ -73,7 +77,7 @@ def test_the_table_has_every_public_pair():
 def test_ten_steps_equal_torch_optim(name, dtype):
     params, batches = params_of(dtype), batches_of(10, dtype)
     expected = train_with_torch(TABLE[name].torch, params, batches)
-    assert_trees_close(train(TABLE[name].pair, params, batches), expected, RTOL[dtype])
+    assert_trees_close(train(TABLE[name].optimizer, params, batches), expected, RTOL[dtype])
 
 
 def stored(values: Any, dtype: torch.dtype) -> Any:
@@ -90,7 +94,7 @@ def stored(values: Any, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.optax])
 def test_ten_steps_equal_optax(name, dtype):
-    opt, params = TABLE[name].pair, stored(OPTAX["params"], dtype)
+    opt, params = TABLE[name].optimizer, stored(OPTAX["params"], dtype)
     state = opt.init(params)
     for grads in OPTAX["grads"]:
         updates, state = opt.update(stored(grads, dtype), state, params)
@@ -129,7 +133,7 @@ def test_schedules_equal_optax(name):
 
 @each_kind
 def test_every_stage_and_world_size_equals_unsharded_training(name):
-    opt = TABLE[name].pair
+    opt = TABLE[name].optimizer
     step = train_step_for(small_loss, opt)
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=either((4,), (1, 4)))
 
@@ -156,7 +160,7 @@ def test_every_tree_and_unit_rule_equals_unsharded_training(name, params, rule, 
 
 @every
 def test_poisoned_padding_never_affects_training(name):
-    batches, mesh, opt = batches_of(2), fzero.mesh(dp=4), TABLE[name].pair
+    batches, mesh, opt = batches_of(2), fzero.mesh(dp=4), TABLE[name].optimizer
     step = fzero.shard(train_step_for(small_loss, opt), 3, mesh)
     params, state = step.init(small_params(), opt)
     for batch in batches:
@@ -166,7 +170,7 @@ def test_poisoned_padding_never_affects_training(name):
 
 @each_kind
 def test_a_jitted_step_equals_the_eager_one_bitwise(name):
-    opt, mesh, params = TABLE[name].pair, fzero.mesh(dp=2), small_params()
+    opt, mesh, params = TABLE[name].optimizer, fzero.mesh(dp=2), small_params()
     step = fzero.shard(train_step_for(small_loss, opt), 3, mesh, units=RULES["one unit"])
     jitted = fzero.jit(step, backend="fx")
     eager, fast = step.init(params, opt), jitted.init(params, opt)
@@ -182,7 +186,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @every
 def test_parameters_and_state_keep_their_dtype(name, dtype):
-    opt = optim.chain(optim.clip_by_global_norm(0.5), TABLE[name].pair)
+    opt = optim.chain(optim.clip_by_global_norm(0.5), TABLE[name].optimizer)
     params = params_of(dtype)
     state = opt.init(params)
     updates, new_state = opt.update(tree.map(torch.ones_like, params), state, params)
@@ -199,7 +203,7 @@ def test_half_precision_follows_float64(name):
     params = stored(OPTAX["params"], torch.bfloat16)
     trained = []
     for dtype in (torch.bfloat16, torch.float64):
-        opt, new = TABLE[name].pair, tree.map(lambda x, dtype=dtype: x.to(dtype), params)
+        opt, new = TABLE[name].optimizer, tree.map(lambda x, dtype=dtype: x.to(dtype), params)
         state = opt.init(new)
         for grads in OPTAX["grads"][:3]:
             updates, state = opt.update(stored(grads, dtype), state, new)
@@ -210,7 +214,7 @@ def test_half_precision_follows_float64(name):
 
 @every
 def test_updates_are_pure(name):
-    opt, params = TABLE[name].pair, params_of()
+    opt, params = TABLE[name].optimizer, params_of()
     arguments = (tree.map(torch.ones_like, params), opt.init(params), params)
     before = tree.map(torch.clone, arguments)
     opt.update(*arguments)
@@ -220,7 +224,7 @@ def test_updates_are_pure(name):
 @every
 @pytest.mark.parametrize("stage", [0, 2])
 def test_tied_leaves_stay_tied(name, stage):
-    w, opt = normal((4, 3), 0), TABLE[name].pair
+    w, opt = normal((4, 3), 0), TABLE[name].optimizer
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=2), units=RULES["one unit"])
     state = step.init({"a": w, "b": [w, normal((3,), 1)]}, opt)
     new, state, _ = step(*state, step.mesh.split({"x": torch.ones(2, dtype=torch.float64)}))
@@ -234,14 +238,14 @@ def test_state_shares_no_memory_with_the_parameters(name):
     """A jitted step writes both anew, each in its own memory."""
     params = params_of()
     lent = {x.untyped_storage().data_ptr() for x in tree.tensors(params)}
-    state = tree.tensors(TABLE[name].pair.init(params))
+    state = tree.tensors(TABLE[name].optimizer.init(params))
     pointers = [x.untyped_storage().data_ptr() for x in state]
     assert not lent & set(pointers) and len(set(pointers)) == len(pointers)
 
 
 @every
-def test_every_pair_declares_that_it_runs_on_shards(name):
-    assert TABLE[name].pair.exact_on_shards is True
+def test_every_optimizer_declares_that_it_runs_on_shards(name):
+    assert TABLE[name].optimizer.exact_on_shards is True
 
 
 BAD = [

@@ -23,7 +23,7 @@ WRAPPED = {
     "somebody's": optim.Optimizer(lambda params: (), lambda grads, state, params=None: (grads, state)),
     "a copy": dataclasses.replace(optim.sgd(0.1)),
 }
-PAIRS: dict[str, optim.Optimizer] = {**{name: row.pair for name, row in TABLE.items()}, **WRAPPED}
+OPTIMIZERS: dict[str, optim.Optimizer] = {**{name: row.optimizer for name, row in TABLE.items()}, **WRAPPED}
 
 
 def params_of(shape: tuple[int, ...] = (4, 4), dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -35,9 +35,9 @@ def refusal(shape: tuple[int, ...], kind: str = "parameter", expected: tuple[int
     return rf"opt.update: gradient leaf 'a.w' is {texts[0]}, and its {kind} is {texts[1]}: (take|make) the "
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_of_another_shape_than_its_parameter_is_refused(name):
-    opt, params = PAIRS[name], params_of()
+    opt, params = OPTIMIZERS[name], params_of()
     state = opt.init(params)
     for shape in OTHERS:
         with pytest.raises(ValueError, match=refusal(shape)):
@@ -48,8 +48,8 @@ def test_a_gradient_of_another_shape_than_its_parameter_is_refused(name):
         opt.update({"a": {"b": None}, "c": torch.ones(2, 2)}, state, params)
 
 
-# a pair on full leaves of this test's own: what it does to its state is its own affair
-STATEFUL = [name for name, row in TABLE.items() if "on_full_leaves" not in row.pair.name]
+# an optimizer on full leaves of this test's own: what it does to its state is its own affair
+STATEFUL = [name for name, row in TABLE.items() if "on_full_leaves" not in row.optimizer.name]
 MEANS = r"and its state has (rows|columns) of shape .*: expected .*; make the state by opt.init"
 
 
@@ -57,7 +57,7 @@ MEANS = r"and its state has (rows|columns) of shape .*: expected .*; make the st
 @pytest.mark.parametrize("with_params", [False, True])
 def test_no_update_broadcasts_onto_a_state_of_another_shape(name, with_params):
     """Either the state is refused by its leaf, or it holds nothing of the parameters' shapes."""
-    opt, refused = TABLE[name].pair, 0
+    opt, refused = TABLE[name].optimizer, 0
     for shape in OTHERS:
         grads, state = params_of(shape), opt.init(params_of())
         try:

@@ -49,8 +49,8 @@ def rules(config: Configuration) -> Any:
 
 def make_step(config: Configuration) -> Any:
     """Make a step of blocks of two matrices, with masters of adamw, offloaded as asked."""
-    pair = optim.master_weights(optim.adamw(1e-3), config.policy)
-    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.offload(pair, config.offload))
+    optimizer = optim.master_weights(optim.adamw(1e-3), config.policy)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.offload(optimizer, config.offload))
     loss = loss_fn(config)
     more: Any = (
         {"reduce": "weighted"} if config.pp > 1 else {"micro_batches": config.accumulation, "gather": not config.remat}

@@ -22,8 +22,8 @@ def maker(layers: int = 3, width: int = 128, stage: int = 2, clip: bool = False,
     mesh = fzero.mesh(dp=2)
 
     def make_step(ratio: float) -> Any:
-        pair = optim.offload(optim.master_weights(optim.adamw(1e-3), BF16), ratio, **options)
-        opt = optim.chain(optim.clip_by_global_norm(1.0), pair) if clip else pair
+        optimizer = optim.offload(optim.master_weights(optim.adamw(1e-3), BF16), ratio, **options)
+        opt = optim.chain(optim.clip_by_global_norm(1.0), optimizer) if clip else optimizer
 
         def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
             loss, grads = fzero.value_and_grad(loss_of, precision=BF16)(params, x)

@@ -94,8 +94,8 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
         return torch.randn(x.shape, dtype=x.dtype) * 0.05
 
     whole = fzero.tree.map(real, init(TINY[name], 2))
-    pair = fzero.optim.master_weights(fzero.optim.adamw(3e-2), fzero.Precision(param=torch.bfloat16))
-    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), pair)
+    optimizer = fzero.optim.master_weights(fzero.optim.adamw(3e-2), fzero.Precision(param=torch.bfloat16))
+    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), optimizer)
     params, opt_state = step.init(whole, opt)
     samples = tuning._models.make_batch(TINY[name], 4, 16)
     batch = step.mesh.split(fzero.tree.map(real, samples))

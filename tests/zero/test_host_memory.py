@@ -54,8 +54,8 @@ def test_what_cannot_be_counted_is_not_checked(free):
     def reads(params: Any) -> Any:
         return tree.map(lambda x: x * float(x.sum()), params)
 
-    pair = optim.offload(optim.Optimizer(reads, lambda g, s, params=None: (g, s)), 1.0)
-    _host_memory.check_host_memory(pair.init, META, PARAMS, pair, fzero.mesh(dp=1))
+    optimizer = optim.offload(optim.Optimizer(reads, lambda g, s, params=None: (g, s)), 1.0)
+    _host_memory.check_host_memory(optimizer.init, META, PARAMS, optimizer, fzero.mesh(dp=1))
     free(None)
     init(optim.offload(optim.adam(0.1), 1.0))
 

@@ -31,7 +31,7 @@ def test_positions_of_parameters_are_different_ints(argnums):
 
 
 class Lookahead:
-    """A pair whose state starts as the parameters."""
+    """An optimizer whose state starts as the parameters."""
 
     exact_on_shards = True
 

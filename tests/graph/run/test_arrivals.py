@@ -66,8 +66,8 @@ SOME = [(MASTERS, "host", 2), (PLAIN, "device", 2), (PLAIN, "a step late", 2), (
 
 @pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))
 def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
-    def wrap(pair: Any) -> Any:
-        return optim.offload(pair, 0.6, **OPTIONS[option])
+    def wrap(optimizer: Any) -> Any:
+        return optim.offload(optimizer, 0.6, **OPTIONS[option])
 
     expected = trained(Way(3, 2, k), ROWS[name], small_params(), wrap)
     assert not late.copies

@@ -1,4 +1,4 @@
-"""What is particular to one pair: masks, averages, hyperparameters in the state, norms of leaves."""
+"""What is particular to one optimizer: masks, averages, hyperparameters in the state, norms of leaves."""
 
 import math
 from typing import Any
@@ -142,7 +142,7 @@ def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units)
         assert x.any() == (x.ndim >= 2)
 
 
-def test_what_a_masked_pair_does_not_see_may_be_nan():
+def test_what_a_masked_optimizer_does_not_see_may_be_nan():
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     grads = {"w": torch.ones(2, 2), "b": torch.full((2,), math.nan)}
     opt = optim.masked(optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)), matrices)
@@ -156,7 +156,7 @@ def test_what_a_masked_pair_does_not_see_may_be_nan():
         assert updates["b"].isnan().all()
 
 
-def test_a_masked_pair_sees_zeros_for_the_other_parameters():
+def test_a_masked_optimizer_sees_zeros_for_the_other_parameters():
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     opt = optim.masked(optim.params_ema(0.5), matrices)
     _, state = opt.update(params, opt.init(params), params)
@@ -197,7 +197,7 @@ def test_groups_of_links_are_torchs_groups_with_one_set_of_moments(stage):
 
 
 def test_masks_that_are_complements_make_parameter_groups():
-    """Two masked pairs in a chain, each on its leaves: what torch calls parameter groups."""
+    """Two masked optimizers in a chain, each on its leaves: what torch calls parameter groups."""
     opt = optim.chain(
         optim.masked(optim.scale_by_adam(), matrices),
         optim.masked(optim.scale(0.5), biases),
@@ -219,7 +219,7 @@ def test_a_mask_of_another_structure_or_split_over_a_tie_names_the_leaf():
         optim.masked(optim.sgd(0.1), {"a": True, "b": False}).init({"a": w, "b": w})
 
 
-def test_masked_is_exact_on_shards_if_its_pair_is():
+def test_masked_is_exact_on_shards_if_its_optimizer_is():
     whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
     assert optim.masked(optim.sgd(0.1), matrices).exact_on_shards is True
     assert optim.masked(whole, matrices).exact_on_shards is False
@@ -298,7 +298,7 @@ def test_an_average_of_half_precision_parameters_may_be_float32(stage):
         optim.lion(0.1),
     ],
 )
-def test_a_pair_that_needs_the_parameters_says_what_to_pass(opt):
+def test_a_optimizer_that_needs_the_parameters_says_what_to_pass(opt):
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"opt.update\(grads, state, params\)"):
         opt.update(params, opt.init(params))
@@ -361,7 +361,7 @@ def test_a_tensor_is_a_hyperparameter_and_is_copied():
     assert state.hyperparams["learning_rate"].item() == 0.5
 
 
-def test_any_injected_number_gives_the_numbers_of_the_plain_pair():
+def test_any_injected_number_gives_the_numbers_of_the_plain_optimizer():
     params, batches = params_of(), batches_of(3)
     for factory, arguments in [
         (optim.sgd, {"learning_rate": 0.1, "momentum": 0.9}),
@@ -389,7 +389,7 @@ def test_injection_says_which_argument_is_wrong():
         optim.inject_hyperparams(optim.adamw)(0.1, mask=lambda params: {"w": True})
 
 
-def test_injected_pairs_are_exact_on_shards_if_the_pair_is():
+def test_injected_optimizers_are_exact_on_shards_if_their_optimizer_is():
     def whole(learning_rate: Any) -> optim.Optimizer:
         return optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, exact_on_shards=False)
 
