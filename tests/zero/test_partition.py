@@ -16,8 +16,8 @@ from tests.optim.table import TABLE, small_loss, small_params
 from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
 
 HALF = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: leaf.ndim == 0)
-PAIRS = {
-    **{name: row.pair for name, row in TABLE.items()},
+OPTIMIZERS = {
+    **{name: row.optimizer for name, row in TABLE.items()},
     "master weights": optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-2)), HALF),
     "loss scale": optim.dynamic_loss_scale(optim.adam(1e-2)),
     "float32 average": optim.chain(optim.sgd(0.1), optim.params_ema(0.9, accumulator_dtype=torch.float64)),
@@ -52,9 +52,9 @@ def assert_inverse(step: fzero.zero.ShardedStep, params: Any, opt_state: Any) ->
 
 
 @examples(12, 30)
-@given(st.sampled_from(sorted(PAIRS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
+@given(st.sampled_from(sorted(OPTIMIZERS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
 def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_unit):
-    opt = PAIRS[name]
+    opt = OPTIMIZERS[name]
     precision = getattr(opt, "precision", None)
     train_step = train_step_for(small_loss, opt, precision=precision) if precision else train_step_for(small_loss, opt)
     step = fzero.shard(train_step, stage, fzero.mesh(dp=n), units=(lambda path, leaf: "all") if one_unit else None)
