@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
+from fzero.optim._states import _STATES
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import cases, examples, train_step_for
 from tests.optim.helpers import (
@@ -406,6 +407,13 @@ def test_poisoned_padding_never_affects_training(stage, value):
     for batch in batches:
         params, state, _ = step(poison(params, value), poison(state, value), mesh.split(batch))
     assert_trees_close(step.gather(params), train(opt, params_of(), batches), 1e-12)
+
+
+def test_every_public_state_counts_as_an_optimizers_state():
+    """`is_opt_state` lists them, so that a new optimizer's state in place of parameters is told, too."""
+    names = [name for name in optim.__all__ if name.endswith("State") and name != "OptState"]  # that is any tree
+    public = {getattr(optim, name) for name in names}
+    assert public == {*_STATES}
 
 
 # ---------------------------------------------------------------- optimizers of others
