@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from torch.fx import Graph, Node
 
 from fzero._notice import trouble_link
-from fzero.graph._ir import full_bytes, is_collective, is_reduction, parameter_gathers
+from fzero.graph._ir import full_bytes, is_collective, is_reduce_collective, parameter_gathers
 from fzero.graph._pass_manager import FITTING, PassContext, PassManager, PassSettings, ScheduleOptions
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
 from fzero.graph.planning._cost import seconds
@@ -60,7 +60,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
 
     options = options if _gathers(graph) else options._replace(prefetch=0)
     (prefetch, in_flight), *other_overlaps = _overlaps(
-        options, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
+        options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes)
     )
     leanest = [
         settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, options)
@@ -130,13 +130,13 @@ def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[Pass
     return tries
 
 
-def _overlaps(options: ScheduleOptions, reduces: bool) -> list[tuple[int | str, int]]:
+def _overlaps(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | str, int]]:
     """List the pairs `(prefetch, in_flight)` to try, the one of the least memory first.
 
     The first pair determines the memory that is free for "fitting" gathers.
     """
     prefetch = [0, FITTING] if options.prefetch in ("auto", FITTING) else [options.prefetch]
-    in_flight = _choices(options.in_flight, [0, 1] if reduces else [0])
+    in_flight = _choices(options.in_flight, [0, 1] if has_reduce else [0])
     return list(itertools.product(prefetch, in_flight))
 
 

@@ -44,7 +44,7 @@ __all__ = [
     "is_collective",
     "is_gather",
     "is_input",
-    "is_reduction",
+    "is_reduce_collective",
     "is_wait",
     "is_write",
     "nbytes",
@@ -67,8 +67,8 @@ __all__ = [
 # donation adds, and in-place all_reduces of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins for
 # their values without memory. They may carry `meta["unit"]`, the unit of a collective, `meta["label"]`, the name of an
 # input, and `meta["kind"]`, the input's kind. A value with `meta[LATE]` is computed right before its use, not as early
-# as possible. A value with `meta[FUSED]` is computed within the compiled loop that reads it; a node with
-# `meta[COMPILED]` is such a loop.
+# as possible. A value with `meta[FUSED]` is computed within the compiled kernel that reads it; a node with
+# `meta[COMPILED]` is such a kernel.
 
 
 aten: Any = torch.ops.aten
@@ -82,7 +82,7 @@ ATTENTION = {
 WAIT = c10d.wait_tensor.default
 GATHER_INTO = gloo.all_gather_into  # followed by a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
-REDUCTIONS = (
+REDUCE_COLLECTIVES = (
     c10d.reduce_scatter_tensor.default,
     c10d.reduce_scatter_tensor_coalesced.default,
     c10d.all_reduce.default,
@@ -106,9 +106,9 @@ def is_gather(node: Node) -> bool:
     return node.target in GATHERS
 
 
-def is_reduction(node: Node) -> bool:
+def is_reduce_collective(node: Node) -> bool:
     """Return whether a node starts a reduce_scatter or an all_reduce."""
-    return node.target in REDUCTIONS
+    return node.target in REDUCE_COLLECTIVES
 
 
 def is_write(node: Node) -> bool:
@@ -118,7 +118,7 @@ def is_write(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Return whether a node starts a collective."""
-    return node.target in GATHERS or node.target in REDUCTIONS or is_exchange(node)
+    return node.target in GATHERS or node.target in REDUCE_COLLECTIVES or is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
@@ -211,7 +211,7 @@ def is_cheap(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cheap(operation: Any) -> bool:
-    if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_view_operation(operation):
+    if operation is WAIT or operation in GATHERS or operation in REDUCE_COLLECTIVES or is_view_operation(operation):
         return True
     if isinstance(operation, OpOverload) and operation.overloadpacket in flop_formulas():
         return False

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim
 from fzero.graph import _candidates as _choose
 from fzero.graph import _one_rank
-from fzero.graph._ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
+from fzero.graph._ir import is_carried, is_collective, is_input, is_reduce_collective, is_wait, results
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
@@ -56,7 +56,7 @@ def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
     pending = [n for n in nodes if is_carried(n)]
-    reductions = [n for n in nodes if is_reduction(n)]
+    reductions = [n for n in nodes if is_reduce_collective(n)]
     assert loop.carried == len(pending) == min(in_flight, len(reductions)) and all(is_input(p) for p in pending)
     assert results(loop.body)[-loop.carried :] == reductions[-loop.carried :]  # nobody waits for them in this turn
     for i, p in enumerate(pending):
@@ -119,7 +119,8 @@ def test_sums_over_replicas_follow_the_loop():
     graph = scheduled(entry(plain(), 3, sizes={"replica": 2, "shard": 2}, over="shard").traced.graph, 1)
     (loop,) = loops(graph)
     kinds = [
-        {str(n.target).split(".")[1] for n in nodes if is_reduction(n)} for nodes in (loop.body.nodes, graph.nodes)
+        {str(n.target).split(".")[1] for n in nodes if is_reduce_collective(n)}
+        for nodes in (loop.body.nodes, graph.nodes)
     ]
     assert loop.carried == 1 and kinds == [{"reduce_scatter_tensor"}, {"all_reduce_"}]
 
@@ -150,7 +151,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
     graph = scheduled(entry(plain(), 2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
-    *_, start = [n for n in loop.body.nodes if is_reduction(n)]
+    *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
     (chain,) = _loops._chains(start, loop.body, loop)
     assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:

@@ -27,7 +27,7 @@ from fzero.graph._ir import (
     is_collective,
     is_gather,
     is_input,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     nbytes,
     parameter_gathers,
@@ -637,7 +637,7 @@ def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
     graph = schedule(donate_all(graph, chain) if donated else graph)
     position = {n: i for i, n in enumerate(graph.nodes)}
     memory = storages(graph)
-    reductions = [n for n in graph.nodes if is_reduction(n)][:-1]  # the last is the loss's
+    reductions = [n for n in graph.nodes if is_reduce_collective(n)][:-1]  # the last is the loss's
     reductions = [n for n in reductions if n.meta["val"].dim()]
     assert len(reductions) >= len(chain.widths) - 2
     for earlier, later in itertools.pairwise(reductions):

@@ -40,7 +40,7 @@ MUTANTS = [
         ),
         Fault(
             "scalars are computed in the loops that read them",
-            "read_by_loops",
+            "read_by_kernels",
             (never("A in B"), elsewhere("split_into_subgraphs", never("A in scalars"))),
         ),
         Fault(

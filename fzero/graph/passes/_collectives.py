@@ -13,7 +13,7 @@ from fzero.graph._ir import (
     full_bytes,
     is_collective,
     is_gather,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     parameter_gathers,
     results,
@@ -105,7 +105,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     gathers = parameter_gathers(graph)
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
     gathers.sort(key=first_use.__getitem__)
-    reductions = [n for n in graph.nodes if is_reduction(n)]
+    reductions = [n for n in graph.nodes if is_reduce_collective(n)]
     ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's phases; no bucket spans two phases
 
     def together(one: int, other: int) -> bool:

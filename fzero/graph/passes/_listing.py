@@ -17,7 +17,7 @@ from fzero.graph._ir import (
     is_collective,
     is_gather,
     is_input,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     is_write,
     nbytes,
@@ -123,7 +123,7 @@ def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
     """List the cheap nodes that depend on inputs alone, through cheap nodes."""
     input_only: set[Node] = set()
     for n in nodes:
-        movable = is_cheap(n) and not is_reduction(n) and not is_write(n)
+        movable = is_cheap(n) and not is_reduce_collective(n) and not is_write(n)
         if movable and all(is_input(a) or a in input_only for a in n.all_input_nodes):
             input_only.add(n)
     return input_only
@@ -134,8 +134,8 @@ def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):
         if n not in late and is_cheap(n) and not is_write(n):
-            waits = is_wait(n) and is_reduction(start_of(n))
-            if waits or is_reduction(n) or (n.users and all(u in early for u in n.users)):
+            waits = is_wait(n) and is_reduce_collective(start_of(n))
+            if waits or is_reduce_collective(n) or (n.users and all(u in early for u in n.users)):
                 early.add(n)
     return early
 

@@ -15,7 +15,7 @@ from fzero.graph._ir import (
     describe,
     is_gather,
     is_input,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     nbytes,
     parameter_gathers,
@@ -170,7 +170,7 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     """Leave a loop's last reductions in flight between iterations, and wait for the final ones after the loop."""
     body = copy_graph(loop.body)
     items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
-    starts = [n for n in body.nodes if is_reduction(n)]
+    starts = [n for n in body.nodes if is_reduce_collective(n)]
     last: list[list[_Chain]] = []
     for start in reversed(starts):
         chains = _chains(start, body, loop)

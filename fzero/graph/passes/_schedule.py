@@ -178,7 +178,7 @@ class Orders:
 
     @cached_property
     def scalars(self) -> Set[Node]:
-        """The graph's scalars, which fused loops read."""
+        """The graph's scalars, which fused kernels read."""
         return scalars_of(self.graph.nodes)
 
     @cached_property

@@ -26,7 +26,7 @@ from fzero.graph._ir import (
     is_collective,
     is_gather,
     is_input,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     nbytes,
     source_of_wait,
@@ -46,33 +46,33 @@ __all__ = [
     "KINDS",
     "Range",
     "device_live_bytes",
-    "is_loop",
+    "is_pointwise_kernel",
+    "is_tensor_reduction",
     "iteration_peak_bytes",
     "iteration_ranges",
     "live_bytes",
     "live_ranges",
     "peak_bytes",
     "record_peak",
-    "reduces",
     "unstored_values",
     "workspace_bytes",
 ]
 
-# Fused values: a compiler computes them within the loop that reads them, and never stores them.
+# Fused values: a compiler computes them within the kernel that reads them, and never stores them.
 
 
-REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
+TENSOR_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
 
 
-def is_loop(node: Node) -> bool:
-    """Return whether a node computes one tensor, element by element."""
+def is_pointwise_kernel(node: Node) -> bool:
+    """Return whether a compiler makes a pointwise kernel of a node: it computes one tensor, element by element."""
     by_element = is_pointwise(node) or is_factory(node) or node.target is COPY or node.target in CASTS
     return node.op == "call_function" and by_element and len(stand_ins_of(node)) == 1
 
 
-def reduces(node: Node) -> bool:
-    """Return whether a node reduces a tensor, as by a sum: a loop over its elements."""
-    return name_of(node) in REDUCTIONS
+def is_tensor_reduction(node: Node) -> bool:
+    """Return whether a node reduces a tensor, as by a sum."""
+    return name_of(node) in TENSOR_REDUCTIONS
 
 
 def unstored_values(
@@ -80,8 +80,8 @@ def unstored_values(
 ) -> set[Node]:
     """Return the values that `mark_fused` marked and that take no memory in an order.
 
-    All readers of such a value are compiled with it, and only loops stand between. If a reduction or a matrix product
-    stands between a value and a reader, the value is stored.
+    All readers of such a value are compiled with it, and only pointwise kernels stand between. If a reduction or a
+    matrix product stands between a value and a reader, the value is stored.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
@@ -92,14 +92,16 @@ def unstored_values(
         return set()
     unstored: set[Node] = set()
     for subgraph in split_into_subgraphs(order, scalars, host):
-        loop_id: dict[Node, int] = {}  # loops that a compiler may fuse have equal numbers
+        kernel_id: dict[Node, int] = {}  # kernels that a compiler may fuse have equal numbers
         count = 0
         for n in subgraph:
-            count += not is_loop(n) and not reduces(n)
-            loop_id[n] = count
-            count += reduces(n)
+            count += not is_pointwise_kernel(n) and not is_tensor_reduction(n)
+            kernel_id[n] = count
+            count += is_tensor_reduction(n)
         unstored |= {
-            n for n in subgraph if FUSED in n.meta and all(loop_id.get(u) == loop_id[n] for u in users_through_views(n))
+            n
+            for n in subgraph
+            if FUSED in n.meta and all(kernel_id.get(u) == kernel_id[n] for u in users_through_views(n))
         }
     return unstored
 
@@ -127,8 +129,8 @@ def workspace_bytes(node: Node) -> int:
     """
     if is_pointwise(node):
         return 0 if COMPILED in node.meta else _promoted_bytes(node)
-    reduction = getattr(node.target, "overloadpacket", None)
-    if reduction not in CASTING and reduction not in CONVOLUTIONS:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in CASTING and packet not in CONVOLUTIONS:
         return 0
     operands = stand_ins_of_args(node)
     if not operands or any(x.device.type != "cpu" for x in operands):
@@ -139,7 +141,7 @@ def workspace_bytes(node: Node) -> int:
         grad, x, _ = operands[:3]
         mask: Any = node.args[-1]
         return nbytes(grad) + (nbytes(x) if mask[0] else 0)
-    return _cast_bytes(reduction, operands[0], stand_ins_of(node)[0].dtype) if reduction in CASTING else 0
+    return _cast_bytes(packet, operands[0], stand_ins_of(node)[0].dtype) if packet in CASTING else 0
 
 
 def _promoted_bytes(node: Node) -> int:
@@ -151,9 +153,9 @@ def _promoted_bytes(node: Node) -> int:
     return sum([x.numel() * wide.itemsize for x in operands if x.dtype is not wide])
 
 
-def _cast_bytes(reduction: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
+def _cast_bytes(packet: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
     """Return the bytes of a reduction's operand in the dtype of the sum; 0 if the operand has this dtype."""
-    if reduction is aten.mean and dtype.itemsize == 2:
+    if packet is aten.mean and dtype.itemsize == 2:
         dtype = torch.float32
     return 0 if dtype is x.dtype else x.numel() * dtype.itemsize
 
@@ -296,7 +298,7 @@ def _completions(node: Node) -> list[Node]:
     """List the collectives that end at a node: a wait's own, and at the output the reductions carried on."""
     if is_wait(node):
         return node.all_input_nodes
-    return [a for a in node.all_input_nodes if is_reduction(collective_of(a))] if node.op == "output" else []
+    return [a for a in node.all_input_nodes if is_reduce_collective(collective_of(a))] if node.op == "output" else []
 
 
 def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
@@ -411,10 +413,10 @@ def _kinds(graph: Graph) -> dict[Node, str]:
     """Return the kind of each node's value, from how the node is connected to collectives and to work."""
     kinds: dict[Node, str] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    after_reduction: set[Node] = set()  # all nodes that depend on a reduction
+    after_reduce: set[Node] = set()  # all nodes that depend on a collective that reduces
     for n in nodes:
-        if is_reduction(n) or any(a in after_reduction for a in n.all_input_nodes):
-            after_reduction.add(n)
+        if is_reduce_collective(n) or any(a in after_reduce for a in n.all_input_nodes):
+            after_reduce.add(n)
     feeds_work: set[Node] = set()
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
@@ -424,11 +426,11 @@ def _kinds(graph: Graph) -> dict[Node, str]:
         users = list(n.users)
         if is_gather(n):
             kinds[n] = "gathered"
-        elif is_reduction(n) or n in sums or any(u in sums for u in users):
+        elif is_reduce_collective(n) or n in sums or any(u in sums for u in users):
             kinds[n] = "gradients"
-        elif n in after_reduction and n not in feeds_work:
+        elif n in after_reduce and n not in feeds_work:
             kinds[n] = "buffers"
-        elif users and all(is_reduction(u) for u in users_through_views(n)):
+        elif users and all(is_reduce_collective(u) for u in users_through_views(n)):
             kinds[n] = "packed"
         elif (
             users and n not in feeds_work and all(kinds.get(u) == "packed" or _keeps_gradients(u, kinds) for u in users)

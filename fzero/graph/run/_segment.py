@@ -14,7 +14,7 @@ from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
-from fzero.graph.run._subgraphs import operands, read_by_loops, sources
+from fzero.graph.run._subgraphs import operands, read_by_kernels, sources
 
 __all__ = [
     "Segment",
@@ -107,7 +107,7 @@ def segment(
     """
     if not exports and not any(n.target is COPY for n in subgraph):
         return None
-    exports = list(dict.fromkeys([*exports, *read_by_loops(subgraph, scalars)]))
+    exports = list(dict.fromkeys([*exports, *read_by_kernels(subgraph, scalars)]))
     graph = Graph()
     ins = [x for x in sources(operands(subgraph), parts) if x in register_of]
     copies: dict[Node, Node] = {}

@@ -15,7 +15,7 @@ from fzero.graph._ir import (
     COPY,
     is_collective,
     is_input,
-    is_reduction,
+    is_reduce_collective,
     is_wait,
     nbytes,
     stand_ins_of,
@@ -31,7 +31,7 @@ __all__ = [
     "needed_views",
     "operands",
     "parts_of_arguments",
-    "read_by_loops",
+    "read_by_kernels",
     "resolve_alias",
     "runs_alone",
     "scalars_of",
@@ -43,8 +43,8 @@ __all__ = [
 
 # Scalars: 0-d values computed from 0-d values, such as an optimizer's bias corrections and learning rate.
 #
-# Inductor computes a scalar within each loop that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
-# scalars run before the loops (`split_into_subgraphs`), or their segment returns them: Inductor computes a result
+# Inductor computes a scalar within each kernel that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
+# scalars run before the kernels (`split_into_subgraphs`), or their segment returns them: Inductor computes a result
 # only once.
 
 
@@ -62,7 +62,7 @@ def scalars_of(nodes: Iterable[Node]) -> set[Node]:
     return scalars
 
 
-def read_by_loops(subgraph: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
+def read_by_kernels(subgraph: Sequence[Node], scalars: AbstractSet[Node]) -> list[Node]:
     """List the scalars of a subgraph that its other nodes read, maybe as views."""
     return [n for n in subgraph if n in scalars and n.target is not COPY and any(u not in scalars for u in n.users)]
 
@@ -85,7 +85,7 @@ def split_into_subgraphs(
     So blocks of one shape give equal segments. A subgraph lies in one memory, so it runs on one device. Aliases are in
     no subgraph: each subgraph recomputes the aliases that it uses. Scalars that depend on no large value of their
     segment run before it, in subgraphs of their own: an optimizer's bias corrections, a learning rate. Otherwise
-    Inductor would compute them again for every few elements of a loop that reads them.
+    Inductor would compute them again for every few elements of a kernel that reads them.
 
     Args:
         nodes: the nodes of a graph, in an order in which they can run.
@@ -218,7 +218,7 @@ def _neighbours(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node])
 
 
 def _may_run_later(node: Node, written: AbstractSet[int], later: int, subgraph_index: Mapping[Node, int]) -> bool:
-    """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
+    """Return whether a node may run later: it is pointwise, its operands unwritten and no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
         return False
     inputs = [resolve_alias(a) for a in node.all_input_nodes]
@@ -263,7 +263,7 @@ def runs_alone(node: Node) -> bool:
 def _packs(node: Node) -> bool:
     """Return whether a node packs a unit's gradients. Inductor would allocate the buffer at the first gradient."""
     users = users_through_views(node) if name_of(node) in ("cat", "flatten_leaves") else []
-    return bool(users) and all(is_reduction(u) for u in users)
+    return bool(users) and all(is_reduce_collective(u) for u in users)
 
 
 def is_alias(node: Node) -> bool:
