@@ -174,8 +174,13 @@ def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[An
     return unflatten(structure, [None if x is None else f(p, x) for p, x in zip(paths, leaves, strict=True)])
 
 
-def leaves_up_to(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """List the nodes of `other` that correspond to the leaves of `tree`.
+def leaves_up_to(
+    tree: Any,
+    other: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    names: tuple[str, str] = ("the first", "the second"),
+) -> list[Any]:
+    """List the nodes of `other` that correspond to the leaves of `tree`. Messages call the two by `names`.
 
     Raises:
         ValueError: if `other` has another structure, or a box in place of a plain leaf. The message names the first
@@ -185,24 +190,29 @@ def leaves_up_to(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = 
     try:
         nodes = structure.flatten_up_to(other)
     except (ValueError, TypeError) as error:
-        raise ValueError(difference(tree, other, is_leaf)) from error
+        raise ValueError(difference(tree, other, is_leaf, names)) from error
     for x, y in zip(leaves, nodes, strict=True):
         if is_box(y) and not is_box(x) and x is not None:
-            raise ValueError(difference(tree, other, is_leaf))
+            raise ValueError(difference(tree, other, is_leaf, names))
     return nodes
 
 
-def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
+def difference(
+    tree: Any,
+    other: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    names: tuple[str, str] = ("the first", "the second"),
+) -> str:
     """Return an error message about the first difference of two trees, in structure or in sharding."""
     paths, leaves, structure = flatten_with_paths(tree, is_box)
     other_paths, other_leaves, other_structure = flatten_with_paths(other, is_box)
     first, second = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
     for path, x in first.items():
         if path not in second:
-            return f"trees differ in structure: the first has leaf {path!r} ({show(x)}), and the second has not"
+            return f"trees differ in structure: {names[0]} has leaf {path!r} ({show(x)}), and {names[1]} has not"
     for path, y in second.items():
         if path not in first:
-            return f"trees differ in structure: the second has leaf {path!r} ({show(y)}), and the first has not"
+            return f"trees differ in structure: {names[1]} has leaf {path!r} ({show(y)}), and {names[0]} has not"
     for path, x in first.items():
         y = second[path]
         if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):

@@ -10,6 +10,7 @@ import torch
 
 import fzero
 from fzero import nn, optim, tree
+from fzero._notice import warn_once
 from fzero.testing import assert_trees_close
 from tests.helpers import train_step_for
 
@@ -679,10 +680,18 @@ def test_parameters_that_changed_since_the_state_was_made_are_named(name, stage)
 
 
 UNLIKE = r"result 0 is not like argument 0 \(parameters\)"
+IN_ORDER = "where the new parameters belong: return params, opt_state, loss, in the order of the arguments"
+FORGOTTEN = (
+    r"train_step takes an optimizer's state \(argument 1, AdamState\), changes the parameters and returns no state: "
+    r"return params, opt_state, loss; a function that only reads its state is step.program\(f\)"
+)
 
 RESULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "new leaf": (lambda p, s, loss: ({**p, "new": torch.ones(3)}, s, loss), rf"{UNLIKE}.*'new'"),
-    "lost leaf": (lambda p, s, loss: ({"a": p["a"]}, s, loss), rf"{UNLIKE}.*'c'"),
+    "lost leaf": (
+        lambda p, s, loss: ({"a": p["a"]}, s, loss),
+        rf"{UNLIKE}: trees differ in structure: the old tree has leaf 'c' .*, and the new tree has not",
+    ),
     "list": (lambda p, s, loss: (list(p.values()), s, loss), rf"{UNLIKE}.*'a.w'"),
     "number": (lambda p, s, loss: ({**p, "c": 3.0}, s, loss), rf"{UNLIKE}.*'c'"),
     "None": (lambda p, s, loss: ({**p, "c": None}, s, loss), rf"{UNLIKE}.*'c'"),
@@ -694,10 +703,12 @@ RESULTS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda p, s, loss: (tree.map(lambda x: x[..., None], p), s, loss),
         rf"{UNLIKE}: leaf 'a.w' was torch.float32.*apply_updates keeps",
     ),
-    "state first": (lambda p, s, loss: (s, p, loss), UNLIKE),
-    "loss first": (lambda p, s, loss: (loss, p, s), UNLIKE),
-    "only the loss": (lambda p, s, loss: loss, r"result"),
-    "nothing": (lambda p, s, loss: None, r"result"),
+    "state first": (lambda p, s, loss: (s, p, loss), rf"result 0 is AdamState, {IN_ORDER}"),
+    "loss first": (lambda p, s, loss: (loss, p, s), rf"result 0 is torch.float32 \[\], {IN_ORDER}"),
+    "only the loss": (lambda p, s, loss: loss, rf"result 0 is torch.float32 \[\], {IN_ORDER}"),
+    "nothing": (lambda p, s, loss: None, "train_step returned None: return the new params, opt_state and loss"),
+    "no state": (lambda p, s, loss: (p, loss), FORGOTTEN),
+    "no state, in a dict": (lambda p, s, loss: (p, {"loss": loss}), FORGOTTEN),
 }
 
 
@@ -707,6 +718,34 @@ def test_new_parameters_that_are_not_like_the_old_are_named(name, stage):
     change, message = RESULTS[name]
     with pytest.raises(ValueError, match=message):
         run(stage, *init(stage), train_step=lambda *args: change(*TRAIN_STEP(*args)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forgotten_state_is_refused_under_jit_and_in_a_chain(stage):
+    opt = optim.chain(optim.clip_by_global_norm(1.0), OPT)
+    train_step = train_step_for(loss_of, opt)
+    step = fzero.shard(lambda p, s, x: train_step(p, s, x)[::2], stage, TWO)
+    with pytest.raises(ValueError, match=r"argument 1, \(\(\), AdamState\).*returns no state"):
+        fzero.jit(step, backend="fx")(*step.init(PARAMS, opt), PIECES)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_only_reads_its_state_need_not_return_it(stage):
+    params, state = init(stage)
+    kept, count = run(stage, params, state, train_step=lambda p, s, x: (p, s.count))
+    assert_trees_close(step_of(stage).gather(kept), PARAMS)
+    assert count == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forgotten_count_is_a_notice_since_a_constant_rate_does_not_read_it(stage, caplog):
+    warn_once.cache_clear()
+    opt = optim.sgd(0.1)
+    step = step_of(stage, train_step=lambda p, s, x: train_step_for(loss_of, opt)(p, s, x)[::2])
+    for _ in range(2):
+        step(*step.init(PARAMS, opt), PIECES)
+    (message,) = [r.message for r in caplog.records if "returns no state" in r.message]
+    assert "argument 1, SgdState" in message
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -720,8 +759,6 @@ def test_a_step_that_failed_leaves_no_axis_bound(stage):
 
 
 def test_a_batch_that_was_forgotten_to_be_split_is_noticed(caplog):
-    from fzero._notice import warn_once
-
     warn_once.cache_clear()
     for _ in range(2):
         run(2, *init(2), batch=X)
@@ -746,6 +783,16 @@ def with_torch_optimizer() -> Any:
 TORCH_OPT = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
 TAKEN: dict[str, Row] = {
     "stage True": (lambda: step_of(True), ValueError, r"stage=True: expected a stage of ZeRO, 0 to 3"),
+    "a step that is jitted already": (
+        lambda: step_of(2, train_step=fzero.jit(TRAIN_STEP)),
+        TypeError,
+        r"train_step is .*, jitted already.*: shard first, then jit, step = fzero.jit\(fzero.shard\(train_step",
+    ),
+    "a module as a step": (
+        lambda: step_of(2, train_step=torch.nn.Linear(2, 2)),
+        TypeError,
+        r"train_step is a module, Linear: fzero.shard takes a function.*fzero.nn.functional\(module\).apply",
+    ),
     "check 1": (lambda: step_of(2, check=1), ValueError, r'check=1: expected "first", True or False'),
     "a step that runs torch.optim": (
         lambda: step_of(2, train_step=with_torch_optimizer()),

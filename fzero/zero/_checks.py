@@ -12,7 +12,7 @@ from fzero._notice import warn_once
 from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
-from fzero.graph import other_memory, refuse_writes_into
+from fzero.graph import Jitted, other_memory, refuse_writes_into
 from fzero.optim import Optimizer, OptimizerLike, is_opt_state, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
@@ -21,11 +21,11 @@ from fzero.tree import Tree
 __all__ = [
     "as_value",
     "check_arguments",
-    "check_no_torch_optimizer",
     "check_not_meta",
     "check_optimizer",
     "check_params",
     "check_results",
+    "check_train_step",
     "check_tree",
     "check_unwritten",
     "copy_aliases",
@@ -213,7 +213,9 @@ def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
 
 
 def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
-    """Check that new parameters have the structure, shapes and dtypes of the old, for the next step."""
+    """Check that a step returns new parameters like the old, and the optimizer's state, for the next step."""
+    if out is None:
+        raise ValueError("train_step returned None: return the new params, opt_state and loss")
     results = out if isinstance(out, tuple) else (out,)
     for i in positions:
         label = f"result {i} is not like argument {i} (parameters)"
@@ -222,10 +224,16 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
                 f"param_argnums={tuple(positions)}: the step returned {len(results)} results; expected the new "
                 "parameters at the positions of the old ones"
             )
+        if is_opt_state(results[i]) or (isinstance(results[i], torch.Tensor) and not isinstance(args[i], torch.Tensor)):
+            shown = _type_name(results[i]) if is_opt_state(results[i]) else tree.show(results[i])
+            raise ValueError(
+                f"result {i} is {shown}, where the new parameters belong: return params, opt_state, loss, in the order "
+                "of the arguments"
+            )
         # a step may have gathered its parameters itself: then compare them with the full parameters
         old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]
         try:
-            tree.leaves_up_to(old, results[i])
+            tree.leaves_up_to(old, results[i], names=("the old tree", "the new tree"))
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from error
         paths, before, _ = tree.flatten_with_paths(old, is_box)
@@ -239,6 +247,30 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
                     f"{label}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
                     "fzero.optim.apply_updates keeps dtypes and shapes"
                 )
+    _check_state_is_returned(args, out, positions)
+
+
+def _check_state_is_returned(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
+    """Check that a step that changes its parameters returns an optimizer's state if it takes one.
+
+    Otherwise each later step would begin with the old state, as Adam's first step does. A step that leaves its
+    parameters as they are only reads the state.
+    """
+    states = [i for i, x in enumerate(args) if i not in positions and is_opt_state(x) and tree.tensors(x)]
+    if not states or any(is_opt_state(x) for x in tree.flatten(out, is_opt_state)[0]):
+        return
+    results = out if isinstance(out, tuple) else (out,)
+    pairs = [pair for i in positions for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
+    if all(x is y for x, y in pairs):
+        return
+    i = states[0]
+    message = (
+        f"train_step takes an optimizer's state (argument {i}, {_type_name(args[i])}), changes the parameters and "
+        "returns no state: return params, opt_state, loss; a function that only reads its state is step.program(f)"
+    )
+    if any(x.ndim for x in tree.tensors(args[i])):
+        raise ValueError(message)
+    warn_once(f"fzero.shard: {message}")  # it holds a count only, which a constant learning rate does not read
 
 
 # Checks of the optimizer, and of its new state.
@@ -276,12 +308,24 @@ def check_not_meta(name: str, values: Any) -> None:
     )
 
 
-def check_no_torch_optimizer(train_step: Callable[..., Any]) -> None:
-    """Check that a train step runs no optimizer of torch.optim, which would silently change nothing.
+def check_train_step(train_step: Callable[..., Any]) -> None:
+    """Check that a train step is a plain function that runs no optimizer of torch.optim, which would change nothing.
 
     Raises:
-        TypeError: if the step's globals or closure hold such an optimizer, and the step calls a `step` or an `update`.
+        TypeError: if it is jitted or a module. Also if the step's globals or closure hold an optimizer of torch.optim,
+            and the step calls a `step` or an `update`.
     """
+    if isinstance(train_step, Jitted):
+        raise TypeError(
+            f"train_step is {train_step.name}, jitted already, and a jitted step is not compiled within another: "
+            "shard first, then jit, step = fzero.jit(fzero.shard(train_step, stage=2, mesh=mesh))"
+        )
+    if isinstance(train_step, torch.nn.Module):
+        raise TypeError(
+            f"train_step is a module, {type(train_step).__name__}: fzero.shard takes a function, (params, opt_state, "
+            "batch) -> (params, opt_state, loss); apply = fzero.nn.functional(module).apply makes a function of the "
+            "module, for the loss"
+        )
     if not inspect.isfunction(train_step) or not {"step", "update"} & set(train_step.__code__.co_names):
         return
     closure = inspect.getclosurevars(train_step)

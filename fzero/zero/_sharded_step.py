@@ -31,11 +31,11 @@ from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
     check_arguments,
-    check_no_torch_optimizer,
     check_not_meta,
     check_optimizer,
     check_params,
     check_results,
+    check_train_step,
     check_tree,
     check_unwritten,
     copy_aliases,
@@ -433,8 +433,8 @@ def shard(
 
     Raises:
         ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
-        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; or if `mesh` is no mesh. Also if
-            `axis` is no name, or if `units`, `over` or `split` is no rule.
+        TypeError: if `train_step` is no function, is jitted already, is a module, or runs an optimizer of torch.optim;
+            or if `mesh` is no mesh. Also if `axis` is no name, or if `units`, `over` or `split` is no rule.
 
     Example:
         >>> import fzero, torch
@@ -457,7 +457,7 @@ def shard(
         raise TypeError(
             f"train_step is {train_step!r}: expected a function, (params, opt_state, batch) -> (params, opt_state, ...)"
         )
-    check_no_torch_optimizer(train_step)
+    check_train_step(train_step)
     if check != "first" and not isinstance(check, bool):
         raise ValueError(f'check={check!r}: expected "first", True or False')
     if mesh is None:
