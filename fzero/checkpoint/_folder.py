@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import check_int
 from fzero._notice import warn_once
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
@@ -64,8 +65,8 @@ def checkpoints(
         ([5, 6], {'w': tensor([6., 6.]), 'step': 6})
     """
     for name, n in (("keep", keep), ("every", every)):
-        if n is not None and (type(n) is not int or n < 1):
-            raise ValueError(f"{name}={n!r}: expected a whole number, 1 or more")
+        if n is not None:
+            check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
     files = files_at(root)
     shared = None if memory is None else SharedMemory.of(memory, _run_of(files, mesh), Machines(mesh, timeout))
     return Checkpoints(files, mesh, keep, every, timeout, shared)
@@ -159,8 +160,7 @@ class Checkpoints:
     def _start(
         self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]
     ) -> SaveHandle:
-        if type(step) is not int or not 0 <= step < 10**_DIGITS:
-            raise ValueError(f"step={step!r}: expected a whole number, 0 or more, of at most {_DIGITS} digits")
+        check_int("step", step, 0, "the number of the step", maximum=10**_DIGITS - 1)
         self.wait()
         if files is self._files:
             self._warn_of_newer(step)

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fzero._arguments import is_int
 from fzero._torch import group_of, is_tracing
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
@@ -103,12 +104,12 @@ add_rows(
 
 def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
     (bound,) = resolve_axes(axis)
-    if not isinstance(peer, int) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
+    if not is_int(peer) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
             f"fzero.collectives.{name} over {axis!r}: the peer is {peer!r}, expected another rank of the axis, "
             f"0 to {bound.size - 1}"
         )
-    if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
+    if not is_int(tag) or not 0 <= tag < TAGS // 2:
         expected = f"expected an int from 0 to {TAGS // 2 - 1}"
         raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {expected}")
     return bound, MessageOptions(peer, 2 * tag, tuple(x.shape), x.dtype)

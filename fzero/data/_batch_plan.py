@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+from fzero._arguments import check_int
 from fzero.axes import AxisName
 from fzero.ranks import Mesh
 
@@ -72,8 +73,8 @@ def batch_plan(
     sizes = dict(mesh.shape)
     ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, model_axes)])
     for name, value in args.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}={value!r}: expected an int, at least 1")
+        if value is not None:
+            check_int(name, value)
     settings = {name: value for name, value in args.items() if value is not None}
     if len(settings) < 2:
         raise ValueError(f"got {settings or 'no sizes'} and {ranks} ranks: expected two of {', '.join(args)}")

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fzero import tree
+from fzero._arguments import check_int
 from fzero.axes import AxisName
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
@@ -135,8 +136,7 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
     """Check that the ranks can share a batch, and that no option is reserved. If not, raise an error."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, such as fzero.mesh returns")
-    if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
-        raise ValueError(f"global_batch={global_batch!r}: expected a number of examples, 1 or more")
+    check_int("global_batch", global_batch, 1, "a number of examples")
     n = ranks_along(mesh, axis)
     if global_batch % n:
         raise ValueError(
@@ -409,8 +409,7 @@ def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
         >>> [i for i, batch in prefetch(data.steps(0, 3), mesh)]
         [0, 1, 2]
     """
-    if not isinstance(ahead, int) or ahead < 1:
-        raise ValueError(f"ahead={ahead!r}: expected a number of batches, 1 or more")
+    check_int("ahead", ahead, 1, "a number of batches")
     return iter(batches) if mesh.device.type == "cpu" else _prefetched(iter(batches), mesh.device, ahead)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import check_int
+
 __all__ = ["Padding", "padding"]
 
 Number = int | float
@@ -61,9 +63,8 @@ def padding(
         >>> {name: x.tolist() for name, x in pad.example({"input_ids": [7, 8], "labels": [8, 9]}, 3).items()}
         {'input_ids': [7, 8, 0], 'labels': [8, 9, -100], 'attention_mask': [1, 1, 0]}
     """
-    for name, value in (("global_batch", global_batch), ("multiple", multiple)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a number, 1 or more")
+    check_int("global_batch", global_batch, 1, "a number of examples")
+    check_int("multiple", multiple, 1, "a number of tokens")
     sizes = [int(n) for n in lengths]
     if not sizes:
         raise ValueError("lengths is empty: give the number of tokens of each example")
@@ -165,8 +166,7 @@ def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: 
         if not result or result[0] < 1:
             raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more, such as (128, 256, 512)")
         return result
-    if isinstance(buckets, bool) or buckets < 1:
-        raise ValueError(f"buckets={buckets!r}: expected the number of lengths, such as 4, or the lengths")
+    check_int("buckets", buckets, 1, "the lengths, or their number")
     while len(candidates := _candidates(lengths, multiple)) > MAX_CANDIDATES:
         multiple *= 2
     return _best_buckets(candidates, _chances(lengths, candidates, batch), buckets)

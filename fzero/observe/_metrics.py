@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_int
 from fzero._notice import trouble_link, warn_once
 from fzero.ranks import Mesh
 from fzero.sharding import is_box
@@ -50,8 +51,7 @@ def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = N
         [(0, {'loss': 1.0, 'lr': 0.5}), (1, {'loss': 0.5, 'lr': 0.5, 'steps/s': ...})]
         [(2, {'loss': 0.333..., 'lr': 0.5, 'steps/s': ...})]
     """
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every={every!r}: expected a number of steps, 1 or more")
+    check_int("every", every, 1, "a number of steps")
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.progress()")

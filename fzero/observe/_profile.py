@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero._arguments import check_int
 from fzero._report import FigureReport, new_figure
 from fzero._torch import profiling, wait_for_device
 from fzero._tracebacks import api_boundary
@@ -270,10 +271,8 @@ def profile(
 
 
 def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
-    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
-
+    check_int("steps", steps)
+    check_int("warmup", warmup, 0)
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}: create it first")
     if getattr(getattr(step, "mesh", None), "simulation", "") == "lockstep":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice
 from fzero.axes import join_axes
 from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
 from fzero.optim._base import (
@@ -245,8 +246,7 @@ def muon(
     check_rate(learning_rate)
     check_fraction(momentum=momentum)
     check_nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
-    if adjust_lr_fn not in _SCALES:
-        raise ValueError(f'adjust_lr_fn={adjust_lr_fn!r}: expected None, "original" or "match_rms_adamw"')
+    check_choice("adjust_lr_fn", adjust_lr_fn, tuple(_SCALES))
     if mask is not None and fallback is None:
         raise ValueError("muon: mask= selects Muon's leaves, and no optimizer updates the rest: give fallback= too")
 

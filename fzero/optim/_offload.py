@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice
 from fzero.collectives import to_device, to_host
 from fzero.optim._base import (
     Optimizer,
@@ -92,8 +93,7 @@ def offload(
     """
     optimizer = as_optimizer(opt)
     check_ratio(ratio)
-    if update not in UPDATE_SPACES:
-        raise ValueError(f"update={update!r}: expected one of {UPDATE_SPACES}")
+    check_choice("update", update, UPDATE_SPACES)
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
     if update == "host" and optimizer.elementwise is False:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import is_int
+
 __all__ = ["bits", "check_key", "fold_in", "key", "split"]
 
 
@@ -77,7 +79,7 @@ def key(seed: int) -> torch.Tensor:
         >>> random.uniform(random.key(0), (3,))
         tensor([0.6317, 0.1810, 0.4268])
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_int(seed):
         raise TypeError(f"seed={seed!r}: expected an int")
     return _mix(torch.tensor(SECOND, device="cpu"), _signed(seed))
 
@@ -105,7 +107,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         is_integer = not (data.ndim or data.is_floating_point() or data.is_complex() or data.dtype == torch.bool)
     else:
-        is_integer = isinstance(data, int) and not isinstance(data, bool)
+        is_integer = is_int(data)
     if not is_integer:
         text = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
         raise TypeError(f"data is {text}: expected an int, or an integer tensor of shape []")

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
+from fzero._arguments import check_choice, is_int
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
@@ -47,7 +48,7 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
         if typos := get_close_matches(name, ARGUMENTS, 1, cutoff=0.85):  # else a mistyped argument is an axis
             raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
-        if not isinstance(size, int) or isinstance(size, bool):
+        if not is_int(size):
             matches = get_close_matches(name, ARGUMENTS, 1)
             hint = f"; did you mean {matches[0]}=?" if matches else ""
             raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
@@ -58,7 +59,7 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
         raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can take the rest of the world")
     if simulated_ranks is None:
         return
-    if not isinstance(simulated_ranks, int) or isinstance(simulated_ranks, bool):
+    if not is_int(simulated_ranks):
         raise TypeError(
             f"simulated_ranks={simulated_ranks!r}: expected an int, the number of ranks to simulate without a world"
         )
@@ -162,8 +163,7 @@ def mesh(
     """
     check_axes(axes, simulated_ranks)
     check_timeout(timeout)
-    if simulate not in (None, True, False, *SIMULATIONS):
-        raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
+    check_choice("simulate", simulate, (*SIMULATIONS, True, False, None))
     if simulate is False and simulated_ranks is not None:
         raise ValueError(f"simulate=False and simulated_ranks={simulated_ranks} contradict each other: leave one out")
     world = find_world()

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import check_int
 from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
 from fzero.sharding._units import MAX_UNIT_NUMEL, default_units, divide_tree
 from fzero.tree import Tree, is_box
 
-__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "check_numel", "find_unit_leaves"]
+__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "find_unit_leaves"]
 
 # A rule of units made for one tree: it can print the units of this tree.
+
+NUMEL = "a number of elements"  # what an int means, in messages
 
 
 class UnitRow(NamedTuple):
@@ -102,17 +105,6 @@ def find_unit_leaves(params: Tree) -> UnitLeaves:
     return unit_leaves
 
 
-def check_numel(name: str, value: Any, min_numel: int) -> int:
-    """Check a number of elements that the user set, and return it.
-
-    Raises:
-        ValueError: if `value` is not an int of at least `min_numel`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < min_numel:
-        raise ValueError(f"{name}={value!r}: expected an int from {min_numel:,} on, in elements")
-    return value
-
-
 # Units by module granularity, as DeepSpeed counts it.
 
 
@@ -153,7 +145,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    max_numel, unit_leaves = check_numel("max_numel", max_numel, 1), find_unit_leaves(params)
+    max_numel, unit_leaves = check_int("max_numel", max_numel, 1, NUMEL), find_unit_leaves(params)
     nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
@@ -257,8 +249,8 @@ def by_size(
         layers.0.experts to norm               42        3
         3 units                               112        5
     """
-    max_numel = check_numel("max_numel", max_numel, 1)
-    min_numel = max(max_numel // 2, 1) if min_numel is None else check_numel("min_numel", min_numel, 1)
+    max_numel = check_int("max_numel", max_numel, 1, NUMEL)
+    min_numel = max(max_numel // 2, 1) if min_numel is None else check_int("min_numel", min_numel, 1, NUMEL)
     if min_numel > max_numel:
         raise ValueError(
             f"min_numel={min_numel:,} is more than max_numel={max_numel:,}: expected at most as many elements"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import is_int
 from fzero.axes import Axis, LayoutRules, StackedList, axis_names, bound_axes, bound_axis, current_rules
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
@@ -258,7 +259,7 @@ def _divide_large(
 def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, int]:
     """Return the axes that split a leaf, with the dimension of each, counted from the front, and check both."""
     dims = (rules.split and rules.split(path, leaf)) or {}
-    if not isinstance(dims, dict) or not all(isinstance(dim, int) for dim in dims.values()):
+    if not isinstance(dims, dict) or not all(is_int(dim) for dim in dims.values()):
         raise TypeError(f'split: the rule gave {dims!r} for leaf {path!r}, expected {{axis: dimension}}: {{"tp": 1}}')
     split: dict[str, int] = {}
     parts: dict[int, int] = {}  # dimension -> number of its parts

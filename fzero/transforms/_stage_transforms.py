@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice
 from fzero._torch import is_tracing
 from fzero._torch.levels import unwrap
 from fzero.axes import (
@@ -97,8 +98,7 @@ def partition(
         >>> fzero.mesh(dp=4).spmd(fzero.transforms.partition)(params)
         {'w': Shard('w', float32 [2, 2], 1 of 4 elements, dp=4), 'b': Shard('b', float32 [3], 1 of 3 elements, dp=4)}
     """
-    if reduce_grads not in ("each", "once"):
-        raise ValueError(f'reduce_grads={reduce_grads!r}: expected "each" or "once"')
+    check_choice("reduce_grads", reduce_grads, ("each", "once"))
     if not bound_axes():
         return params
     axes = resolve_axes(axis)

@@ -9,6 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice, check_int
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, version_key
@@ -281,10 +282,8 @@ def value_and_grad(
 def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precision: Precision | None) -> None:
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected a policy, as fzero.Precision(param=torch.bfloat16)")
-    if reduce not in ("mean", "weighted", "sum"):
-        raise ValueError(f'reduce={reduce!r}: expected "mean", "weighted" or "sum"')
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches!r}: expected an int, at least 1")
+    check_choice("reduce", reduce, ("mean", "weighted", "sum"))
+    check_int("micro_batches", micro_batches)
     if len(set(nums)) != len(nums):
         raise ValueError(f"argnums={nums}: a position is listed twice; list each once")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice
 from fzero._format import format_bytes
 from fzero.optim import Optimizer
 from fzero.ranks import Mesh
@@ -38,8 +39,7 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
         >>> state_bytes({"plain": torch.zeros(100), "batch": mesh.split(torch.zeros(100))}, mesh)
         500
     """
-    if space not in (None, "device", "host"):
-        raise ValueError(f'state_bytes: space={space!r}: expected "device", "host" or None')
+    check_choice("space", space, ("device", "host", None))
     total = 0
     seen = set()
     for x in tree.flatten(values, is_box)[0]:

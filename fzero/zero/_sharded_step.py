@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
+from fzero._arguments import check_choice, is_int
 from fzero._notice import warn_once
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
@@ -458,8 +459,7 @@ def shard(
             f"train_step is {train_step!r}: expected a function, (params, opt_state, batch) -> (params, opt_state, ...)"
         )
     check_train_step(train_step)
-    if check != "first" and not isinstance(check, bool):
-        raise ValueError(f'check={check!r}: expected "first", True or False')
+    check_choice("check", check, ("first", True, False))
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
@@ -468,7 +468,7 @@ def shard(
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)
     argnums = (param_argnums,) if isinstance(param_argnums, int | str) else tuple(param_argnums)
-    are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in argnums)
+    are_indices = all(is_int(i) and i >= 0 for i in argnums)
     if not are_indices or not argnums or len(set(argnums)) < len(argnums):
         raise ValueError(f"param_argnums={param_argnums!r}: expected distinct positions of arguments, counted from 0")
     return ShardedStep(train_step, check_stage(stage), mesh, names, argnums, layout_rules(units, over, split), check)

@@ -21,7 +21,7 @@ def lockstep(**axes: int) -> fzero.ranks.Mesh:
 
 def test_it_says_what_it_is():
     assert repr(lockstep(dp=2)) == "Mesh(dp=2, simulated in lockstep)"
-    with pytest.raises(ValueError, match='simulate=\'threads\': expected "vmap", "lockstep", True or False'):
+    with pytest.raises(ValueError, match='simulate=\'threads\': expected "vmap", "lockstep", True, False or None'):
         fzero.mesh(dp=2, simulate="threads")
 
 

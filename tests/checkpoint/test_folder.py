@@ -252,10 +252,10 @@ print("committed")
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
 def test_counts_are_whole_numbers(wrong, tmp_path):
     for name in ("keep", "every"):
-        with pytest.raises(ValueError, match=f"{name}=.*: expected a whole number, 1 or more"):
+        with pytest.raises(ValueError, match=f"{name}=.*: expected a number of .*, an int, at least 1"):
             fzero.checkpoint.checkpoints(tmp_path, **{name: wrong})
     if wrong not in (0, True):
-        with pytest.raises(ValueError, match=r"step=.*: expected a whole number, 0 or more"):
+        with pytest.raises(ValueError, match=r"step=.*: expected the number of the step, an int from 0 to"):
             fzero.checkpoint.checkpoints(tmp_path).save(wrong, {})
 
 

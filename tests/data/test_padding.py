@@ -163,7 +163,7 @@ def test_padding_changes_no_loss_and_no_gradient(stage):
         ({"lengths": []}, "lengths is empty"),
         ({"global_batch": 0}, "global_batch=0: expected a number"),
         ({"multiple": True}, "multiple=True"),
-        ({"buckets": 0}, "buckets=0: expected the number of lengths"),
+        ({"buckets": 0}, "buckets=0: expected the lengths, or their number, an int"),
         ({"buckets": []}, r"buckets=\[\]: expected lengths"),
         ({"buckets": (4, 8)}, r"example 2 has 9 tokens, and the longest of buckets=\[4, 8\] is 8"),
     ],

@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.changes import always, becomes, before, dropped, never, skipped
+from tests.mutants.changes import always, bare, becomes, before, dropped, never, skipped
 from tests.mutants.mutant import DONATION, GATHER_TEXTS, HALF, JIT, OWN, WRITES, Fault, File
 
 MUTANTS = [
@@ -11,6 +11,11 @@ MUTANTS = [
         Fault("Dynamo is imported with fzero", "", before("import importlib.abc", "import torch._dynamo")),
         Fault("Dynamo is not configured when it is imported", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
         Fault("boxes are not registered with optree", "register_optree_node", skipped("A('optree', B)")),
+    ),
+    *File("_arguments.py", ("tests/test_arguments.py",)).faults(
+        Fault("a bool passes as an int", "is_int", bare("A and B")),
+        Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
+        Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
     ),
     *File("tree.py").faults(
         Fault("tree.map makes two results of a tied leaf", "map", always("A not in B")),

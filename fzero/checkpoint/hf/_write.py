@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_int
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import BlockRange, chunks, full_block, runs, view_bytes
@@ -85,8 +86,7 @@ def write(
     files = _local(folder)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
-    if type(max_file) is not int or max_file < 1:
-        raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
+    check_int("max_file", max_file, 1, "a number of bytes, such as 5_000_000_000")
 
     def prepare() -> tuple[bytes, tuple[LocalTree, list[_File]]]:
         local = local_tree("params", params, mesh)

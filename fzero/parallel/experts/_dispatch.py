@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from einops import einsum, rearrange
 
+from fzero._arguments import check_int
 from fzero._torch import allow_in_graph
 from fzero.axes import axis_if_bound, axis_size
 from fzero.collectives import all_to_all, to_host
@@ -103,8 +104,7 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
         raise TypeError(
             f"experts is {actual}: expected an int64 tensor [.., k], as fzero.parallel.experts.route returns it"
         )
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"count={count!r}: expected the number of experts, an int above 0")
+    check_int("count", count, 1, "the number of experts")
     n = axis_size(axis_if_bound(axis))
     if count % n:
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero import random
+from fzero._arguments import check_choice, check_int, is_int
 from fzero.axes import AxisName, axis_index, loss_axes, micro_batch
 from fzero.collectives import pmean
 
@@ -152,8 +153,7 @@ def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
             f"logits is {describe(logits)}: expected a floating-point tensor [.., experts], the router's output"
         )
     count = logits.shape[-1]
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f'score={score!r}: expected "softmax" or "sigmoid"')
+    check_choice("score", score, ("softmax", "sigmoid"))
     if not isinstance(scale, int | float | torch.Tensor):
         raise TypeError(f"scale={scale!r}: expected a number, the factor of the gates")
     if bias is None:
@@ -171,15 +171,14 @@ def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
 def _check_choices(count: int, k: Any, groups: Any) -> None:
     choices = count
     if groups is not None:
-        pair = isinstance(groups, tuple | list) and len(groups) == 2 and all(isinstance(v, int) for v in groups)
+        pair = isinstance(groups, tuple | list) and len(groups) == 2 and all(is_int(v) for v in groups)
         n, most = groups if pair else (0, 0)
         if n < 1 or count % n or not 1 <= most <= n:
             raise ValueError(
                 f"groups={groups}: expected (n, most), where n divides the {count} experts, and most is 1 to n"
             )
         choices = count // n * most
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= choices:
-        raise ValueError(f"k={k!r}: expected 1 to {choices}, the number of experts that a token may choose from")
+    check_int("k", k, 1, "the number of a token's experts", maximum=choices)
 
 
 def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Tensor:

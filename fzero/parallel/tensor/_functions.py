@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from fzero._arguments import check_choice
 from fzero._torch.levels import may_differ
 from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, bound_axis
 from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
@@ -363,8 +364,7 @@ def cross_entropy(
     References:
         Shoeybi et al.: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction={reduction!r}: expected "mean", "sum" or "none"')
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
     if not logits.ndim or targets.shape != logits.shape[:-1]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fzero import tree
+from fzero._arguments import is_int
 from fzero.axes import SplitRule, axis_if_bound, axis_size, bound_axis, check_inputs_replicated
 from fzero.parallel.tensor._styles import (
     NAMED,
@@ -64,7 +65,7 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     if not isinstance(dims, Mapping):
         raise TypeError(f"dims={dims!r}: expected a dict from names of leaves to dimensions, such as {{'up': -1}}")
     for name, dim in dims.items():
-        if not isinstance(name, str) or not name or not isinstance(dim, int) or isinstance(dim, bool):
+        if not isinstance(name, str) or not name or not is_int(dim):
             raise TypeError(f"dims: {name!r}: {dim!r}, expected a name of leaves and a dimension, such as 'up': -1")
     return _SplitByName(tuple(dims.items()), axis)
 

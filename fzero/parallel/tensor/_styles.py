@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_int
 from fzero.axes import axis_if_bound, axis_size
 
 __all__ = [
@@ -160,9 +161,7 @@ def packed(count: int) -> ColumnParallel:
         >>> tp.packed(3)
         ColumnParallel(gather=False, packed=3)
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"count={count!r}: expected the number of matrices side by side, such as 3 for q, k and v")
-    return ColumnParallel(packed=count)
+    return ColumnParallel(packed=check_int("count", count, 1, "the number of matrices side by side, 3 for q, k and v"))
 
 
 def divided(*names: str) -> DividedAttributes:

@@ -30,9 +30,9 @@ def train(split: Any, **axes: int) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "k above the experts": (lambda: moe.route(L, 5), ValueError, r"k=5: expected 1 to 4, the number of experts"),
-    "k of 0": (lambda: moe.route(L, 0), ValueError, r"k=0: expected 1 to 4"),
-    "k above the groups": (lambda: moe.route(L, 3, groups=(2, 1)), ValueError, r"k=3: expected 1 to 2"),
+    "k above the experts": (lambda: moe.route(L, 5), ValueError, r"k=5: expected .* experts, an int from 1 to 4"),
+    "k of 0": (lambda: moe.route(L, 0), ValueError, r"k=0: expected .* from 1 to 4"),
+    "k above the groups": (lambda: moe.route(L, 3, groups=(2, 1)), ValueError, r"k=3: expected .* from 1 to 2"),
     "integer logits": (lambda: moe.route(L.long(), 1), TypeError, r"logits is torch.int64 \[2, 3, 4\]: expected a fl"),
     "score": (lambda: moe.route(L, 1, score="relu"), ValueError, r"score='relu': expected \"softmax\""),  # pyright: ignore
     "bias": (lambda: moe.route(L, 1, bias=torch.zeros(3)), ValueError, r"bias has the shape \[3\]: expected \[4\]"),

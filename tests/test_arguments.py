@@ -1,0 +1,53 @@
+"""Checks of arguments: what passes, and what an error says."""
+
+import pytest
+import torch
+
+import fzero
+from fzero._arguments import check_choice, check_int, is_int
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, "1", None, torch.tensor(1)])
+def test_what_is_no_int(value):
+    assert not is_int(value) and is_int(0) and is_int(-1)
+    with pytest.raises(ValueError, match=r"steps=.*: expected an int, at least 0"):
+        check_int("steps", value, 0)
+
+
+def test_an_int_in_range_is_returned():
+    assert [check_int("k", k, 1, maximum=3) for k in (1, 2, 3)] == [1, 2, 3]
+    for k in (0, 4):
+        with pytest.raises(ValueError, match=f"k={k}: expected the number of experts, an int from 1 to 3$"):
+            check_int("k", k, 1, "the number of experts", maximum=3)
+    assert check_int("steps", 7, 7) == 7
+    with pytest.raises(ValueError, match=r"size=6: expected a number of bytes, an int, at least 7$"):
+        check_int("size", 6, 7, "a number of bytes")
+
+
+def test_a_choice_is_one_of_the_values_themselves():
+    choices = ("first", True, None)
+    for value in choices:
+        check_choice("check", value, choices)
+    for value in (1, False, "last", 0, [], torch.ones(2)):
+        with pytest.raises(ValueError, match=r'check=.*: expected "first", True or None$'):
+            check_choice("check", value, choices)
+
+
+MESH = fzero.mesh(dp=2)
+CALLS = {
+    "value_and_grad": lambda: fzero.value_and_grad(torch.sum, micro_batches=True),
+    "prefetch": lambda: fzero.data.prefetch([], MESH, ahead=True),
+    "batches": lambda: fzero.data.batches([1, 2], MESH, global_batch=True),
+    "padding": lambda: fzero.data.padding([1, 2], global_batch=1, buckets=True),
+    "by_size": lambda: fzero.sharding.by_size({"w": torch.ones(2)}, max_numel=True),
+    "log": lambda: fzero.observe.log(every=True),
+    "route": lambda: fzero.parallel.experts.route(torch.ones(2, 4), True),
+    "groups": lambda: fzero.parallel.experts.route(torch.ones(2, 4), 1, groups=(True, True)),
+    "packed": lambda: fzero.parallel.tensor.packed(True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_bool_is_no_number(call):
+    with pytest.raises(ValueError, match="True"):
+        call()
