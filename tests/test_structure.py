@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
-    ["_torch", "_notice", "_report", "_donated", "_format", "_registry", "_arguments"],
+    ["_torch", "_notice", "_report", "_donated", "_format", "_registry", "_arguments", "_dtypes"],
     ["tree", "_tracebacks", "parallel.schedules"],
     ["axes"],
     ["collectives", "random"],

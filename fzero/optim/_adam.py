@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero.optim._base import (
     Mask,
     Number,
@@ -12,7 +13,6 @@ from fzero.optim._base import (
     OptState,
     Params,
     Updates,
-    at_least_float32,
     chain,
     check_fraction,
     check_nonnegative,

@@ -28,7 +28,6 @@ __all__ = [
     "Updates",
     "apply_updates",
     "as_optimizer",
-    "at_least_float32",
     "chain",
     "check_fraction",
     "check_has_method",
@@ -411,11 +410,6 @@ def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], b
 def is_zero(value: Number) -> bool:
     """Return whether a hyperparameter is the number 0; False for a tensor, since its value may change."""
     return not isinstance(value, torch.Tensor) and value == 0
-
-
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """Widen a half-precision tensor to float32: in half precision squares overflow, and an eps of 1e-8 is 0."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # A learning rate is a number or a schedule.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero.collectives import psum
 from fzero.optim._base import (
     Number,
@@ -14,7 +15,6 @@ from fzero.optim._base import (
     OptState,
     Params,
     Updates,
-    at_least_float32,
     check_positive,
     torch_hints,
 )

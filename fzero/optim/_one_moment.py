@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero.optim._base import (
     Mask,
     Number,
     Optimizer,
     Params,
     Updates,
-    at_least_float32,
     chain,
     check_fraction,
     check_nonnegative,

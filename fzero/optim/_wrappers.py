@@ -11,17 +11,19 @@ import torch
 
 from fzero import tree
 from fzero.axes import LayoutRules, bound_axis
-from fzero.collectives import all_gather, own_part
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
 from fzero.sharding import (
     Shard,
     ShardedUnit,
     assign_units,
+    gather_full_leaves,
     gather_unit,
     is_box,
     map_units,
+    own_shard,
     per_leaf,
     replace_unit,
+    shard_full_leaves,
     sharded_units,
     traced_spec,
 )
@@ -199,7 +201,8 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
         states = _on_plain(opt.init, entries)
         for unit in sharded_units(paths, entries):
-            for position, state in _shard_states(paths, unit, [opt.init(p) for p in _leaves(unit.shard)]).items():
+            full_states = [opt.init(p) for p in gather_full_leaves(unit.shard)]
+            for position, state in _shard_states(paths, unit, full_states).items():
                 states[position] = state
         return tree.unflatten(structure, states)
 
@@ -252,8 +255,8 @@ def _update_unit(
 ) -> tuple[Shard, dict[int, OptState]]:
     """Gather one unit and update its full leaves. Return the updates' shard, and the new state of each position."""
     first = unit.members[0][0]
-    grads = _leaves(unit.shard)
-    full_params = [None] * len(grads) if params[first] is None else _leaves(params[first])
+    grads = gather_full_leaves(unit.shard)
+    full_params = [None] * len(grads) if params[first] is None else gather_full_leaves(params[first])
     first_position = {index: position for position, index in reversed(unit.members)}  # of each leaf
     full_states = _gather_state([states[position] for position, _ in unit.members])
     by_position = dict(zip([position for position, _ in unit.members], full_states, strict=True))
@@ -261,35 +264,8 @@ def _update_unit(
         update_leaf(g, by_position[first_position[i]], p)
         for i, (g, p) in enumerate(zip(grads, full_params, strict=True))
     ]
-    updates = _shard(unit.spec_id, [u for u, _ in results])
+    updates = shard_full_leaves(unit.spec_id, [u for u, _ in results])
     return updates, _shard_states(paths, unit, [s for _, s in results])
-
-
-def _leaves(box: Shard) -> list[torch.Tensor]:
-    """Gather a unit's full leaves, also along the axes that split them."""
-    leaves = list(gather_unit(box.spec_id, box.data, box.origin))
-    for split in reversed(traced_spec(box.spec_id).split):
-        leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
-    return leaves
-
-
-def _shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
-    """Return this rank's shard of a unit's full leaves: the inverse of `_leaves`."""
-    for split in traced_spec(spec_id).split:
-        leaves = [own_part(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
-    return _own_shard(spec_id, leaves)
-
-
-def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
-    """Return this rank's shard of a unit's leaves, from a buffer of all leaves.
-
-    `partition` reads only the leaves of this rank's shard. Then the update of another leaf would be dead code on this
-    rank, and a jitted step would have a different graph on each rank.
-    """
-    spec = traced_spec(spec_id)
-    padding = leaves[0].new_zeros(spec.shard_numel * spec.ranks - spec.numel)
-    buffer = torch.cat([*[x.reshape(-1) for x in leaves], padding])  # [N k]
-    return Shard(own_part(buffer, spec.axes), spec_id)
 
 
 # ---------------------------------------------------------------- the state
@@ -301,7 +277,7 @@ def _shard_states(paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptS
     rules = LayoutRules(units=lambda path, leaf: spec.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
     assignment = assign_units(by_path, [bound_axis(name) for name in spec.order], rules)
-    shards = [_own_shard(part.spec_id, part.leaves) for part in assignment.units]
+    shards = [own_shard(part.spec_id, part.leaves) for part in assignment.units]
     sharded = assignment.with_shards(shards)
     return {position: sharded[paths[position]] for position, _ in unit.members}
 

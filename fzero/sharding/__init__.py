@@ -28,6 +28,7 @@ from fzero.sharding._flat import (
     put_elements,
     view_leaves,
 )
+from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, zero_padding
@@ -95,6 +96,7 @@ INTERNAL = [
     "flatten_by_copies",
     "flatten_leaves",
     "gather_flat",
+    "gather_full_leaves",
     "gather_unit",
     "host_numel",
     "intern",
@@ -106,6 +108,7 @@ INTERNAL = [
     "map_spaces",
     "map_units",
     "mark_donated",
+    "own_shard",
     "path_on_rank",
     "per_leaf",
     "prefix_of",
@@ -113,6 +116,7 @@ INTERNAL = [
     "replace_unit",
     "segment_ids",
     "shard_axes",
+    "shard_full_leaves",
     "shard_to_device",
     "with_sharding_axes",
     "sharded_units",

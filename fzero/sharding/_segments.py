@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero._torch import assume_constant_result
 from fzero.axes import axis_index
 from fzero.collectives import psum
@@ -117,7 +118,7 @@ def global_norm(params: Tree) -> torch.Tensor:
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
+    return at_least_float32(x).square().sum()
 
 
 def abstract(params: Tree, parts: bool = False) -> Tree:

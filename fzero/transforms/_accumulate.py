@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero.axes import call_in_micro_batch
 from fzero.graph import loop
 from fzero.sharding import PerRank, Shard, Slot, is_box
@@ -39,7 +40,7 @@ def accumulate(
     """
 
     def widen(value: torch.Tensor) -> torch.Tensor:
-        return value.to(torch.promote_types(value.dtype, torch.float32)) if in_float32 else value
+        return at_least_float32(value) if in_float32 else value
 
     def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         value, aux, gradients = _value_and_grad(loss_of(j), variables, j)

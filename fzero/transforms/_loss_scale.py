@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
 from fzero.axes import call_with_loss_scale
 from fzero.transforms._value_and_grad import value_and_grad
@@ -84,7 +85,7 @@ def scaled_value_and_grad(
     def unscale(*args: Any, **kwargs: Any) -> Any:
         value, grads = scaled_value_and_grads(*args, **kwargs)
         value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # derivatives of the value are unscaled too
-        return value, tree.map(lambda g: g.to(torch.promote_types(g.dtype, torch.float32)) / factor, grads)
+        return value, tree.map(lambda g: at_least_float32(g) / factor, grads)
 
     return unscale
 

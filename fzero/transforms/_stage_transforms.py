@@ -29,7 +29,7 @@ from fzero.axes import (
     layout_rules,
     resolve_axes,
 )
-from fzero.collectives import all_gather, psum
+from fzero.collectives import psum
 from fzero.optim import apply_updates, check_has_method
 from fzero.sharding import (
     Shard,
@@ -39,6 +39,7 @@ from fzero.sharding import (
     apply_to_unit,
     assign_units,
     gather_flat,
+    gather_full_leaves,
     gather_unit,
     is_box,
     map_units,
@@ -218,14 +219,7 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
 
 def assemble(params: Any) -> Any:
     """Gather every shard of a tree and all parts of split leaves into full leaves, equal on all ranks."""
-
-    def assemble_unit(unit: ShardedUnit) -> list[torch.Tensor]:
-        leaves = list(_leaves(unit))
-        for split in reversed(traced_spec(unit.spec_id).split):
-            leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
-        return leaves
-
-    return map_units(assemble_unit, params)
+    return map_units(lambda unit: gather_full_leaves(shard_to_device(unit.shard)), params)
 
 
 def reduce_scatter(grads: Tree, like: Tree) -> Tree:

@@ -10,6 +10,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_choice, check_int
+from fzero._dtypes import sum_dtype
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, version_key
@@ -113,7 +114,7 @@ def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[t
 def weighted_mean(total: torch.Tensor, aux: Any, grads: Any, axis: AxisName) -> tuple[torch.Tensor, Any, Any]:
     """Divide the summed totals and their gradients by the summed weights, which `total_and_aux` put into aux."""
     weights, aux = aux
-    weight = psum(weights.to(torch.promote_types(total.dtype, torch.float32)).sum(), axis)
+    weight = psum(weights.to(sum_dtype(total.dtype)).sum(), axis)
     weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no tokens: the loss is 0
     return (total / weight).to(total.dtype), aux, tree.map(lambda g: (g / weight).to(g.dtype), grads)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import sum_dtype
 from fzero._tracebacks import api_boundary
 from fzero.axes import axis_index
 from fzero.collectives import all_gather_invariant, psum
@@ -114,8 +115,7 @@ def _full(args: list[Any], gather: bool) -> list[Any]:
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float32
-    return x.sum(dtype=dtype)
+    return x.sum(dtype=sum_dtype(x.dtype))
 
 
 def _examples(name: str, f: Any, values: Any) -> int:

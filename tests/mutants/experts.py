@@ -26,7 +26,7 @@ MUTANTS = [
         Fault("gates are not scaled", "route", bare("A * B")),
         Fault("a group of experts is scored by its best expert only", "_in_best_groups", constant(2, 1, at="1 of 3")),
         Fault("a token with nan scores takes an expert position", "route", bare("torch.where(B, C.shape[-1], A)")),
-        Fault("the router computes in half precision", "route", becomes("torch.float32", "logits.dtype")),
+        Fault("the router computes in half precision", "route", bare("at_least_float32(A)")),
         Fault("every rank draws the same jitter", "jitter", becomes("A * B.shape[0]", "A * 0")),
         Fault("k may exceed the number of experts", "_check_choices", dropped("maximum=A"), INPUT),
         Fault("gates are divided by zero", "route", bare("A.clamp(min=B)")),

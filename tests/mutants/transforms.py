@@ -114,7 +114,11 @@ MUTANTS = [
         Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
     *File("transforms/_loss_scale.py", HALF).faults(
-        Fault("the scale is not undone", "scaled_value_and_grad.unscale", becomes("A.to(B) / C", "A.to(B)")),
+        Fault(
+            "the scale is not undone",
+            "scaled_value_and_grad.unscale",
+            becomes("at_least_float32(A) / B", "at_least_float32(A)"),
+        ),
         Fault("the loss is scaled as well", "_ScaleGradient.forward", returns("x * scale")),
     ),
     *File("transforms/_remat.py", REMAT).faults(

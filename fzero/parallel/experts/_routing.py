@@ -7,6 +7,7 @@ import torch
 
 from fzero import random
 from fzero._arguments import check_choice, check_int, is_int
+from fzero._dtypes import at_least_float32, sum_dtype
 from fzero.axes import AxisName, axis_index, loss_axes, micro_batch
 from fzero.collectives import pmean
 
@@ -125,7 +126,7 @@ def route(
     """
     _check_scores(logits, score, scale, bias)
     _check_choices(logits.shape[-1], k, groups)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(logits)
     probs = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
     scores = probs.detach() if bias is None else probs.detach() + bias.detach()
     if groups is not None:
@@ -214,7 +215,7 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
         raise TypeError(f"x is {describe(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
     first = axis_index(tuple([a.name for a in loss_axes()])).to(x.device) * x.shape[0]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = sum_dtype(x.dtype)
 
     def noise(sequence: torch.Tensor) -> torch.Tensor:
         return random.uniform(random.fold_in(key, sequence), x.shape[1:], dtype)
