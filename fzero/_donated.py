@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
+from fzero._notice import trouble_link
+from fzero._tracebacks import api_boundary
+
 __all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "donate_memory", "donated_message"]
+
+
+_RESULTS = {"step.init(..., donate=True)": "params, opt_state", "step.partition(..., donate=True)": "params"}
 
 
 class DonatedError(RuntimeError):
@@ -31,15 +37,22 @@ DonatedError.__module__ = "fzero"
 
 
 def donated_message(note: str) -> str:
-    """Return the message of a `DonatedError`: `note` says which value was donated, and the rest what to do."""
+    """Return the message of a `DonatedError`: `note` says which value was donated to what, the rest what to do."""
     if note.endswith("failed midway"):
         return (
             f"{note}: its memory was overwritten, and there are no results. Continue from a copy saved before the call"
         )
+    call = note.rpartition(" was donated to ")[2]
+    if call.startswith("step."):
+        results, without = f"its results, as {_RESULTS[call]} = {call}", "leave out donate=True"
+    else:
+        results, without = (
+            "the results, as params, opt_state, loss = step(params, opt_state, batch)",
+            "jit with donate=()",
+        )
     return (
-        f"{note}: its memory holds the results of that call now. Continue with the results (params, opt_state, loss = "
-        "step(params, opt_state, batch)), copy values that you need before the call, or call without donation: jit "
-        "with donate=(), step.init without donate=True"
+        f"{note}: its memory holds the results of that call now. Continue with {results}; or copy values that you need "
+        f"before the call, or {without}{trouble_link('a-tensor-that-was-donated')}"
     )
 
 
@@ -53,6 +66,7 @@ class DonatedTensor(torch.Tensor):
     donated: str
 
     @classmethod
+    @api_boundary
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every operation: arithmetic, `.shape`, `torch.save`, `copy.deepcopy`, `.numpy()`."""
         check_not_donated([args, kwargs or {}])

@@ -4,18 +4,22 @@ A tree is a value that torch.func flattens: dicts, lists, tuples, NamedTuples, a
 `None` is an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fzero._donated import check_not_donated
+from fzero._notice import trouble_link
 from fzero._torch import apply_to_groups, can_group, children_without_names, pytree
 
 __all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
 Tree = Any
 """A pytree: nested containers with tensors, boxes or other values as leaves. Python has no type for it."""
+
+_MOST_SHOWN = 100  # characters of a value in a message
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
@@ -216,12 +220,15 @@ def difference(
     for path, x in first.items():
         y = second[path]
         if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):
-            a, b = (repr(x), repr(y)) if repr(x) != repr(y) and is_box(x) and is_box(y) else (show(x), show(y))
+            a, b = [repr(v) if is_box(v) else show(v) for v in (x, y)]
+            if a == b:  # they differ in what a repr leaves out
+                a, b = show(x), show(y)
             return (
                 f"trees are sharded differently at {path!r}: {a} against {b}. "
                 "Both must come from one partition: make the state with step.init, or partition it the same way; "
                 "convert a state of another stage by "
                 "step.partition(other.gather(state), like=step.init(params, opt)[1])"
+                + trouble_link("trees-that-are-sharded-differently")
             )
     return f"trees differ in structure: {structure} against {other_structure}"
 
@@ -232,10 +239,27 @@ def is_box(x: Any) -> bool:
 
 
 def show(x: Any) -> str:
-    """Describe a leaf or a box in a message."""
+    """Describe a leaf, a box, or what was given in its place, in a message: a value with a long text by its type."""
     if is_box(x):
         return x.describe()
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {list(x.shape)}"
+    text = repr(x)
+    kind = type(x)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return text if len(text) <= _MOST_SHOWN else f"a {name}"
+
+
+def not_a_tensor(label: str, path: str, x: Any) -> str:
+    """Return an error message for a leaf of parameters that is no tensor."""
+    if inspect.isgenerator(x):
+        return f"{label} is a generator: pass dict(model.named_parameters()), or the module itself"
+    remedy = "register its class as a pytree node"
+    if type(x).__module__ == "numpy":
+        remedy = "pass torch.as_tensor(x) of it"
+    return f"{leaf_name(label, path)} is {show(x)}: expected a tensor; {remedy}"
 
 
 def leaf_name(label: str, path: str) -> str:

@@ -17,8 +17,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
-    ["_torch", "_notice", "_report", "_donated", "_format", "_registry", "_arguments", "_dtypes"],
-    ["tree", "_tracebacks", "parallel.schedules"],
+    ["_torch", "_notice", "_report", "_format", "_registry", "_arguments", "_dtypes"],
+    ["_tracebacks"],
+    ["_donated"],
+    ["tree", "parallel.schedules"],
     ["axes"],
     ["collectives", "random"],
     ["sharding"],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._notice import trouble_link
 from fzero._torch import allow_in_graph, storage_id
 from fzero._torch.levels import unwrap
 from fzero.axes._scope import Axis, bound_axes, varying_axes
@@ -178,4 +179,5 @@ def differs_message(path: str, names: tuple[str, ...], how: str = "") -> str:
         f"{tree.leaf_name('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
         "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's value, or, "
         "if it is equal on all ranks for a reason that fzero cannot see, return fzero.axes.assume_replicated(x)"
+        + trouble_link("a-result-that-differs-by-rank")
     )

@@ -61,9 +61,12 @@ def check_has_method(opt: Any, method: str) -> None:
         return
     if isinstance(opt, type) or inspect.isroutine(opt):
         raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
-    raise TypeError(
-        f"opt is {opt!r}, which has no {method}: expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
-    )
+    remedy = "expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
+    if isinstance(opt, list | tuple) and opt and all(hasattr(x, method) for x in opt):
+        remedy = "pass optimizers one by one, optim.chain(*opts)"
+    elif _are_parameters(opt):
+        remedy += "; step.init takes it after the parameters, step.init(params, opt)"
+    raise TypeError(f"opt is {tree.show(opt)}, which has no {method}: {remedy}")
 
 
 def torch_optimizer_message(opt: Any) -> str:
@@ -282,6 +285,12 @@ def chain(*opts: OptimizerLike) -> Optimizer:
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         new = []
+        if hasattr(state, "_fields") or len(state) != len(opts):
+            given = type(state).__name__ if hasattr(state, "_fields") else f"a tuple of {len(state)} states"
+            raise TypeError(
+                f"chain was given {given}: expected a tuple of {len(opts)} states, one a link; make it with "
+                "step.init(params, opt) of the same optimizer"
+            )
         for opt, s in zip(opts, state, strict=True):
             grads, s = opt.update(grads, s, params=params)
             new.append(s)

@@ -19,7 +19,10 @@ REMEDIES = {
 
 
 def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an optimizer's update check its gradients against the parameters, if it is given parameters."""
+    """Make an optimizer's update check its gradients against the parameters, if it is given parameters, and its state.
+
+    The update then raises TypeError for the state of another optimizer.
+    """
     if getattr(update, "checks_gradients", False):  # the optimizer is a copy of another
         return update
 
@@ -28,10 +31,26 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
         params = args[0] if args else kwargs.get("params")
         if params is not None:
             check_gradients_like(params, grads, "parameter")
-        return update(grads, state, *args, **kwargs)
+        try:
+            updates, new_state = update(grads, state, *args, **kwargs)
+        except AttributeError as error:
+            if error.obj is not state:
+                raise
+            raise TypeError(_other_state(update, state, f"which has no {error.name!r}")) from error
+        if type(new_state) is not type(state) and hasattr(state, "_fields") and hasattr(new_state, "_fields"):
+            raise TypeError(_other_state(update, state, f"and updates {type(new_state).__name__}"))
+        return updates, new_state
 
     vars(checked)["checks_gradients"] = True
     return checked
+
+
+def _other_state(update: Callable[..., Any], state: Any, reason: str) -> str:
+    name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
+    return (
+        f"{name} was given {type(state).__name__}, {reason}: make the state with step.init(params, opt) of the same "
+        "optimizer"
+    )
 
 
 def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:

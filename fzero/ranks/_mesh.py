@@ -444,7 +444,7 @@ def device_put(x: Any, device: torch.device) -> Any:
 def _check_tensor(label: str, path: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(
-            f"{tree.leaf_name(label, path)} is {x!r}: a value that differs by rank must be a tensor; pass "
+            f"{tree.leaf_name(label, path)} is {tree.show(x)}: a value that differs by rank must be a tensor; pass "
             "torch.as_tensor(x) of it, or, if it is equal on all ranks, pass it without the box"
         )
 

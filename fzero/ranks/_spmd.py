@@ -256,7 +256,7 @@ def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
             label = tree.leaf_name("argument", path.split(".", 1)[1])
             if not isinstance(x, torch.Tensor):
                 raise TypeError(
-                    f"{label} is {x!r}: a value that differs by rank must be a tensor; pass "
+                    f"{label} is {tree.show(x)}: a value that differs by rank must be a tensor; pass "
                     "torch.as_tensor(x) of it, or, if it is equal on all ranks, pass it without the box"
                 )
             check_rank_dimension(x, label, mesh, a)

@@ -13,6 +13,7 @@ import torch
 
 from fzero import tree
 from fzero._donated import DonatedError, donated_message
+from fzero._notice import trouble_link
 from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
 from fzero.axes import current_device
@@ -45,8 +46,9 @@ class _Box:
     __slots__ = ()
     is_box = True
     hint = (
-        "differentiate the function with fzero.value_and_grad, which gathers its boxes, or call fzero.gather(tree) "
-        "inside the rank program (step.gather(tree) outside)"
+        "compute on it elementwise with fzero.tree.map(f, params, grads), take norms with optim.global_norm, "
+        "differentiate with fzero.value_and_grad, or get the full tensors with fzero.gather(tree), outside a step with "
+        "step.gather(tree)" + trouble_link("a-box-where-a-tensor-was-meant")
     )
 
     def describe(self) -> str:

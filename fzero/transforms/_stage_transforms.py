@@ -143,7 +143,7 @@ def check_unsharded(params: Any) -> None:
         if isinstance(x, torch.nn.Module):
             raise TypeError("params is a module: pass fzero.nn.functional(module).params, a tree of its parameters")
         if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"params leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
+            raise TypeError(tree.not_a_tensor("params", path, x))
 
 
 def gather(params: Any) -> Any:

@@ -11,12 +11,13 @@ from fzero import tree
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
-from fzero.axes import DEFAULT_RULES, LayoutRules, StackedList
+from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules, StackedList
 from fzero.graph import Jitted, other_memory, refuse_writes_into
 from fzero.optim import Optimizer, OptimizerLike, is_opt_state, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
+from fzero.zero._stages import stage_layouts
 
 __all__ = [
     "as_value",
@@ -31,6 +32,7 @@ __all__ = [
     "copy_aliases",
     "is_like",
     "is_sharded",
+    "notes_of",
 ]
 
 # Checks of arguments and results. Each message names the bad input.
@@ -271,6 +273,26 @@ def _check_state_is_returned(args: Sequence[Any], out: Any, positions: Sequence[
     if any(x.ndim for x in tree.tensors(args[i])):
         raise ValueError(message)
     warn_once(f"fzero.shard: {message}")  # it holds a count only, which a constant learning rate does not read
+
+
+def notes_of(error: ValueError, args: Sequence[Any], positions: Sequence[int], stage: int) -> list[str]:
+    """List what explains an error that a step raised and that does not name the step's wrong argument."""
+    notes = []
+    if isinstance(error, DiffersByRankError) and str(error).startswith(tuple([f"result {i}," for i in positions])):
+        notes.append(
+            "The new parameters differ by rank if their gradients were not averaged: take them by "
+            "fzero.value_and_grad, or average them by fzero.collectives.pmean(grads)"
+        )
+    if "sharded differently" in str(error):
+        shards_state = stage_layouts(stage).shards_state
+        for i, x in enumerate(args):
+            if i not in positions and is_opt_state(x) and is_sharded(x) != shards_state:
+                given, expected = ("plain", "sharded") if shards_state else ("sharded", "plain")
+                notes.append(
+                    f"Argument {i} (optimizer state) is {given}, and stage {stage} takes it {expected}: params, "
+                    "opt_state = step.init(params, opt)"
+                )
+    return notes
 
 
 # Checks of the optimizer, and of its new state.

@@ -41,6 +41,7 @@ from fzero.zero._checks import (
     check_unwritten,
     copy_aliases,
     is_like,
+    notes_of,
 )
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
@@ -128,7 +129,12 @@ class ShardedStep:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
         check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules)
         args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
-        return self.program(self.rank_step)(*args, **kwargs)
+        try:
+            return self.program(self.rank_step)(*args, **kwargs)
+        except ValueError as error:
+            for note in notes_of(error, args, self.param_argnums, self.stage):
+                error.add_note(note)
+            raise
 
     def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
@@ -290,6 +296,13 @@ class ShardedStep:
         try:
             opt_state = self.program(init)(params)
         except DiffersByRankError as error:
+            paths, entries, _ = tree.flatten_with_paths(params, is_box)
+            for path, x in zip(paths, entries, strict=True):
+                if isinstance(x, PerRank):
+                    raise ValueError(
+                        f"{tree.leaf_name('params', path)} is a PerRank: step.init takes full parameters and shards "
+                        "them itself; mesh.split is for batches"
+                    ) from error
             error.add_note("An optimizer that flattens trees returns state without boxes: wrap it, optim.leafwise(opt)")
             raise
         if not any(x.is_meta for x in tree.tensors(params)):

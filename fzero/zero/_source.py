@@ -130,7 +130,7 @@ def _check_leaf(label: str, path: str, x: Any) -> None:
         )
     if not isinstance(x, torch.Tensor):
         if x is not None:
-            raise TypeError(f"{label} leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
+            raise TypeError(tree.not_a_tensor(label, path, x))
         return
     if torch.nn.parameter.is_lazy(x):
         raise TypeError(f"{label} leaf {path!r} is not initialised: run the lazy module once on a batch first")

@@ -3,7 +3,17 @@
 from tests.mutants.changes import bare, becomes, constant, never, skipped, swapped
 from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
 
+REMEDIES = ("tests/test_remedies.py",)
+
 MUTANTS = [
+    *File("optim/_base.py", REMEDIES).faults(
+        Fault("a chain takes the state of another chain", "chain.update", never("len(A) != len(B)")),
+        Fault(
+            "a chain takes the fields of a state for its links' states",
+            "chain.update",
+            becomes("hasattr(A, B) or C", "C"),
+        ),
+    ),
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
@@ -19,6 +29,18 @@ MUTANTS = [
             "a gradient of another shape is broadcast onto its parameter",
             "checks_gradients.checked",
             never("A is not None"),
+        ),
+        Fault(
+            "an optimizer takes the state of another, which has the fields that it reads",
+            "checks_gradients.checked",
+            never("type(A) is not type(B)"),
+            REMEDIES,
+        ),
+        Fault(
+            "an attribute error of an optimizer's own code is blamed on its state",
+            "checks_gradients.checked",
+            never("A.obj is not B"),
+            REMEDIES,
         ),
         Fault("shapes are not compared", "_have_same_shapes", becomes("A.shape == B.shape", "True")),
         Fault("pieces of a shard count as another shape", "_shape", becomes("A if rest else B", "first")),

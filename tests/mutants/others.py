@@ -17,6 +17,10 @@ MUTANTS = [
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
     ),
+    *File("tree.py", ("tests/test_remedies.py",)).faults(
+        Fault("a wrong argument is printed with all its numbers", "show", always("len(A) <= B")),
+        Fault("a generator is told to be registered", "not_a_tensor", never("A.isgenerator(B)")),
+    ),
     *File("tree.py").faults(
         Fault("tree.map makes two results of a tied leaf", "map", always("A not in B")),
     ),
@@ -40,6 +44,13 @@ MUTANTS = [
             never("not A()"),
             ("tests/transforms/test_memory.py",),
         ),
+    ),
+    *File("zero/_checks.py", ("tests/test_remedies.py",)).faults(
+        Fault("a plain state is not named as the argument", "notes_of", never("is_opt_state(A)")),
+        Fault("a metric that differs by rank is taken for a parameter", "notes_of", always("A.startswith(B)")),
+    ),
+    *File("_donated.py", ("tests/test_remedies.py",)).faults(
+        Fault("a tensor that init took names a step's results", "donated_message", never("A.startswith(B)")),
     ),
     *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
         Fault(
