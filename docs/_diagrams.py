@@ -40,6 +40,7 @@ CAPTIONS = {
     "checkpoint": "save and load any layout",
     "tuning": "what fits, what it costs",
     "nn": "modules as functions",
+    "plugs": "loops of others, sharded",
     "testing": "laws for your step",
 }
 

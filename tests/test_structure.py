@@ -32,6 +32,7 @@ LAYERS = [
     ["zero"],
     ["checkpoint", "tuning"],
     ["nn", "errors"],
+    ["plugs"],
     ["testing", "__main__"],
 ]
 # Files that other packages may import: namespaces of their own, and files that are imported only when they are used.
@@ -76,6 +77,7 @@ PACKAGES = [
     "observe",
     "optim",
     "parallel",
+    "plugs",
     "random",
     "ranks",
     "sharding",

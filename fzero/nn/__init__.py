@@ -1,7 +1,13 @@
 """torch.nn modules as pure functions of their parameters and buffers."""
 
+from fzero.nn._blocks import repeated_blocks
 from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._pipeline import ModulePipeline, pipeline
 from fzero.zero import initializer
 
 __all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer", "pipeline"]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "repeated_blocks",
+]

@@ -9,9 +9,20 @@ import torch
 from fzero.sharding import is_box, sharded_units, traced_spec
 from fzero.transforms import gather, remat
 
-__all__ = ["boxes_to_blocks", "rematerialise"]
+__all__ = ["boxes_to_blocks", "rematerialise", "repeated_blocks"]
 
 Save = str | Callable[[Any], bool] | None
+
+
+def repeated_blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Find the repeated blocks of a module by name: the outermost numbered children with parameters or modules."""
+    blocks: dict[str, torch.nn.Module] = {}
+    for name, m in module.named_modules():
+        head, _, last = name.rpartition(".")
+        outermost = not any(key.isdigit() for key in head.split("."))
+        if last.isdigit() and outermost and (next(m.parameters(), None) is not None or any(m.children())):
+            blocks[name] = m
+    return blocks
 
 
 def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
@@ -23,12 +34,7 @@ def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) 
     Raises:
         ValueError: if the module has no repeated blocks.
     """
-    blocks: dict[str, torch.nn.Module] = {}
-    for name, m in module.named_modules():
-        head, _, last = name.rpartition(".")
-        outermost = not any(key.isdigit() for key in head.split("."))
-        if last.isdigit() and outermost and (next(m.parameters(), None) is not None or any(m.children())):
-            blocks[name] = m
+    blocks = repeated_blocks(module)
     if not blocks:
         raise ValueError(
             f"remat: {type(module).__name__} has no repeated blocks (numbered children with parameters, such as those "

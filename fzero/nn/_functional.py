@@ -247,7 +247,7 @@ class _ApplyCache:
 
     Attributes:
         copies: in lockstep, each rank's copy of the module, by the rank's coordinates on the mesh.
-        structures: the structures of arguments for which a call was checked for leftovers.
+        structures: the functions and structures of arguments for which a call was checked for leftovers.
     """
 
     def __init__(self) -> None:
@@ -301,6 +301,37 @@ class Apply:
             RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in `mutable`.
                 Also if it applies an `autograd.Function` that `torch.func` cannot differentiate.
         """
+        return self._call(None, params, buffers, args, kwargs)
+
+    def method(self, f: Callable[..., Any]) -> Callable[..., tuple[Any, NamedTensors]]:
+        """Return a pure function that runs `f(module, *args)` where a call of `apply` runs the module's forward pass.
+
+        So a program that uses a module as an object (a loss that calls it twice, or reads a submodule) becomes pure.
+        Flax's `apply(..., method=f)` is the same.
+
+        Args:
+            f: the program. Its first argument is the module, whose tensors are those of the call.
+
+        Returns:
+            A function of `(params, buffers, *args, **kwargs)` that returns `(f's result, buffers)`, and raises what a
+            call of `apply` raises.
+
+        Example:
+            >>> apply, params, buffers = functional(torch.nn.Linear(3, 2))
+            >>> decay = apply.method(lambda module: module.weight.square().sum())
+            >>> decay(params, buffers)[0].shape
+            torch.Size([])
+        """
+
+        def run(params: NamedTensors, buffers: NamedTensors, *args: Any, **kwargs: Any) -> tuple[Any, NamedTensors]:
+            return self._call(f, params, buffers, args, kwargs)
+
+        return run
+
+    def _call(
+        self, f: Callable[..., Any] | None, params: NamedTensors, buffers: NamedTensors, args: Any, kwargs: Any
+    ) -> tuple[Any, NamedTensors]:
+        """Run `f` on the module, or by default its forward pass, with these tensors."""
         check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
         check_one_device(params, buffers, type(self.module).__name__)
@@ -308,20 +339,20 @@ class Apply:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
         copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}
         with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
-            out = self._run(state, args, kwargs)
+            out = self._run(f, state, args, kwargs)
         return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
 
-    def _run(self, state: NamedTensors, args: Any, kwargs: Any) -> Any:
-        """Run forward on `state`, where writes replace mutable buffers, and check its other writes."""
+    def _run(self, f: Callable[..., Any] | None, state: NamedTensors, args: Any, kwargs: Any) -> Any:
+        """Run `f` on `state`, where writes replace mutable buffers, and check its other writes."""
         module = self._own_module()
         if torch.compiler.is_dynamo_compiling():  # Dynamo refuses side effects itself
-            return torch.func.functional_call(module, state, args, kwargs)
-        structure = tree.flatten((args, kwargs))[1]  # calls with equal structures leave the same values behind
+            return _call_on(module, f, state, args, kwargs)
+        structure = f, tree.flatten((args, kwargs))[1]  # calls with equal structures leave the same values behind
         is_new = structure not in self._cache.structures
         versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)
         try:
-            out = torch.func.functional_call(module, state, args, kwargs)
+            out = _call_on(module, f, state, args, kwargs)
             check_writes(versions, state, self.params, self.mutable)
             if before is not None:
                 check_leftovers(before, module)
@@ -334,14 +365,37 @@ class Apply:
         return out
 
     def _own_module(self) -> torch.nn.Module:
-        """Return the module to run: in lockstep each rank has a copy, since functional_call writes into the module."""
-        if not in_lockstep():
+        """Return the module to run: each of several ranks in lockstep has a copy, for a call writes into it."""
+        if not in_lockstep() or all(axis.size == 1 for axis in bound_axes()):
             return self.module
         rank, copies = tuple([axis.rank for axis in bound_axes()]), self._cache.copies
         if rank not in copies:
             shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # nothing writes to these
             copies[rank] = copy_module(self.module, shared)
         return copies[rank]
+
+
+class _Method(torch.nn.Module):
+    """A module whose forward pass runs a function on another module."""
+
+    def __init__(self, module: torch.nn.Module, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.training = module.training
+        self.module = module
+        self.f = f
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.f(self.module, *args, **kwargs)
+
+
+def _call_on(module: torch.nn.Module, f: Callable[..., Any] | None, state: NamedTensors, args: Any, kwargs: Any) -> Any:
+    """Run `f` on a module, or by default its forward pass, with other tensors. New buffers replace those of `state`."""
+    if f is None:
+        return torch.func.functional_call(module, state, args, kwargs)
+    of_method = {f"module.{name}": x for name, x in state.items()}
+    out = torch.func.functional_call(_Method(module, f), of_method, args, kwargs)
+    state.update({name.removeprefix("module."): x for name, x in of_method.items()})
+    return out
 
 
 def _own_copy(x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ def accumulate(
     micro_batches: int,
     is_looped: bool,
     in_float32: bool,
+    autograd: bool,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Sum the values and gradients of the micro-batches, and stack their aux.
 
@@ -34,6 +35,7 @@ def accumulate(
         micro_batches: the number of micro-batches.
         is_looped: whether a trace records one micro-batch, as the body of a loop.
         in_float32: whether the values are summed in float32 at least.
+        autograd: whether torch.autograd differentiates, in place of torch.func.
 
     Returns:
         `(value, aux, gradients)`.
@@ -43,7 +45,8 @@ def accumulate(
         return at_least_float32(value) if in_float32 else value
 
     def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-        value, aux, gradients = _value_and_grad(loss_of(j), variables, j)
+        differentiate = _by_autograd if autograd else _value_and_grad
+        value, aux, gradients = differentiate(loss_of(j), variables, j)
         return widen(value), aux, gradients
 
     def forward(j: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -119,6 +122,23 @@ def _value_and_grad(
         variables
     )
     return value, _put_tensors(tensors, auxes.pop()), gradients
+
+
+def _by_autograd(
+    loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]],
+    variables: list[torch.Tensor],
+    j: int | torch.Tensor,
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Return what `_value_and_grad` returns, from torch.autograd."""
+    auxes: list[Any] = []
+    leaves = [x.detach().requires_grad_() for x in variables]
+    with torch.enable_grad():
+        loss, tensors = _loss_and_tensors(loss_of, j, auxes)(leaves)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        else:
+            gradients = [torch.zeros_like(x) for x in variables]
+    return loss.detach(), _put_tensors([x.detach() for x in tensors], auxes.pop()), list(gradients)
 
 
 def _put_tensors(tensors: list[torch.Tensor], aux: Any) -> Any:

@@ -13,7 +13,7 @@ from fzero._arguments import check_choice, check_int
 from fzero._dtypes import sum_dtype
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, raise_priority
-from fzero._torch.levels import differentiates_now, is_differentiated, version_key
+from fzero._torch.levels import differentiates_now, in_transform, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
 from fzero.axes import (
     Axis,
@@ -149,6 +149,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     gather: bool = True,
     precision: Precision | None = None,
+    autograd: bool = False,
 ) -> Callable[P, tuple[R, Any]]: ...
 @overload
 def value_and_grad(
@@ -162,6 +163,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     gather: bool = True,
     precision: Precision | None = None,
+    autograd: bool = False,
 ) -> Callable[P, tuple[Any, Any]]: ...
 @api_boundary
 def value_and_grad(
@@ -175,6 +177,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     gather: bool = True,
     precision: Precision | None = None,
+    autograd: bool = False,
 ) -> Callable[..., Any]:
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
@@ -209,6 +212,9 @@ def value_and_grad(
         precision: the dtypes in which gradients are summed over ranks and micro-batches, and returned; by default the
             parameters' dtypes. Every differentiated argument must hold parameters of the policy. The value is summed in
             float32 at least.
+        autograd: whether torch.autograd differentiates `f`, in place of torch.func. Then `f` may apply an
+            `autograd.Function` without `setup_context`, as some libraries' kernels do. It works in lockstep, on
+            processes and unsharded, where no other transform is around the call.
 
     Returns:
         A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d
@@ -244,6 +250,11 @@ def value_and_grad(
     loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else with_aux(f, has_aux)
 
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
+        if autograd and in_transform():
+            raise ValueError(
+                "autograd=True works where no transform is around the call, such as fzero.jit or the vmap of simulated "
+                'ranks: run the step uncompiled, on processes or with fzero.mesh(..., simulate="lockstep")'
+            )
         if any(not 0 <= i < len(args) for i in nums):
             raise ValueError(
                 f"argnums={argnums}: the function was called with {len(args)} positional arguments; pass the "
@@ -268,7 +279,7 @@ def value_and_grad(
             invariant_axes=_invariant_axes(axes, arguments),
             name=getattr(f, "__name__", "f"),
         )
-        value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None)
+        value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
         value = psum(value, axis)
         value = mark_invariant(value, join_axes(axes)) if is_invariant else value
         remaining = _drain(gradients)
@@ -306,7 +317,7 @@ def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
     )
 
 
-def _sum_micro_batches(loss: "_Loss", in_float32: bool) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+def _sum_micro_batches(loss: "_Loss", in_float32: bool, autograd: bool) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, the aux and the variables' gradients, summed over the micro-batches; aux is stacked."""
     groups = [group for argument in loss.arguments.values() for group in argument.groups]
     variables = [x for group in groups for x in group.variables]
@@ -314,7 +325,7 @@ def _sum_micro_batches(loss: "_Loss", in_float32: bool) -> tuple[torch.Tensor, A
     is_looped = _is_a_loop(loss.batch, list(loss.arguments)) and all(
         torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
     )
-    return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32)
+    return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32, autograd)
 
 
 def _drain(values: list[torch.Tensor]) -> Iterator[torch.Tensor]:

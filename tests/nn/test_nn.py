@@ -709,3 +709,21 @@ def test_a_function_that_torch_func_cannot_differentiate_is_named():
         torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)
     apply, params, buffers = fzero.nn.functional(Doubling(3, 2).eval())
     assert torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)["bias"].tolist() == [8, 8]
+
+
+def test_a_method_runs_on_the_module_with_the_given_tensors():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    apply, params, buffers = fzero.nn.functional(module.train())
+    x, doubled = torch.randn(4, 3), {name: 2 * p for name, p in params.items()}
+
+    def twice(module, x):
+        return module(x) + module[0](x).sum() + module[0].weight.sum()
+
+    out, new = apply.method(twice)(doubled, buffers, x)
+    first, after = apply(doubled, buffers, x)
+    linear = torch.nn.functional.linear(x, doubled["0.weight"], doubled["0.bias"])
+    torch.testing.assert_close(out, first + linear.sum() + doubled["0.weight"].sum())
+    torch.testing.assert_close(new, after)  # the running statistics too
+    assert not torch.equal(new["1.running_mean"], buffers["1.running_mean"])
+    grads = torch.func.grad(lambda p: apply.method(lambda m: m[0].weight.square().sum())(p, buffers)[0])(params)
+    torch.testing.assert_close(grads["0.weight"], 2 * params["0.weight"])

@@ -1,0 +1,135 @@
+"""ParamGroups: the parameter groups of a torch optimizer, as an fzero optimizer that takes the rates at each step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import optim
+
+__all__ = ["ParamGroups", "param_groups"]
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParamGroups:
+    """The groups of a torch optimizer, with the hyperparameters that stay as they are.
+
+    The learning rates are arguments of each step, because a scheduler of torch changes them between steps.
+
+    Attributes:
+        kind: the name of the torch optimizer's class, a key of `OPTIMIZERS`.
+        names: the names of each group's parameters.
+        hyperparams: the hyperparameters of each group, as torch names them.
+    """
+
+    kind: str
+    names: tuple[tuple[str, ...], ...]
+    hyperparams: tuple[Group, ...]
+
+    def optimizer(self, rates: Sequence[Any]) -> optim.Optimizer:
+        """Make the optimizer of a dict of parameters by name, with a learning rate for each group.
+
+        The moments are kept once; masks select what differs by group.
+        """
+        shared = self.hyperparams[0]
+        base, coupled = OPTIMIZERS[self.kind](shared)
+        decays = [
+            self._of_group(i, optim.add_decayed_weights(group["weight_decay"]))
+            for i, group in enumerate(self.hyperparams)
+            if group["weight_decay"]
+        ]
+        links = [*decays, base] if coupled else [base, *decays]
+        scales = [self._of_group(i, optim.scale_by_learning_rate(rate)) for i, rate in enumerate(rates)]
+        return optim.chain(*links, *scales)
+
+    def _of_group(self, i: int, opt: optim.Optimizer) -> optim.Optimizer:
+        members = frozenset(self.names[i])
+        return (
+            opt
+            if len(self.names) == 1
+            else optim.masked(opt, lambda params: {name: name in members for name in params})
+        )
+
+
+def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: str) -> ParamGroups:
+    """Read the groups of a torch optimizer.
+
+    Args:
+        opt: a torch optimizer that has not stepped.
+        names: the names of the trainable parameters, by the ids of the tensors that the optimizer holds.
+        source: the setting that the optimizer comes from, for messages.
+
+    Raises:
+        ValueError: if the optimizer's class or an option has no counterpart in `fzero.optim`, if it has state, if it
+            holds an unknown tensor, or if it lacks a trainable parameter.
+    """
+    kind = type(opt).__name__
+    if type(opt) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
+        raise ValueError(
+            f"{source}: {type(opt).__module__}.{kind} owns its parameters, and has no counterpart in fzero.optim: "
+            f"expected one of torch.optim's {', '.join(OPTIMIZERS)}"
+        )
+    if any(state.get("step", 1) > 0 for state in opt.state.values()):  # Adagrad's sums begin with the optimizer
+        raise ValueError(f"{source}: {kind} has state of earlier steps, which would be lost: pass a new optimizer")
+    groups = []
+    for i, group in enumerate(opt.param_groups):
+        unknown = [p for p in group["params"] if p.requires_grad and id(p) not in names]
+        if unknown:
+            raise ValueError(
+                f"{source}: group {i} holds a tensor {list(unknown[0].shape)} that is no parameter of the model: build "
+                "the optimizer from the parameters of the model that the trainer has"
+            )
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                raise ValueError(f"{source}: {kind}({option}=True) has no counterpart in fzero.optim: leave it out")
+        groups.append(tuple([names[id(p)] for p in group["params"] if p.requires_grad]))
+    missing = sorted(set(names.values()) - {name for group in groups for name in group})
+    if missing:
+        raise ValueError(
+            f"{source}: no group holds {missing[0]!r}"
+            + (f" and {len(missing) - 1} other trainable parameters" if missing[1:] else ", a trainable parameter")
+            + ": add them to a group, or freeze them with requires_grad_(False)"
+        )
+    hyperparams = [
+        {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")} for group in opt.param_groups
+    ]
+    for i, group in enumerate(hyperparams):
+        differing = [k for k, v in group.items() if k != "weight_decay" and v != hyperparams[0].get(k)]
+        if differing:
+            raise ValueError(
+                f"{source}: groups 0 and {i} have different {differing[0]} ({hyperparams[0].get(differing[0])!r} and "
+                f"{group[differing[0]]!r}): groups may differ in lr and weight_decay only"
+            )
+    OPTIMIZERS[kind](hyperparams[0])  # so that an option without a counterpart is refused now
+    return ParamGroups(kind, tuple(groups), tuple(hyperparams))
+
+
+Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient
+
+
+def _adamw(group: Group) -> Base:
+    b1, b2 = group["betas"]
+    return optim.scale_by_adam(b1, b2, group["eps"]), False
+
+
+def _adam(group: Group) -> Base:
+    return _adamw(group)[0], not group.get("decoupled_weight_decay")
+
+
+def _sgd(group: Group) -> Base:
+    if group["dampening"]:
+        raise ValueError(f"SGD(dampening={group['dampening']}) has no counterpart in fzero.optim: leave it out")
+    return optim.chain(optim.sgd(1.0, group["momentum"], group["nesterov"]), optim.scale(-1.0)), True
+
+
+def _adagrad(group: Group) -> Base:
+    if group["lr_decay"]:
+        raise ValueError(f"Adagrad(lr_decay={group['lr_decay']}): use a learning rate scheduler in its place")
+    return optim.chain(optim.adagrad(1.0, group["initial_accumulator_value"], group["eps"]), optim.scale(-1.0)), True
+
+
+# To add an optimizer of torch: its class's name, and a function of a group's hyperparameters.
+OPTIMIZERS: dict[str, Callable[[Group], Base]] = {"AdamW": _adamw, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}

@@ -1,0 +1,42 @@
+"""Faults in fzero/plugs, and in what was made for it."""
+
+from tests.mutants.changes import becomes, skipped
+from tests.mutants.mutant import Fault, File
+
+TRAINER = ("tests/plugs/test_transformers.py",)
+AUTOGRAD = ("tests/transforms/test_autograd.py",)
+
+MUTANTS = [
+    *File("plugs/transformers.py", TRAINER).faults(
+        Fault(
+            "a trainer's micro-batches are kept for the next step",
+            "_ShardedTrainer.training_step",
+            skipped("micro_batches.clear()"),
+        ),
+        Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / count", "loss")),
+        Fault("the best model is not loaded", "_ShardedTrainer._load_best_model", skipped("A.load_params(B)")),
+    ),
+    *File("plugs/_engine.py", TRAINER).faults(
+        Fault(
+            "running statistics of a micro-batch are dropped", "LoopStep._gradients", becomes("pmean(new)", "buffers")
+        ),
+        Fault(
+            "a resumed run keeps its first optimizer state",
+            "Engine.load",
+            becomes('state["opt_state"]', "self.opt_state"),
+        ),
+        Fault(
+            "half-precision parameters are saved in place of their masters",
+            "Engine._exact_params",
+            becomes("self.keeps_masters", "False"),
+        ),
+        Fault("the losses of ranks are summed", "LoopStep._gradients", becomes("loss / self.ranks", "loss")),
+    ),
+    *File("plugs/_param_groups.py", TRAINER).faults(
+        Fault("a group's weight decay reaches all groups", "ParamGroups._of_group", becomes("name in members", "True")),
+        Fault("Adam's weight decay is decoupled", "_adam", becomes('not group.get("decoupled_weight_decay")', "False")),
+    ),
+    *File("transforms/_accumulate.py", AUTOGRAD).faults(
+        Fault("autograd's loss keeps its graph", "_by_autograd", becomes("loss.detach()", "loss")),
+    ),
+]

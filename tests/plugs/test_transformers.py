@@ -1,0 +1,329 @@
+"""Trainer, sharded: the numbers of the same Trainer unsharded, whatever its settings; and what it refuses."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+import fzero
+from fzero.plugs import transformers as plug
+from tests.distributed.launch import torchrun
+from tests.plugs.helpers import documents, llama, logged, make_trainer, weights
+
+NUMBERS = ("loss", "grad_norm", "eval_loss")
+
+
+def assert_trains_alike(tmp_path: Any, stage: int = 3, backend: Any = "fx", atol: float = 1e-5, **options: Any) -> Any:
+    """Train twice, unsharded and sharded, evaluate, and compare all numbers and the weights; return the sharded one."""
+    plain = make_trainer(tmp_path, **options)
+    plain.train()
+    plain.evaluate()
+    sharded = plug.shard(make_trainer(tmp_path, **options), stage=stage, backend=backend)
+    sharded.train()
+    sharded.evaluate()
+    assert len(logged(plain, *NUMBERS)) > plain.state.max_steps
+    torch.testing.assert_close(logged(sharded, *NUMBERS), logged(plain, *NUMBERS), rtol=1e-5, atol=atol)
+    full = plug.full_model(sharded)
+    torch.testing.assert_close(weights(full), weights(plain.model), rtol=1e-5, atol=atol)
+    assert logged(sharded, "learning_rate") == logged(plain, "learning_rate")
+    return sharded
+
+
+QUICK = [(3, "fx"), (1, None)]
+OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if (stage, backend) not in QUICK]
+
+
+@pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])
+def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backend):
+    options = {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 20}
+    assert_trains_alike(tmp_path, stage, backend, dropout=0.1, max_grad_norm=0.5, **options)
+
+
+@pytest.mark.slow
+def test_inductor_has_trainers_numbers(tmp_path):
+    assert_trains_alike(tmp_path, 3, "inductor", gradient_accumulation_steps=3)
+
+
+def test_the_last_step_of_an_epoch_has_fewer_micro_batches(tmp_path):
+    # 20 batches an epoch: 6 steps of 3, and one of 2
+    assert_trains_alike(tmp_path, gradient_accumulation_steps=3, max_steps=9)
+
+
+def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate documents of different lengths: each batch is as long as its longest."""
+    lengths = [5 + int(x["input_ids"][0]) % 4 for x in batch]
+    rows = {k: [x[k][:n] for x, n in zip(batch, lengths, strict=True)] for k in ("input_ids", "labels")}
+    ids = torch.nn.utils.rnn.pad_sequence(rows["input_ids"], batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(rows["labels"], batch_first=True, padding_value=-100)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long(),
+    }
+
+
+@pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
+def test_micro_batches_of_different_lengths(tmp_path, backend):
+    assert_trains_alike(tmp_path, 3, backend, data_collator=pad, gradient_accumulation_steps=2)
+
+
+def test_losses_of_other_kinds(tmp_path):
+    def shifted_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        flat = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
+
+    for options in (
+        {"label_smoothing_factor": 0.1},
+        {"compute_loss_func": shifted_loss},
+        {"average_tokens_across_devices": False},
+        {"activation_checkpointing": True},
+    ):
+        assert_trains_alike(tmp_path, 3, None, gradient_accumulation_steps=2, **options)
+
+
+class ReadsNumbers(Trainer):
+    """A trainer whose loss reads numbers and keeps them, as TRL's do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        self.seen = [*getattr(self, "seen", []), round(outputs.logits.detach().std().item(), 4)]
+        penalty = 1e-3 * model.lm_head.weight.square().sum()
+        if self.seen[-1] > 0:
+            loss = loss + penalty
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_reads_numbers_runs_at_each_step(tmp_path):
+    sharded = plug.shard(make_trainer(tmp_path, ReadsNumbers), stage=3)
+    assert not sharded._fzero.engine.is_jitted
+    plain = make_trainer(tmp_path, ReadsNumbers)
+    for trainer in (sharded, plain):
+        trainer.train()
+        trainer.evaluate()
+    assert sharded.seen == plain.seen and len(set(plain.seen)) > 2
+    torch.testing.assert_close(logged(sharded, *NUMBERS), logged(plain, *NUMBERS), rtol=1e-5, atol=1e-5)
+
+
+class OldFunction(torch.autograd.Function):
+    """Doubles the gradient; torch.func refuses it, because it has no `setup_context`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class AppliesOldFunction(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return (OldFunction.apply(loss[0]), loss[1]) if isinstance(loss, tuple) else OldFunction.apply(loss)
+
+
+def test_a_loss_with_an_old_autograd_function(tmp_path):
+    assert_trains_alike(tmp_path, 3, None, kind=AppliesOldFunction, max_grad_norm=0.0)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9, nesterov=True),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_with_groups(tmp_path, name):  # masks select the groups within a unit
+    def options() -> dict[str, Any]:
+        model = llama()
+        named = dict(model.named_parameters())
+        head = [named.pop("lm_head.weight")]
+        groups = [{"params": named.values(), "weight_decay": 0.1}, {"params": head, "lr": 0.02, "weight_decay": 0.0}]
+        return {"model": model, "optimizers": (OPTIMIZERS[name](groups), None)}
+
+    plain, sharded = make_trainer(tmp_path, **options()), make_trainer(tmp_path, **options())
+    sharded = plug.shard(sharded, stage=3, backend=None)
+    plain.train()
+    sharded.train()
+    torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
+
+
+def test_resuming_is_going_on(tmp_path):
+    options: dict[str, Any] = {"dropout": 0.1, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    whole = plug.shard(make_trainer(tmp_path, **options), stage=3, backend="fx")
+    whole.train()
+    resumed = plug.shard(make_trainer(tmp_path, **options), stage=1, backend=None)  # at another stage
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 6
+    torch.testing.assert_close(logged(resumed, "loss"), logged(whole, "loss"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weights(plug.full_model(resumed)), weights(plug.full_model(whole)), rtol=1e-5, atol=1e-6)
+
+
+def test_saved_folders_are_transformers_own(tmp_path):
+    trainer = plug.shard(make_trainer(tmp_path), stage=3, backend="fx")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(weights(loaded), weights(plug.full_model(trainer)), rtol=0, atol=0)
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    options: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    options |= {
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+        "max_steps": 6,
+    }  # the largest loss is the first
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    sharded = plug.shard(make_trainer(tmp_path / "sharded", **options), stage=3, backend="fx")
+    sharded.train()
+    assert plain.state.best_global_step == sharded.state.best_global_step == 2
+    torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-4, atol=1e-4)
+
+
+def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
+    done = torchrun(2, "-m", "tests.plugs.train", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # one process goes on, with the same global batch
+    resumed = plug.shard(
+        make_trainer(tmp_path, save_strategy="steps", save_steps=3, per_device_train_batch_size=4),
+        stage=2,
+        backend=None,
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    whole = json.loads((tmp_path / "logged.json").read_text())
+    torch.testing.assert_close(logged(resumed, "loss"), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_keeps_master_weights(tmp_path):
+    plain = make_trainer(tmp_path)
+    sharded = plug.shard(make_trainer(tmp_path, bf16=True), stage=3, backend="fx")
+    plain.train()
+    sharded.train()
+    engine = sharded._fzero.engine
+    assert {x.dtype for x in engine.params.values()} == {torch.bfloat16}
+    assert {p.dtype for p in weights(plug.full_model(sharded))} == {torch.float32}
+    torch.testing.assert_close(logged(sharded, "loss"), logged(plain, "loss"), rtol=1e-2, atol=1e-2)
+
+
+def test_fp16_skips_a_step_whose_gradients_overflow(tmp_path):
+    def overflows_once(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(None)
+        return outputs["logits"].float().square().mean() * (1e30 if len(calls) == 3 else 1.0)
+
+    calls: list[None] = []
+    options: dict[str, Any] = {"fp16": True, "compute_loss_func": overflows_once, "lr_scheduler_type": "linear"}
+    sharded = plug.shard(make_trainer(tmp_path, **options), stage=3, backend=None)
+    sharded.train()
+    assert int(sharded._fzero.engine.metrics["skipped"]) == 1
+    rates = logged(sharded, "learning_rate")
+    assert len(set(rates)) == 6 - 1 and rates[2] == rates[3]  # the schedule waits too
+
+
+class Normalized(torch.nn.Module):
+    """A model with running statistics, whose output is a dict with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(97, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 97)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(self.embed(input_ids).flatten(0, 1)))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels.flatten()), "logits": logits}
+
+
+def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
+    plain = make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2)
+    sharded = plug.shard(
+        make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2), stage=2, backend="fx"
+    )
+    plain.train()
+    sharded.train()
+    plain_state, state = plain.model.state_dict(), plug.full_model(sharded).state_dict()
+    assert plain_state["norm.num_batches_tracked"] == state["norm.num_batches_tracked"] == 12
+    torch.testing.assert_close(state, plain_state, rtol=1e-5, atol=1e-5)
+
+
+def test_predictions_are_trainers(tmp_path):
+    plain, sharded = make_trainer(tmp_path), plug.shard(make_trainer(tmp_path), stage=3)
+    expected, found = plain.predict(documents(5)), sharded.predict(documents(5))
+    assert found.predictions.shape == (5, 8, 97)
+    torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-5, atol=1e-5)
+
+
+class LooksAtGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+REFUSED = {
+    "torch_compile": (lambda folder: make_trainer(folder, torch_compile=True), "torch_compile=True"),
+    "auto_find_batch_size": (lambda folder: make_trainer(folder, auto_find_batch_size=True), "auto_find_batch_size"),
+    "optim": (lambda folder: make_trainer(folder, optim="adafactor"), "optim='adafactor'.*AdamW"),
+    "rmsprop": (lambda folder: make_trainer(folder, optim="rmsprop"), "optim='rmsprop'.*AdamW"),
+    "callback": (lambda folder: make_trainer(folder, callbacks=[LooksAtGradients()]), "LooksAtGradients.*on_step_end"),
+    "part": (
+        lambda folder: make_trainer(
+            folder, model=(m := llama()), optimizers=(torch.optim.AdamW(m.lm_head.parameters()), None)
+        ),
+        r"optimizers=: no group holds 'model.embed_tokens.weight' and \d+ other",
+    ),
+    "foreign": (
+        lambda folder: make_trainer(folder, optimizers=(torch.optim.AdamW(llama().parameters()), None)),
+        "optimizers=: group 0 holds a tensor .* that is no parameter of the model",
+    ),
+    "amsgrad": (
+        lambda folder: make_trainer(
+            folder, model=(m := llama()), optimizers=(torch.optim.AdamW(m.parameters(), amsgrad=True), None)
+        ),
+        "amsgrad=True",
+    ),
+    "betas": (
+        lambda folder: make_trainer(
+            folder,
+            model=(m := llama()),
+            optimizers=(
+                torch.optim.AdamW(
+                    [{"params": m.model.parameters()}, {"params": m.lm_head.parameters(), "betas": (0.5, 0.9)}]
+                ),
+                None,
+            ),
+        ),
+        "groups 0 and 1 have different betas",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        plug.shard(make(tmp_path), stage=3)
+
+
+def test_other_refusals(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="has 2 ranks, and Trainer runs in 1 processes"):
+        plug.shard(trainer, stage=3, mesh=fzero.mesh(dp=2))
+    with pytest.raises(TypeError, match="expected a transformers"):
+        plug.shard(llama(), stage=3)
+    with pytest.raises(TypeError, match="not sharded"):
+        plug.full_model(trainer)
+    sharded = plug.shard(trainer, stage=3)
+    with pytest.raises(TypeError, match="sharded already"):
+        plug.shard(sharded, stage=3)
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
+    trainer.train()
+    sharded = plug.shard(make_trainer(tmp_path), stage=3)
+    with pytest.raises(ValueError, match="no sharded trainer saved"):
+        sharded.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
