@@ -49,7 +49,7 @@ def leaves(layers: int) -> fzero.graph.Plan:
 def rows() -> fzero.tuning.Table:
     """Plan the rows of the command for Llama 3 8B on an H100, without the cache, in one process."""
     make_step: Any = fzero.tuning.model_step("llama-3-8b", length=8192)
-    options: Any = {"world_size": 64, "global_batch": 512, "memory": 80e9, "device": "h100", "depth": 32}
+    options: Any = {"world_size": 64, "global_batch": 512, "memory": 80e9, "machine": "h100", "depth": 32}
     return fzero.tuning.tune(make_step, stages=(1, 2, 3), cache=False, **options)
 
 

@@ -33,7 +33,7 @@ def planned(case: str, stage: int, way: tuple[bool, Any]) -> fzero.graph.Plan:
     make_step = tuning.model_step(model, length=length, explicit=explicit)
     config = tuning.Configuration(stage, samples, 1, precision="float16", ranks=ranks)
     step, *args = make_step(config)
-    return fzero.plan(fzero.jit(step, recompute=recompute), *args, device="cuda")
+    return fzero.plan(fzero.jit(step, recompute=recompute), *args, hardware="cuda")
 
 
 def draw(plans: dict[Any, fzero.graph.Plan]) -> Figure:

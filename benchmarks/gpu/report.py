@@ -31,7 +31,7 @@ ABOUT = {
         "the optimizer's state."
     ),
     "speeds": (
-        "What `fzero calibrate` measures and stores for `fzero plan --device calibrated`; here nothing is stored."
+        "What `fzero calibrate` measures and stores for `fzero plan --machine calibrated`; here nothing is stored."
     ),
     "kernels": (
         "A step at stage 3. The first rows are `fzero.profile`'s of the jitted step. The others are an eager "

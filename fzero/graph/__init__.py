@@ -9,7 +9,7 @@ from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
-from fzero.graph.planning._cost import Device
+from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.planning._views import pass_spans, short_path
@@ -17,7 +17,7 @@ from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
 __all__ = [
-    "Device",
+    "Hardware",
     "Jitted",
     "Plan",
     "ScheduleOptions",

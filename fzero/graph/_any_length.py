@@ -266,7 +266,9 @@ class AnyLength:
         forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
             return None
-        best = Candidate(self.sample_entry.best.pass_settings, graph, peak_bytes(graph), seconds(graph, options.device))
+        best = Candidate(
+            self.sample_entry.best.pass_settings, graph, peak_bytes(graph), seconds(graph, options.hardware)
+        )
         return replace(self.sample_entry, best=best, rejected=[], executable=None, is_traced=False)
 
     def _find(self, options: JitOptions, arguments: Arguments) -> None:

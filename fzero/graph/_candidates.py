@@ -56,7 +56,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
 
     @functools.cache  # equal results share one rating
     def rate(scheduled: Graph) -> tuple[int, float]:
-        return peak_bytes(scheduled), seconds(scheduled, context.device)
+        return peak_bytes(scheduled), seconds(scheduled, context.hardware)
 
     options = options if _gathers(graph) else options._replace(prefetch=0)
     (prefetch, in_flight), *other_overlaps = _overlaps(

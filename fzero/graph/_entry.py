@@ -22,7 +22,7 @@ from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
 from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
-from fzero.graph.planning._cost import Device
+from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compiled import Executable
@@ -47,7 +47,7 @@ class JitOptions(NamedTuple):
         schedule_options: the options of the schedule.
         dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
-        device: the device to plan for; None for the device of the arguments.
+        hardware: the hardware to plan for; None for that of the arguments.
         strict: whether a segment that cannot run compiled is an error.
         recordings: the device graphs of the step's entries; None if it is not recorded.
     """
@@ -58,7 +58,7 @@ class JitOptions(NamedTuple):
     schedule_options: ScheduleOptions
     dump: str | None
     loop: bool
-    device: Device | None = None
+    hardware: Hardware | None = None
     strict: bool = False
     recordings: list[_torch.DeviceGraph] | None = None
 
@@ -107,7 +107,7 @@ class Entry:
         """The readable plan of the schedule."""
         step, best = self.options.step, self.best
         groups = None if step.mesh is None else step.mesh.groups()
-        return make_plan(best.graph, step.name, best.settings, self.rejected, self.options.device, groups)
+        return make_plan(best.graph, step.name, best.settings, self.rejected, self.options.hardware, groups)
 
     def with_schedule(self, schedule_options: ScheduleOptions) -> "Entry":
         """Return the entry with the best schedule of other options, from the same trace."""
@@ -249,9 +249,9 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
     with _torch.TRACING:
         traced = _trace_step(flat, arguments, _labels(options.step, arguments, args), options)
     check_spaces(traced.graph)
-    if options.device is not None:
+    if options.hardware is not None:
         _torch.fakes_on(
-            [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.device.kind
+            [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.hardware.kind
         )
     return _CallTrace(traced, *result)
 
@@ -267,7 +267,7 @@ def _pass_context(
         functional=options.backend == "inductor-whole",  # Inductor itself decides which values are overwritten
         group_ranks=() if mesh is None else mesh.group_ranks(),
         has_moves=has_moves(traced.graph),
-        device=options.device,
+        hardware=options.hardware,
         lone_groups=_groups_of_one(mesh),
         fuses=options.backend == "inductor",
     )

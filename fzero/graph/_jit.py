@@ -18,7 +18,7 @@ from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import as_step
-from fzero.graph.planning._cost import Device, seconds
+from fzero.graph.planning._cost import Hardware, seconds
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
@@ -159,7 +159,7 @@ class Jitted:
         schedule_options: the options of the schedule.
         dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
-        device: the device to plan for, or None for the device of the arguments. Such a step is planned, never run.
+        hardware: the hardware to plan for, or None for that of the arguments. Such a step is planned, never run.
         strict: whether a segment that cannot run compiled is an error.
         dynamic: whether traces and code serve several lengths of a batch.
         device_graph: whether the step is recorded as a graph of the GPU.
@@ -171,7 +171,7 @@ class Jitted:
     schedule_options: ScheduleOptions
     dump: str | None = None
     loop: bool = True
-    device: Device | None = None
+    hardware: Hardware | None = None
     strict: bool = False
     dynamic: bool = True
     device_graph: bool = False
@@ -201,17 +201,17 @@ class Jitted:
         """How often the step was traced."""
         return sum(entry.is_traced for entry in self._entries.values())
 
-    def plans(self, device: Device | None = None) -> list[Plan]:
+    def plans(self, hardware: Hardware | None = None) -> list[Plan]:
         """List the plans of all calls that were traced so far, in order.
 
         Args:
-            device: the device whose seconds the plans give; by default a common device of the arguments' kind.
+            hardware: whose seconds the plans give; by default those of a common device of the arguments' kind.
         """
         mesh = self._options.step.mesh
-        if device is not None and mesh is not None:
-            device = device._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
+        if hardware is not None and mesh is not None:
+            hardware = hardware._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
         plans = [(e.plan, e.best.graph) for e in self._entries.values()]
-        return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in plans]
+        return [p if hardware is None else replace(p, seconds=seconds(graph, hardware)) for p, graph in plans]
 
     @property
     def name(self) -> str:
@@ -227,7 +227,7 @@ class Jitted:
             schedule_options=self.schedule_options,
             dump=self.dump,
             loop=self.loop,
-            device=self.device,
+            hardware=self.hardware,
             strict=self.strict,
             recordings=[] if self.device_graph else None,
         )

@@ -29,7 +29,7 @@ from fzero.graph.passes import (
     slice_of_gather,
 )
 from fzero.graph.passes._schedule import Orders
-from fzero.graph.planning._cost import Device
+from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import Settings
 
@@ -95,7 +95,7 @@ class PassContext(NamedTuple):
         functional: whether no collective may overwrite its operand, as Inductor requires of a full graph.
         group_ranks: this rank's index in each process group, by the group's name.
         has_moves: whether values are copied between device and host.
-        device: the device of the cost model; None for the device of the values.
+        hardware: the hardware of the cost model; None for that of the values.
         lone_groups: the process groups of one rank.
         fuses: whether Inductor compiles segments: it does not store values that it computes within a loop.
     """
@@ -105,7 +105,7 @@ class PassContext(NamedTuple):
     functional: bool = False
     group_ranks: tuple[tuple[str, int], ...] = ()
     has_moves: bool = False
-    device: Device | None = None
+    hardware: Hardware | None = None
     lone_groups: tuple[str, ...] = ()
     fuses: bool = False
 
@@ -265,7 +265,7 @@ class PassManager:
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            inside = self.context._replace(group_ranks=(), device=None, has_moves=has_moves(loop.body))
+            inside = self.context._replace(group_ranks=(), hardware=None, has_moves=has_moves(loop.body))
             context = inside._replace(overwrites=loop.overwrites, donated=tuple(loop.sum_indices))
             self._bodies[node.target] = PassManager(loop.body, context)
         return self._bodies[node.target]

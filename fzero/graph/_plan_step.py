@@ -7,7 +7,7 @@ from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import as_step
-from fzero.graph.planning._cost import DEVICES, Device
+from fzero.graph.planning._cost import HARDWARE, Hardware
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.ranks import Mesh
 
@@ -19,7 +19,7 @@ def plan(
     step: Callable[..., Any],
     *args: Any,
     world_size: int | Mapping[str, int] | None = None,
-    device: str | Device | None = None,
+    hardware: str | Hardware | None = None,
     rank: int | Mapping[str, int] = 0,
     **kwargs: Any,
 ) -> Plan:
@@ -31,7 +31,7 @@ def plan(
         world_size: N, or the new size of some axes, `{"dp": 512}`; by default the step's mesh. The parameters are
             sharded anew for it, and so are leaves that an axis splits, such as experts. A rank's part of the batch
             keeps its size.
-        device: "cuda" plans for a GPU, which this machine need not have: without the buffers of a CPU's collectives,
+        hardware: "cuda" plans for a GPU, which this machine need not have: without the buffers of a CPU's collectives,
             and with the seconds of a data-centre GPU. By default the arguments' device; meta tensors count as a CPU's.
         rank: the rank to plan, or its coordinates along axes, `{"pp": 3}`; 0 along an axis that is left out.
             Ranks differ along the axis of a pipeline.
@@ -42,7 +42,7 @@ def plan(
 
     Raises:
         ValueError: if `world_size` is below 1, names no axis of the mesh, or is set for a function without a mesh.
-            Also if an axis that splits leaves does not divide them, if `device` is unknown, or if the world has no
+            Also if an axis that splits leaves does not divide them, if `hardware` is unknown, or if the world has no
             such rank.
 
     Example:
@@ -64,7 +64,7 @@ def plan(
         >>> plan.argument_bytes  # 3 x 64 MiB / 1024, a count, a quarter of the batch
         262152
     """
-    return step_of_rank(step, *args, world_size=world_size, device=device, rank=rank, **kwargs).plan()
+    return step_of_rank(step, *args, world_size=world_size, hardware=hardware, rank=rank, **kwargs).plan()
 
 
 class StepOfRank(NamedTuple):
@@ -92,13 +92,13 @@ def step_of_rank(
     step: Callable[..., Any],
     *args: Any,
     world_size: int | Mapping[str, int] | None = None,
-    device: str | Device | None = None,
+    hardware: str | Hardware | None = None,
     rank: int | Mapping[str, int] = 0,
     **kwargs: Any,
 ) -> StepOfRank:
     """Return one rank's step in a world of any size, to plan it. The arguments and errors are those of `plan`."""
     jitted = step if isinstance(step, Jitted) else jit(step)
-    jitted = jitted.with_options(device=_device_of(device)) if device is not None else jitted
+    jitted = jitted.with_options(hardware=_hardware_of(hardware)) if hardware is not None else jitted
     train_step = as_step(jitted.step)
     mesh = train_step.mesh
     if mesh is None:
@@ -107,19 +107,19 @@ def step_of_rank(
                 raise ValueError(f"{name}={value}: {jitted} has no mesh; shard it with fzero.shard first")
         return StepOfRank(jitted, args, kwargs)
     shape = _shape_of(mesh, world_size)
-    if jitted.device is not None:
-        jitted = jitted.with_options(device=jitted.device._replace(axes=shape))
+    if jitted.hardware is not None:
+        jitted = jitted.with_options(hardware=jitted.hardware._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), all_ranks=mesh.simulated)
     world = planned_mesh(shape, _coordinates_of(rank, shape))
     return StepOfRank(jitted.with_options(step=train_step.on_mesh(world)), args, kwargs)
 
 
-def _device_of(device: str | Device) -> Device:
-    if isinstance(device, Device):
-        return device
-    if device not in DEVICES:
-        raise ValueError(f"device={device!r}: expected one of {', '.join(map(repr, DEVICES))}")
-    return DEVICES[device]
+def _hardware_of(hardware: str | Hardware) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware not in HARDWARE:
+        raise ValueError(f"hardware={hardware!r}: expected one of {', '.join(map(repr, HARDWARE))}")
+    return HARDWARE[hardware]
 
 
 def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:

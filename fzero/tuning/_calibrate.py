@@ -158,7 +158,7 @@ def calibrate(seconds: float = 5.0) -> Machine:
 
     Returns:
         A `Machine`; `print(machine.constants())` lists each constant with its source. The command `fzero calibrate`
-        stores the machine in the user's cache folder, and `device="calibrated"` reads it from there.
+        stores the machine in the user's cache folder, and `machine="calibrated"` reads it from there.
 
     Raises:
         ValueError: if `seconds` is not a number above 0.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from fzero._format import format_bytes
-from fzero.graph import Device
+from fzero.graph import Hardware
 
 __all__ = [
     "A100",
@@ -149,9 +149,9 @@ class Machine:
         links = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
         return constants + links
 
-    def as_device(self) -> Device:
-        """Return the machine as a `fzero.graph.Device`, for the cost model of plans."""
-        return Device(
+    def as_hardware(self) -> Hardware:
+        """Return the machine as a `fzero.graph.Hardware`, for the cost model of plans."""
+        return Hardware(
             self.kind,
             self.flops,
             self.device_memory,
@@ -276,25 +276,25 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 # A machine by its name: one from a data sheet, or the calibrated one.
 
 
-def machine_of(device: Any) -> Machine:
+def machine_of(machine: Any) -> Machine:
     """Return the machine of a name. A `Machine` is returned as it is; "calibrated" is the one in the cache folder.
 
     Raises:
-        TypeError: if `device` is neither a name nor a machine.
+        TypeError: if `machine` is neither a name nor a machine.
         ValueError: if no machine has that name, or if "calibrated" was never stored.
     """
-    if isinstance(device, Machine):
-        return device
+    if isinstance(machine, Machine):
+        return machine
     names = ", ".join([*MACHINES, "calibrated"])
-    if not isinstance(device, str):
+    if not isinstance(machine, str):
         raise TypeError(
-            f"device={device!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}, calibrated"
+            f"machine={machine!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}, calibrated"
         )
-    if device.lower() == "calibrated":
+    if machine.lower() == "calibrated":
         return read_calibrated()
-    if device.lower() not in MACHINES:
-        raise ValueError(f"device={device!r} is unknown: expected one of {names}, or a fzero.tuning.Machine")
-    return MACHINES[device.lower()]
+    if machine.lower() not in MACHINES:
+        raise ValueError(f"machine={machine!r} is unknown: expected one of {names}, or a fzero.tuning.Machine")
+    return MACHINES[machine.lower()]
 
 
 def _path() -> Any:
@@ -317,10 +317,10 @@ def read_calibrated() -> Machine:
         return Machine(**json.loads(_path().read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ValueError(
-            "device='calibrated': no machine is stored yet: run `fzero calibrate` on the machine, or "
+            "machine='calibrated': no machine is stored yet: run `fzero calibrate` on the machine, or "
             "`torchrun --nproc-per-node N -m fzero calibrate` to measure its links too"
         ) from error
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"device='calibrated': {_path()} cannot be read: {error}. Run `fzero calibrate` again"
+            f"machine='calibrated': {_path()} cannot be read: {error}. Run `fzero calibrate` again"
         ) from error

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Device, Jitted, Plan, ScheduleOptions, Settings, StepOfRank, jit, step_of_rank
+from fzero.graph import KINDS, Hardware, Jitted, Plan, ScheduleOptions, Settings, StepOfRank, jit, step_of_rank
 from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
@@ -207,7 +207,7 @@ World = int | Mapping[str, int] | None
 
 
 def plan_at(
-    make_step: MakeStep, at: Any, world_size: World, device: Device | None = None, settings: Settings | None = None
+    make_step: MakeStep, at: Any, world_size: World, hardware: Hardware | None = None, settings: Settings | None = None
 ) -> Plan:
     """Plan the step that `make_step` makes for a ratio or a configuration.
 
@@ -215,7 +215,7 @@ def plan_at(
         make_step: the user's function.
         at: the argument of `make_step`.
         world_size: as in `fzero.plan`.
-        device: as in `fzero.plan`.
+        hardware: as in `fzero.plan`.
         settings: the settings of the schedule; by default the plan chooses them.
 
     Raises:
@@ -224,7 +224,7 @@ def plan_at(
     """
     step_args = step_at(make_step, at)
     if not isinstance(step_args, Plan):
-        return plan_step(step_args, world_size, device, settings)
+        return plan_step(step_args, world_size, hardware, settings)
     if world_size is not None:
         raise ValueError(
             f"world_size={world_size!r}: make_step({_show(at)}) returned a plan, which is already for one world size: "
@@ -259,7 +259,7 @@ def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
 def plan_step(
     step_args: StepArgs,
     world_size: World,
-    device: Device | None = None,
+    hardware: Hardware | None = None,
     settings: Settings | None = None,
     rank: int | Mapping[str, int] = 0,
 ) -> Plan:
@@ -268,17 +268,17 @@ def plan_step(
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
         step = step.with_options(schedule_options=ScheduleOptions.of(settings))
-    return step_on((step, *args), world_size, device, rank).plan()
+    return step_on((step, *args), world_size, hardware, rank).plan()
 
 
 def step_on(
-    step_args: StepArgs, world_size: World, device: Device | None = None, rank: int | Mapping[str, int] = 0
+    step_args: StepArgs, world_size: World, hardware: Hardware | None = None, rank: int | Mapping[str, int] = 0
 ) -> StepOfRank:
     """Return one rank's step in a world, to plan it in several schedules. The arguments are as in `plan_step`."""
     step, *args = step_args
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
-    return step_of_rank(step, *args, world_size=None if same else world_size, device=device, rank=rank)
+    return step_of_rank(step, *args, world_size=None if same else world_size, hardware=hardware, rank=rank)
 
 
 def _show(at: Any) -> str:

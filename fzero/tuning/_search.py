@@ -261,9 +261,9 @@ class ConfigurationPlanner:
             if isinstance(step_args, Plan):
                 return step_args
             check_mesh(step_args, config)
-            device = self.machine.as_device()
+            hardware = self.machine.as_hardware()
             positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or fullest_of(config)}
-            return {rank: step_on(step_args, config.world, device, at) for rank, at in positions.items()}
+            return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
 
 
 def _summaries(

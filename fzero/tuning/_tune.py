@@ -225,7 +225,7 @@ def tune(
     *,
     world_size: int,
     global_batch: int,
-    device: str | Machine,
+    machine: str | Machine,
     memory: float | None = None,
     margin: float | None = None,
     stages: Sequence[int] = (0, 1, 2, 3),
@@ -254,7 +254,7 @@ def tune(
             `fzero.mesh(**config.axes)`, and its arguments as meta tensors. It may return a `fzero.graph.Plan`.
         world_size: the number of all ranks. `world_size / (tp * pp)` of them are data-parallel.
         global_batch: samples of one step, over all ranks.
-        device: "a100", "h100", "h200", "cpu", "calibrated", or a `Machine` of your measurements.
+        machine: "a100", "h100", "h200", "cpu", "calibrated", or a `Machine` of your measurements.
         memory: bytes of a device; by default the machine's `device_bytes`.
         margin: the share of `memory` that plans do not count: a GPU's context, the communication library's buffers,
             fragmentation. By default 0.07 on a GPU, and 0 on a CPU.
@@ -282,9 +282,9 @@ def tune(
         A `Table`. Print it, plot it, or call its `best()`.
 
     Raises:
-        TypeError: if `make_step` is no such function, or `device` no machine.
+        TypeError: if `make_step` is no such function, or `machine` no machine.
         ValueError: if a dimension does not take a value, a batch does not divide, axes do not make up the world, or a
-            device is unknown. Also if the step's mesh lacks an axis of its configuration.
+            machine is unknown. Also if the step's mesh lacks an axis of its configuration.
 
     Example:
         >>> import fzero, torch
@@ -309,12 +309,13 @@ def tune(
         ...         params = {"blocks": [{"w": torch.zeros(4096, 4096)} for _ in range(config.depth)]}
         ...         x = torch.zeros(config.global_batch, 4096, dtype=torch.bfloat16)
         ...     return step, *step.init(params, opt), step.mesh.split(x)
-        >>> options = {"world_size": 64, "global_batch": 64 * 8192, "device": "h100", "depth": 24}
+        >>> options = {"world_size": 64, "global_batch": 64 * 8192, "machine": "h100", "depth": 24}
         >>> dims = {"stages": (1, 3), "micro_batches": (1024, 8192), "remat": (False,)}
         >>> print(fzero.tune(make_step, **options, memory=3e9, **dims).best().config)
         stage 3, micro-batch 8192 x 1, bfloat16
     """
-    machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
+    machine = machine_of(machine)
+    machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     batch = (world_size, global_batch, stages, micro_batches)
     space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):

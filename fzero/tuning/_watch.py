@@ -314,7 +314,7 @@ def watch(
     *writers: Callable[[Rows], None],
     every: int = 20,
     first: int = 0,
-    device: str | Machine | None = None,
+    machine: str | Machine | None = None,
     print_fn: Callable[[str], Any] | None = print,
 ) -> "WatchedStep":
     """Watch a jitted step: compare its measured peak and time with its plan, and explain differences by hints.
@@ -332,7 +332,7 @@ def watch(
             the bytes of measured calls.
         every: memory is measured once in this number of calls.
         first: the number of the first call, for a run that resumes.
-        device: a name such as "h100", or a `fzero.tuning.Machine`. Its planned seconds are compared with the measured
+        machine: a name such as "h100", or a `fzero.tuning.Machine`. Its planned seconds are compared with the measured
             ones. By default seconds are not compared.
         print_fn: a function that gets each line; None for silence.
 
@@ -341,7 +341,7 @@ def watch(
 
     Raises:
         TypeError: if `step` is not jitted, or a writer is no function.
-        ValueError: if `every` or `first` is not a number of calls, or `device` is unknown.
+        ValueError: if `every` or `first` is not a number of calls, or `machine` is unknown.
 
     Example:
         >>> import fzero, torch
@@ -364,7 +364,7 @@ def watch(
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
-    return WatchedStep(step, writers, every, first, None if device is None else machine_of(device), print_fn)
+    return WatchedStep(step, writers, every, first, None if machine is None else machine_of(machine), print_fn)
 
 
 class WatchedStep:
@@ -452,8 +452,8 @@ class WatchedStep:
     def _plan(self, plan: Plan | None) -> Plan | None:
         """Return a plan with the machine's seconds; by default the last plan of the step."""
         if len(self._plans) != self.step.traces:
-            device = None if self._machine is None else self._machine.as_device()
-            plans = zip(self.step.plans(), self.step.plans(device), strict=True)
+            hardware = None if self._machine is None else self._machine.as_hardware()
+            plans = zip(self.step.plans(), self.step.plans(hardware), strict=True)
             self._plans = {id(plan): on_machine for plan, on_machine in plans}
         if plan is not None:
             return self._plans[id(plan)]

@@ -91,9 +91,11 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
     row = table.fitting[0]
     step_args = step_at(make_step, row.config)
     rank = {"pp": row.rank} if row.config.pp > 1 else 0
-    device = table.machine.as_device()
+    hardware = table.machine.as_hardware()
     plan = (
-        step_args if isinstance(step_args, Plan) else plan_step(step_args, row.config.world, device, row.settings, rank)
+        step_args
+        if isinstance(step_args, Plan)
+        else plan_step(step_args, row.config.world, hardware, row.settings, rank)
     )
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in pass_spans(plan) for _ in range(start, stop)]
@@ -130,7 +132,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("calibrate", help="measure this machine for --device calibrated")
+    measure = commands.add_parser("calibrate", help="measure this machine for --machine calibrated")
     measure.add_argument("--seconds", type=float, default=5.0, help="about how many seconds to take")
     plan = commands.add_parser("plan", help="list which settings fit, and how fast they are by a cost model")
     plan.add_argument(
@@ -139,8 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--world", type=int, help="the number of all ranks")
     plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
     plan.add_argument("--length", type=int, help="tokens of a sequence, or the side of an image in pixels")
-    plan.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --device")
-    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
+    plan.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --machine")
+    plan.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
     plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
     plan.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
     plan.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3")
@@ -277,7 +279,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             make_step,
             world_size=args.world,
             global_batch=args.batch,
-            device=args.device,
+            machine=args.machine,
             memory=args.memory,
             margin=args.margin,
             stages=args.stages,
@@ -301,7 +303,7 @@ def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
-    devices_per_host = min(int(machine_of(args.device).ranks), args.world)
+    devices_per_host = min(int(machine_of(args.machine).ranks), args.world)
     hosts = max(args.world // devices_per_host, 1)
     return [str(x) for x in peer_estimates(tree.numel(params), largest, devices_per_host=devices_per_host, hosts=hosts)]
 
@@ -333,7 +335,7 @@ def _calibrate(args: argparse.Namespace) -> int:
             grid.add_row(*constant)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         console.print(grid)
-        console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --device calibrated")
+        console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --machine calibrated")
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     return 0

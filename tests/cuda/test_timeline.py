@@ -44,7 +44,7 @@ def of_one_gather(*waits_before: bool) -> Timeline:
     for waits in waits_before:
         events += [Event("wait event", COMPUTE, 2, "")] * waits
         events += [Event("kernel", COMPUTE, 1, "k"), Event("work", COMPUTE, 10_000_000, "k")]
-    return timeline(events, tuning.H100.as_device(), ranks=64)
+    return timeline(events, tuning.H100.as_hardware(), ranks=64)
 
 
 def test_a_gather_is_hidden_by_the_work_before_its_wait():

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero._report import new_figure
 from fzero._torch import flop_formulas, with_query_heads
-from fzero.graph import Device
+from fzero.graph import Hardware
 from fzero.graph.planning._cost import _latency_seconds, _transfer_seconds, route_of
 from tests.cuda import log
 from tests.cuda.log import Event
@@ -54,15 +54,15 @@ class Timeline(NamedTuple):
 class NoteWork(TorchDispatchMode):
     """Note in the log, behind the launches of each operation, how long it takes by the cost model."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         super().__init__()
-        self.device = device
+        self._hardware = hardware
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = f(*args, **(kwargs or {}))
         tensors = {id(x): x for x in _tensors([args, kwargs, out])}.values()
         if any(x.is_cuda for x in tensors):
-            seconds = _operation_seconds(f, args, kwargs or {}, out, sum(x.nbytes for x in tensors), self.device)
+            seconds = _operation_seconds(f, args, kwargs or {}, out, sum(x.nbytes for x in tensors), self._hardware)
             log.note("work", int(1e9 * seconds), f.overloadpacket.__name__)
         return out
 
@@ -71,22 +71,22 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
-def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, device: Device) -> float:
+def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, hardware: Hardware) -> float:
     """As `fzero.graph.planning._cost.work_seconds`; causal attention computes half of all pairs."""
     packet, flops = f.overloadpacket, 0.0
     if packet in flop_formulas():
         flops = flop_formulas()[packet](*with_query_heads(packet, args), **kwargs, out_val=out)
         flops *= 0.5 if "attention" in packet.__name__ and any(x is True for x in args) else 1.0
-    slow = device.slow if any(x.element_size() > 2 for x in _tensors(args)[:1]) else 1.0
-    return max(flops * slow / device.flops, size / device.memory, device.launch)
+    slow = hardware.slow if any(x.element_size() > 2 for x in _tensors(args)[:1]) else 1.0
+    return max(flops * slow / hardware.flops, size / hardware.memory, hardware.launch)
 
 
-def timeline(events: Sequence[Event], device: Device, ranks: int) -> Timeline:
+def timeline(events: Sequence[Event], hardware: Hardware, ranks: int) -> Timeline:
     """Give each work and each collective of a log its seconds. All collectives share one wire.
 
     Args:
         events: a step's log, noted within `NoteWork`.
-        device: the device of the cost model.
+        hardware: the hardware of the cost model.
         ranks: of each collective; consecutive ranks share a machine.
     """
     clocks: dict[str, float] = {}
@@ -104,7 +104,7 @@ def timeline(events: Sequence[Event], device: Device, ranks: int) -> Timeline:
             launched = True
         elif e.kind == "collective":
             start, launched = max(now, wire), False
-            clocks[e.stream] = wire = start + _collective_seconds(e, device, ranks)
+            clocks[e.stream] = wire = start + _collective_seconds(e, hardware, ranks)
             spans.append(Span("collectives", e.name, start, wire))
         elif e.kind == "record event":
             recorded[e.bytes] = now
@@ -114,11 +114,15 @@ def timeline(events: Sequence[Event], device: Device, ranks: int) -> Timeline:
     return Timeline(spans, exposed)
 
 
-def _collective_seconds(e: Event, device: Device, ranks: int) -> float:
+def _collective_seconds(e: Event, hardware: Hardware, ranks: int) -> float:
     kind = e.name.removesuffix(" in place")
     total = e.bytes * (1 if kind == "all_reduce" else ranks)
-    route = route_of(("dp",), (("dp", ranks),), device.ranks_per_machine)
-    return device.latency + _latency_seconds(kind, route, device) + _transfer_seconds(kind, total, route, device, 0.0)
+    route = route_of(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
+    return (
+        hardware.latency
+        + _latency_seconds(kind, route, hardware)
+        + _transfer_seconds(kind, total, route, hardware, 0.0)
+    )
 
 
 def draw(found: Timeline, title: str, path: Any) -> None:

@@ -84,10 +84,10 @@ def measured(
 
 def _timed(call: Callable[[], None], ranks: int) -> Timeline:
     """Call a step on H100s whose machines hold eight each."""
-    device = tuning.H100.as_device()
-    with NoteWork(device):
+    hardware = tuning.H100.as_hardware()
+    with NoteWork(hardware):
         _, events = log.record(call)
-    return timeline(events, device, ranks)
+    return timeline(events, hardware, ranks)
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.planning._cost import Device, route_of
+from fzero.graph.planning._cost import Hardware, route_of
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
-DEVICE = Device(
+HARDWARE = Hardware(
     "cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, ranks_per_machine=8, hop=0.25, network_hop=2
 )
 NUMBERS = 1024  # of a rank
@@ -26,12 +26,12 @@ KINDS = {
 }
 
 
-def takes(kind: str, device: Device = DEVICE, **axes: int) -> float:
+def takes(kind: str, hardware: Hardware = HARDWARE, **axes: int) -> float:
     """Plan one collective over dp, of which each rank gives 1,024 float32."""
     mesh = fzero.mesh(**dict.fromkeys(axes, 1))
     step = fzero.shard(lambda p, x: (p, fzero.PerRank(KINDS[kind](x))), stage=0, mesh=mesh, axis="dp")
     args = {"w": torch.empty(1, device="meta")}, mesh.split(torch.empty(NUMBERS, device="meta"))
-    plan = fzero.plan(step, *args, world_size=axes, device=device)
+    plan = fzero.plan(step, *args, world_size=axes, hardware=hardware)
     assert [c.kind for c in plan.collectives] == [kind]
     return plan.seconds
 
@@ -96,16 +96,16 @@ def test_many_ranks_take_longer_and_one_takes_the_latency(kind):
     times = [takes(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
     assert times[0] == 5 and all(a <= b for a, b in itertools.pairwise(times)) and times[1] < times[3]
     if kind != "all_to_all":  # whose bytes for others are what counts
-        slow = DEVICE._replace(link=1e30, network=1e30)
+        slow = HARDWARE._replace(link=1e30, network=1e30)
         assert takes(kind, slow, dp=1024) > takes(kind, slow, dp=16) > takes(kind, slow, dp=8)
 
 
 def test_a_link_that_was_given_counts_along_its_axis():
-    given_ = DEVICE._replace(links=(("dp", 50.0),))
+    given_ = HARDWARE._replace(links=(("dp", 50.0),))
     assert takes("all_gather", given_, dp=8) == pytest.approx(5 + 7 * 0.25 + 7 * BYTES / 50)
     assert takes("all_gather", given_, dp=64) == pytest.approx(5 + 56 * 0.25 + 7 * 2 + 63 * BYTES / 50)
     assert takes("all_to_all", given_, dp=64) == pytest.approx(5 + 2 + BYTES * 63 / 64 / 50)
-    assert takes("all_gather", DEVICE._replace(links=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
+    assert takes("all_gather", HARDWARE._replace(links=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
 
 
 def test_jit_compares_schedules_as_before_where_no_machine_is_named():

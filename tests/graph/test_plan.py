@@ -362,8 +362,8 @@ def test_a_gpus_plan_tells_the_workspace_of_matrix_products(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     x = torch.zeros(4, 4, device="meta")
     assert fzero.plan(lambda x: x @ x, x).workspace_bytes == 0
-    assert fzero.plan(lambda x: x + x, x, device="cuda").workspace_bytes == 0
-    plan = fzero.plan(lambda x: x @ x, x, device="cuda")
+    assert fzero.plan(lambda x: x + x, x, hardware="cuda").workspace_bytes == 0
+    plan = fzero.plan(lambda x: x @ x, x, hardware="cuda")
     assert plan.workspace_bytes == 32 << 20
     assert "workspace of matrix products" in str(plan)
     assert plan.peak_bytes == fzero.plan(lambda x: x @ x, x).peak_bytes

@@ -129,14 +129,14 @@ MUTANTS = [
         ),
     ),
     *File("tuning/_machines.py", TUNE).faults(
-        Fault("each device counts the whole host's memory speed", "Machine.as_device", bare("A / self.B")),
-        Fault("the machine's own host link is ignored", "Machine.as_device", becomes("self.link", "50000000000.0")),
+        Fault("each device counts the whole host's memory speed", "Machine.as_hardware", bare("A / self.B")),
+        Fault("the machine's own host link is ignored", "Machine.as_hardware", becomes("self.link", "50000000000.0")),
         Fault(
             "a constant that the user changes keeps its old source",
             "Machine.constants",
             (becomes("A.get", "dict([(n, s) for n, _, s in self.sources]).get"), bare("(A, B)", at="4 of 5")),
         ),
-        Fault("links= is ignored", "Machine.as_device", dropped("links=self.links")),
+        Fault("links= is ignored", "Machine.as_hardware", dropped("links=self.links")),
         Fault(
             "a calibrated machine is replaced by the CPU's constants",
             "machine_of",
@@ -164,8 +164,8 @@ MUTANTS = [
         Fault("margin= is ignored", "budget_of", becomes("A if B is None else B", "0")),
     ),
     *File("graph/_entry.py", TUNE).faults(
-        Fault("a plan for a GPU assumes gloo's buffers", "_trace_call", never("A.device is not None")),
-        Fault("a plan for a GPU has the seconds of a CPU", "Entry.plan", becomes("self.options.device", "None")),
+        Fault("a plan for a GPU assumes gloo's buffers", "_trace_call", never("A.hardware is not None")),
+        Fault("a plan for a GPU has the seconds of a CPU", "Entry.plan", becomes("self.options.hardware", "None")),
     ),
     *File("graph/_ir.py", TUNE).faults(
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
@@ -219,7 +219,7 @@ MUTANTS = [
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the call that compiles is measured", "WatchedStep.__call__", bare("A or self.B")),
         Fault("every call is compared with the last plan", "WatchedStep._plan", never("A is not None")),
-        Fault("the seconds of the named machine are ignored", "WatchedStep._plan", dropped("device")),
+        Fault("the seconds of the named machine are ignored", "WatchedStep._plan", dropped("hardware")),
         Fault("watch waits for the device", "WatchedStep.__call__", bare("A.measurement.is_over()")),
         Fault("rows are written to the file twice", "WatchedStep._write", bare("A[B:]")),
         Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.name)")),

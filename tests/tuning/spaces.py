@@ -76,4 +76,4 @@ def make_step(config: Configuration) -> Any:
 @functools.cache
 def planned(config: Configuration) -> fzero.graph.Plan:
     """Plan a configuration once."""
-    return fzero.plan(*make_step(config), device="cuda")
+    return fzero.plan(*make_step(config), hardware="cuda")

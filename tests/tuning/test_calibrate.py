@@ -91,7 +91,7 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     assert (
         machine.ranks == 2 and machine.peers != CPU.peers and machine.hop != CPU.hop and machine.network == CPU.network
     )
-    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--device", "calibrated"]
+    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--machine", "calibrated"]
     assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert machine.name in said and "GB/s (measured: all_gather of 2 ranks of this machine)" in said
@@ -110,8 +110,8 @@ def test_ranks_on_two_machines_measure_what_is_between(cache):
 
 def test_nothing_stored_says_what_to_run(cache, capsys):
     with pytest.raises(ValueError, match="no machine is stored yet: run `fzero calibrate`"):
-        fzero.tuning.watch(fzero.jit(lambda x: x), device="calibrated")
-    words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--device", "calibrated"]
+        fzero.tuning.watch(fzero.jit(lambda x: x), machine="calibrated")
+    words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--machine", "calibrated"]
     assert main(words) == 2 and "no machine is stored yet" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ from fzero.tuning import Table
 from fzero.tuning._models import PRESETS
 from tests.tuning.helpers import TINY
 
-WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--device", "h100", "--stages", "2,3"]
+WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--machine", "h100", "--stages", "2,3"]
 WORDS += ["--micro-batches", "2", "--remat", "no,yes", "--workers", "1"]
 
 
@@ -102,7 +102,7 @@ def test_what_fits_nothing_says_by_how_much(capsys):
 
 
 def test_a_function_of_yours_is_planned(capsys):
-    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--device", "cpu"]
+    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--machine", "cpu"]
     assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
     assert "1 of 1 configurations fit 1.1 GB of two cores, gloo" in capsys.readouterr().out
 
@@ -113,7 +113,7 @@ BAD = {
         "model 'llama-9' is unknown",
     ),
     "no world": (["plan", "gpt2", "--batch", "8"], "--world, --length missing"),
-    "an unknown device": ([*WORDS, "--device", "tpu"], "device='tpu' is unknown"),
+    "an unknown machine": ([*WORDS, "--machine", "tpu"], "machine='tpu' is unknown"),
     "a batch that does not divide": ([*WORDS, "--batch", "9"], "global_batch=9 does not divide over world_size=4"),
     "an unknown function": (["plan", "json:nothing", "--world", "4", "--batch", "8"], "expected module:function"),
     "no table": (["plan", "--compare", "pyproject.toml", "pyproject.toml"], "expected the JSON of a table"),

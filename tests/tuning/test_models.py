@@ -75,7 +75,7 @@ def tiny(monkeypatch):
 @pytest.mark.parametrize("name", kinds("causal"))
 def test_every_model_can_be_planned(name, tiny):
     make_step = tuning.model_step(f"tiny-{name}", length=16)
-    asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
+    asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "machine": "h100", "micro_batches": (1,)}
     table = fzero.tune(make_step, **asked, stages=(3,), remat=(False, "matmuls"), offload=(0.5,))
     assert len(table.rows) == 2 and not table.skipped and table.best()
     for row in table.rows:
@@ -109,7 +109,7 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
 def test_experts_are_split_over_an_axis_of_their_own(tiny):
     """Half of them lie on each rank, tokens travel along ep, and the lines to paste make such a mesh."""
     make_step = tuning.model_step("tiny-experts", length=16)
-    asked = {"world_size": 8, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
+    asked = {"world_size": 8, "global_batch": 8, "memory": 1e9, "machine": "h100", "micro_batches": (1,)}
     table = fzero.tune(make_step, **asked, stages=(2,), remat=(False,), ep=(1, 2))
     one, two = (next(r for r in table.rows if r.config.ep == n) for n in (1, 2))
     assert {*one.moved} == {"dp"} and {*two.moved} == {"dp", "dp,ep", "ep"}
@@ -141,10 +141,10 @@ def test_explicit_attention_keeps_its_weights(tiny):
 @pytest.mark.parametrize("stage", (2, 3))
 def test_few_blocks_of_a_model_say_what_many_take(stage):
     make_step = tuning.model_step("gpt2", length=512)
-    asked = {"world_size": 16, "global_batch": 64, "device": "a100", "stages": (stage,), "micro_batches": (4,)}
+    asked = {"world_size": 16, "global_batch": 64, "machine": "a100", "stages": (stage,), "micro_batches": (4,)}
     rough = fzero.tune(make_step, **asked, memory=1, depth=12, remat=(True,))
     for row in rough.rows:
-        plan = fzero.plan(*make_step(row.config), device=tuning.A100.as_device())
+        plan = fzero.plan(*make_step(row.config), hardware=tuning.A100.as_hardware())
         assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 

@@ -21,7 +21,7 @@ from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 
-ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "device": CPU, "micro_batches": (8,), "remat": (False,)}
+ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "machine": CPU, "micro_batches": (8,), "remat": (False,)}
 SPACE = make_space(
     TuneOptions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
 )
@@ -68,7 +68,7 @@ def ranks_of(config: Configuration) -> list[fzero.graph.Plan]:
     """Plan a configuration on each rank along its pipeline."""
     step, *args = make_step(config)
     places = [{"pp": i} for i in range(config.pp)] if config.pp > 1 else [0]
-    return [fzero.plan(step, *args, device=CPU.as_device(), rank=at) for at in places]
+    return [fzero.plan(step, *args, hardware=CPU.as_hardware(), rank=at) for at in places]
 
 
 def test_a_row_is_the_plan_of_the_fullest_rank(table):

@@ -153,7 +153,7 @@ ASKED: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": 
 def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.Table, int]:
     """Tune, and say how many steps were made for it."""
     before = len(make_step.made)
-    table = fzero.tune(make_step, **{"device": CPU, "remat": (False,), **ASKED, **asked})
+    table = fzero.tune(make_step, **{"machine": CPU, "remat": (False,), **ASKED, **asked})
     return table, len(make_step.made) - before
 
 
@@ -206,7 +206,7 @@ def test_a_budget_is_none_of_what_a_row_depends_on():
 def test_a_step_that_says_no_key_is_planned_each_time(cache):
     made: list[Any] = []
     for _ in range(2):
-        fzero.tune(lambda c: made.append(c) or planned(c), **ASKED, device=CPU, remat=(False,))
+        fzero.tune(lambda c: made.append(c) or planned(c), **ASKED, machine=CPU, remat=(False,))
     assert len(made) == 4 and not (cache / "fzero").exists()
 
 

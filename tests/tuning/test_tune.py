@@ -24,7 +24,7 @@ SPACE: dict[str, Any] = {
     "world_size": 4,
     "global_batch": 256,
     "micro_batches": (8, 64),
-    "device": CPU,
+    "machine": CPU,
     "stages": STAGES,
 }
 
@@ -91,7 +91,7 @@ def test_few_blocks_say_what_many_take(stage, remat, depth):
     asked = {**SPACE, "stages": (stage,), "remat": (remat,), "micro_batches": (8,)}
     rough = fzero.tune(make_step, **asked, memory=1, depth=depth)  # nothing fits, so nothing is planned in full
     for row in rough.rows:
-        plan = fzero.plan(*make_step(row.config), device=CPU.as_device())
+        plan = fzero.plan(*make_step(row.config), hardware=CPU.as_hardware())
         assert not row.in_full
         assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.0005), row.config
         assert row.moved == {"dp": sum(c.bytes * c.times for c in plan.collectives)}
@@ -160,10 +160,10 @@ def test_the_host_takes_its_time_where_there_is_one():
 
     def row(offload: float, **changed: float) -> Any:
         machine = replace(H100, **changed)
-        asked = {**SPACE, "device": machine, "stages": (2,), "micro_batches": (64,), "remat": (False,)}
+        asked = {**SPACE, "machine": machine, "stages": (2,), "micro_batches": (64,), "remat": (False,)}
         table = fzero.tune(make_step, **asked, memory=1e12, offload=(offload,))
         (found,) = table.rows
-        assert found.seconds == fzero.plan(*make_step(found.config), device=machine.as_device()).seconds
+        assert found.seconds == fzero.plan(*make_step(found.config), hardware=machine.as_hardware()).seconds
         return found
 
     usual, there = row(1.0), row(0.0)
@@ -180,7 +180,7 @@ def test_the_host_takes_its_time_where_there_is_one():
 
 
 def test_a_card_keeps_a_margin_and_a_machine_its_own():
-    asked = {**SPACE, "device": "H100", "stages": (3,), "remat": (True,), "micro_batches": (64,)}
+    asked = {**SPACE, "machine": "H100", "stages": (3,), "remat": (True,), "micro_batches": (64,)}
     tables = [fzero.tune(lambda c: planned(c), **asked, **more) for more in ({"memory": 80e9}, {})]
     assert [t.budget for t in tables] == [0.93 * 80e9, H100.device_bytes]
 
@@ -188,8 +188,8 @@ def test_a_card_keeps_a_margin_and_a_machine_its_own():
 # ---------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "an unknown device": ({"device": "h1000"}, ValueError, r"device='h1000' is unknown: expected .*h100"),
-    "no device": ({"device": 3}, TypeError, r"device=3: expected a fzero.tuning.Machine"),
+    "an unknown machine": ({"machine": "h1000"}, ValueError, r"machine='h1000' is unknown: expected .*h100"),
+    "no machine": ({"machine": 3}, TypeError, r"machine=3: expected a fzero.tuning.Machine"),
     "a batch that does not divide": (
         {"global_batch": 258},
         ValueError,
@@ -285,19 +285,19 @@ def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():
 
 
 def test_an_unknown_kind_of_device_is_refused():
-    with pytest.raises(ValueError, match=r"device='tpu': expected one of 'cpu', 'cuda'"):
-        fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), device="tpu")
+    with pytest.raises(ValueError, match=r"machine='tpu': expected one of 'cpu', 'cuda'"):
+        fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), machine="tpu")
 
 
 def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
-    at = H100.as_device()
+    at = H100.as_hardware()
     times = []
     for ranks in (8, 16, 1024):
         args = make_step(Configuration(3, 1, 1, ranks=ranks))
-        times.append(fzero.plan(*args, device=at).seconds)
+        times.append(fzero.plan(*args, hardware=at).seconds)
     assert times[0] < times[1] < times[2]
     near = at._replace(ranks_per_machine=math.inf)
-    assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
+    assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), hardware=near).seconds < times[1]
 
 
 def test_links_are_given_by_axis():
@@ -331,8 +331,8 @@ def _attended(q: torch.Tensor) -> torch.Tensor:
 
 
 def test_float32_products_take_longer():
-    config, at = Configuration(1, 8, 8, precision="float32", ranks=4), H100.as_device()._replace(flops=1e9)
-    slow, fast = (fzero.plan(*make_step(config), device=at._replace(slow=slow)) for slow in (2.0, 1.0))
+    config, at = Configuration(1, 8, 8, precision="float32", ranks=4), H100.as_hardware()._replace(flops=1e9)
+    slow, fast = (fzero.plan(*make_step(config), hardware=at._replace(slow=slow)) for slow in (2.0, 1.0))
     assert slow.seconds == pytest.approx(2 * fast.seconds, rel=0.01)
-    half = fzero.plan(*make_step(replace(config, precision="bfloat16")), device=at._replace(slow=2.0))
+    half = fzero.plan(*make_step(replace(config, precision="bfloat16")), hardware=at._replace(slow=2.0))
     assert half.seconds == pytest.approx(fast.seconds, rel=0.01)

@@ -123,11 +123,11 @@ def test_what_is_wasted_outside_of_the_graph_is_seen():
 
 
 def test_planned_seconds_are_those_of_the_machine_that_is_named():
-    args, watched = trained(device=CPU)
+    args, watched = trained(machine=CPU)
     run(watched, args, 3)
-    slow = watch(watched.step, device=replace(CPU, flops=1e5, device_memory=1e6))
+    slow = watch(watched.step, machine=replace(CPU, flops=1e5, device_memory=1e6))
     run(slow, trained()[0], 3)
-    assert watched.last.plan.seconds == watched.plans(CPU.as_device())[0].seconds
+    assert watched.last.plan.seconds == watched.plans(CPU.as_hardware())[0].seconds
     assert slow.last.plan.seconds > 100 * watched.last.plan.seconds
     assert "time/planned" in slow.last.scalars() and f"(plan {slow.last.plan.seconds:,.2f} s)" in str(slow.last)
 
@@ -219,7 +219,7 @@ def test_hints_say_by_how_much_and_what_to_do():
 def test_a_hint_is_said_once():
     said: list[str] = []
     x = torch.ones(8, 8)
-    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), every=1, print_fn=said.append, device=CPU)
+    watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), every=1, print_fn=said.append, machine=CPU)
     for _ in range(30):
         watched(x)
     assert sum(line.startswith("step") for line in said) >= 20
@@ -319,7 +319,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "no calls": ((STEP,), {"every": 0}, ValueError, "every=0: expected a number of calls"),
     "a true call": ((STEP,), {"every": True}, ValueError, "every=True"),
     "before the first": ((STEP,), {"first": -1}, ValueError, "first=-1"),
-    "no such machine": ((STEP,), {"device": "tpu"}, ValueError, "device='tpu' is unknown"),
+    "no such machine": ((STEP,), {"machine": "tpu"}, ValueError, "machine='tpu' is unknown"),
 }
 
 

@@ -31,13 +31,13 @@ from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._memory import pipeline_seconds
 from fzero.graph.loop._scan import loop_of
 
-__all__ = ["DEVICES", "Device", "Route", "collective_seconds", "message_seconds", "route_of", "seconds"]
+__all__ = ["HARDWARE", "Hardware", "Route", "collective_seconds", "message_seconds", "route_of", "seconds"]
 
-# The rates and latencies of a device that the cost model reads.
+# The rates and latencies of the hardware that the cost model reads.
 
 
-class Device(NamedTuple):
-    """The speed of a device and of its links.
+class Hardware(NamedTuple):
+    """The hardware of a rank: the speeds of its device, of its host, and of the links of its mesh.
 
     Attributes:
         kind: torch's name of the device type: "cpu" or "cuda".
@@ -77,10 +77,10 @@ class Device(NamedTuple):
     groups: tuple[tuple[str, str], ...] = ()
 
 
-DEVICES = {
-    "cpu": Device("cpu", flops=5e10, memory=1e10, link=1e9, latency=1e-4, launch=2e-6),  # one or two cores, gloo
+HARDWARE = {
+    "cpu": Hardware("cpu", flops=5e10, memory=1e10, link=1e9, latency=1e-4, launch=2e-6),  # one or two cores, gloo
     # a data-centre GPU with NVLink and PCIe 5; eight GPUs share a host
-    "cuda": Device("cuda", flops=4e14, memory=3e12, link=1e11, latency=2e-5, launch=4e-6, host=6e10, host_link=5e10),
+    "cuda": Hardware("cuda", flops=4e14, memory=3e12, link=1e11, latency=2e-5, launch=4e-6, host=6e10, host_link=5e10),
 }
 
 
@@ -124,7 +124,7 @@ def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per
     return Route(len(machines), machines.count(0), len(set(machines)))
 
 
-def collective_seconds(node: Node, device: Device) -> float:
+def collective_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds that one collective of b bytes takes by itself, over n ranks on m machines.
 
     An all_gather and a reduce_scatter are rings of n - 1 steps, m - 1 of them between machines. They take
@@ -138,69 +138,75 @@ def collective_seconds(node: Node, device: Device) -> float:
         The numbers of steps are those by which NCCL chooses an algorithm, in `src/graph/tuning.cc`.
     """
     total, kind = full_bytes(node), collective_kind(node)
-    names = tuple([x for x in collective_axes(node, dict(device.groups)).split(",") if x])
-    is_known = bool(names) and {*names} <= {name for name, _ in device.axes}
+    names = tuple([x for x in collective_axes(node, dict(hardware.groups)).split(",") if x])
+    is_known = bool(names) and {*names} <= {name for name, _ in hardware.axes}
     if not is_known:
         n = group_size(node)
         share = (n - 1) / n if kind in ("all_gather", "reduce_scatter") else 2 if kind == "all_reduce" else 1
-        return device.latency + total * share / (device.link if n <= device.ranks_per_machine else device.network)
-    route = route_of(names, device.axes, device.ranks_per_machine)
+        return hardware.latency + total * share / (
+            hardware.link if n <= hardware.ranks_per_machine else hardware.network
+        )
+    route = route_of(names, hardware.axes, hardware.ranks_per_machine)
     if route.ranks == 1:
-        return device.latency
-    limit = min([speed for name, speed in device.links if name in names], default=0.0)
-    return device.latency + _latency_seconds(kind, route, device) + _transfer_seconds(kind, total, route, device, limit)
+        return hardware.latency
+    limit = min([speed for name, speed in hardware.links if name in names], default=0.0)
+    return (
+        hardware.latency
+        + _latency_seconds(kind, route, hardware)
+        + _transfer_seconds(kind, total, route, hardware, limit)
+    )
 
 
-def message_seconds(size: int, axis: str, device: Device) -> float:
+def message_seconds(size: int, axis: str, hardware: Hardware) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
-    is_known = axis in dict(device.axes)
-    crosses_machines = is_known and route_of((axis,), device.axes, device.ranks_per_machine).machines > 1
-    speed = dict(device.links).get(axis) or (device.network if crosses_machines else device.link)
-    return device.latency + (device.network_hop if crosses_machines else device.hop) + size / speed
+    is_known = axis in dict(hardware.axes)
+    crosses_machines = is_known and route_of((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
+    speed = dict(hardware.links).get(axis) or (hardware.network if crosses_machines else hardware.link)
+    return hardware.latency + (hardware.network_hop if crosses_machines else hardware.hop) + size / speed
 
 
-def _latency_seconds(kind: str, route: Route, device: Device) -> float:
+def _latency_seconds(kind: str, route: Route, hardware: Hardware) -> float:
     """Return the part of a collective's latency that grows with the number of ranks, in seconds."""
     n, _, m = route
     if kind == "all_to_all":  # all messages are sent at the same time
-        return device.network_hop if m > 1 else device.hop
-    ring = (n - m) * device.hop + (m - 1) * device.network_hop
+        return hardware.network_hop if m > 1 else hardware.hop
+    ring = (n - m) * hardware.hop + (m - 1) * hardware.network_hop
     if kind != "all_reduce":
         return ring
-    return 2 * min(ring, (n / m - 1) * device.hop + math.ceil(math.log2(m)) * device.network_hop)
+    return 2 * min(ring, (n / m - 1) * hardware.hop + math.ceil(math.log2(m)) * hardware.network_hop)
 
 
-def _transfer_seconds(kind: str, total: float, route: Route, device: Device, limit: float) -> float:
+def _transfer_seconds(kind: str, total: float, route: Route, hardware: Hardware, limit: float) -> float:
     """Return the seconds that a collective's bytes take; a `limit` above 0 is the speed of its axis."""
     n, local_ranks, m = route
     if kind == "all_to_all":
         within, beyond = total * (local_ranks - 1) / n, total * (n - local_ranks) / n
         if limit:
             return (within + beyond) / limit
-        return max(within / device.link, beyond / device.network)
-    speed = limit or (device.link if m == 1 else min(device.link, local_ranks * device.network))
+        return max(within / hardware.link, beyond / hardware.network)
+    speed = limit or (hardware.link if m == 1 else min(hardware.link, local_ranks * hardware.network))
     times = {"all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
     return total * times.get(kind, 1.0) / speed
 
 
-def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> float:
+def seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
     """Estimate the seconds of a graph, with one clock for the device's work, one for collectives and one for the host.
 
-    Work takes `max(flops / device.flops, bytes / device.memory)` seconds, at least `device.launch`. A collective starts
-    after the collectives before it, and takes `collective_seconds`. Work stops at a wait until the collective has
-    ended.
+    Work takes `max(flops / hardware.flops, bytes / hardware.memory)` seconds, at least `hardware.launch`. A collective
+    starts after the collectives before it, and takes `collective_seconds`. Work stops at a wait until the collective
+    has ended.
 
     A copy of b bytes between device and host takes `b / host_link` seconds of the device's time, since copies are in
-    the order of its work. The host computes at `device.host` bytes per second, as soon as its operands have arrived.
+    the order of its work. The host computes at `hardware.host` bytes per second, as soon as its operands have arrived.
 
     Args:
         graph: a step, or the body of a loop.
-        device: the device that the graph runs on; if its `host` is 0, the host's work and copies are not counted. By
-            default a common device of the kind that the values lie on; a CPU then does the host's work itself.
+        hardware: what the graph runs on; if its `host` is 0, the host's work and copies are not counted. By default
+            common hardware of the kind that the values lie on; a CPU then does the host's work itself.
         first: whether the graph is a loop's first iteration, for which no earlier one has started a reduction.
     """
-    target = _device(graph) if device is None else device
-    excluded: Collection[Node] = () if device is None or target.host else _host_work(graph)
+    target = _common_hardware(graph) if hardware is None else hardware
+    excluded: Collection[Node] = () if hardware is None or target.host else _host_work(graph)
     clock = _HostClock(on_host(graph.nodes) if target.host else set())
     work, wires = 0.0, 0.0
     ends: dict[Node, float] = {}
@@ -217,11 +223,11 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
             ends[node] = wires
         elif (loop := loop_of(node)) and loop.rank_schedule:
             work = wires = max(work, wires) + pipeline_seconds(
-                loop, partial(seconds, device=target), partial(message_seconds, device=target)
+                loop, partial(seconds, hardware=target), partial(message_seconds, hardware=target)
             )
         elif loop:
-            iteration = seconds(loop.body, device)
-            first_iteration = seconds(loop.body, device, first=True) if loop.carried else iteration
+            iteration = seconds(loop.body, hardware)
+            first_iteration = seconds(loop.body, hardware, first=True) if loop.carried else iteration
             work = wires = max(work, wires) + first_iteration + (loop.iterations - 1) * iteration
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))
@@ -270,13 +276,13 @@ class _HostClock:
         self.ready[node] = self.now
 
 
-def work_seconds(node: Node, device: Device) -> float:
+def work_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds of one operation that is no collective."""
     operands = stand_ins_of_args(node)
-    compute = flops(node) / device.flops
-    if compute and device.slow != 1.0 and operands and operands[0].element_size() > 2:
-        compute *= device.slow
-    return max(compute, nbytes(*stand_ins_of(node), *operands) / device.memory, device.launch)
+    compute = flops(node) / hardware.flops
+    if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
+        compute *= hardware.slow
+    return max(compute, nbytes(*stand_ins_of(node), *operands) / hardware.memory, hardware.launch)
 
 
 def _host_work(graph: Graph) -> set[Node]:
@@ -284,6 +290,6 @@ def _host_work(graph: Graph) -> set[Node]:
     return on_host(graph.nodes) | {n for n in graph.nodes if is_move(n)}
 
 
-def _device(graph: Graph) -> Device:
+def _common_hardware(graph: Graph) -> Hardware:
     kinds = {x.device.type for n in graph.nodes if is_input(n) for x in stand_ins_of(n)}
-    return DEVICES["cuda" if "cuda" in kinds else "cpu"]
+    return HARDWARE["cuda" if "cuda" in kinds else "cpu"]

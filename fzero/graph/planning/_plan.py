@@ -28,7 +28,7 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
-from fzero.graph.planning._cost import Device, seconds
+from fzero.graph.planning._cost import Hardware, seconds
 from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import phases
 from fzero.sharding import default_units
@@ -389,7 +389,7 @@ def make_plan(
     name: str,
     settings: Settings,
     rejected: Iterable[Rejected] = (),
-    device: Device | None = None,
+    hardware: Hardware | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan of a scheduled graph.
@@ -399,7 +399,7 @@ def make_plan(
         name: the name of the step.
         settings: the settings of the schedule.
         rejected: the schedules that were not chosen.
-        device: the device whose seconds to estimate; by default a common one of the kind that the values lie on.
+        hardware: the hardware whose seconds to estimate; by default a common one of the kind that the values lie on.
         groups: the axes of each process group, by its name.
     """
     ops, phase_of = list_operations(graph), phases(graph)
@@ -410,7 +410,7 @@ def make_plan(
         tuple(plan_ranges(graph)),
         tuple([_collective(i, *ops[i], layer_of, groups) for i, (n, _) in enumerate(ops) if is_collective(n)]),
         settings,
-        seconds(graph, device),
+        seconds(graph, hardware),
         tuple(rejected),
         tuple(
             [Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]

@@ -53,7 +53,7 @@ def test_a_gather_in_half_precision_has_no_copy_of_the_shard(micro_batches, unit
     with torch.device("meta"):
         params, x = {"h": [{"w": torch.zeros(256, 256)} for _ in range(8)]}, torch.zeros(16, 256, dtype=HALF)
     args = *step.init(params, opt), step.mesh.split(x)
-    plan = fzero.plan(fzero.jit(step, max_reuse_bytes=0, bucket_bytes=0), *args, device="cuda")
+    plan = fzero.plan(fzero.jit(step, max_reuse_bytes=0, bucket_bytes=0), *args, hardware="cuda")
     gathers = [c for c in plan.collectives if c.kind == "all_gather"]
     assert sum(c.times for c in gathers) > 8 * micro_batches
     assert max(plan.live_of("activations")) < units * 2 * 256 * 256  # of eight
