@@ -12,7 +12,7 @@ from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._plan import Plan, Settings
-from fzero.graph.planning._views import pass_spans, short_path
+from fzero.graph.planning._views import phase_spans, short_path
 from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
@@ -37,7 +37,7 @@ INTERNAL = [
     "loop",
     "only_copies",
     "other_memory",
-    "pass_spans",
+    "phase_spans",
     "paused_collector",
     "record_operations",
     "refuse_writes_into",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._format import format_bytes
-from fzero.graph import KINDS, Plan, pass_spans
+from fzero.graph import KINDS, Plan, phase_spans
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
@@ -98,7 +98,7 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
         else plan_step(step_args, row.config.world, hardware, row.settings, rank)
     )
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
-    phases = [name for start, stop, name in pass_spans(plan) for _ in range(start, stop)]
+    phases = [name for start, stop, name in phase_spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
     edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
     points = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]

@@ -626,8 +626,12 @@ MUTANTS = [
         ),
     ),
     *File("graph/planning/_phases.py", PLAN).faults(
-        Fault("operations of the update are in the backward phase", "_phases", always("A in B", at="4 of 4")),
-        Fault("the forward pass of the next micro-batch is in the backward phase", "_phases", never("A in B and C(A)")),
+        Fault("operations of the update are in the backward phase", "_find_phases", always("A in B", at="4 of 4")),
+        Fault(
+            "the forward pass of the next micro-batch is in the backward phase",
+            "_find_phases",
+            never("A in B and C(A)"),
+        ),
     ),
     *File("graph/planning/_views.py", PLAN).faults(
         Fault("a summary lists each block on a line of its own", "_fold", constant(1, 99)),

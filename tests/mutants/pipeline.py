@@ -1,4 +1,4 @@
-"""Faults in fzero/parallel/pipeline, in messages, and in a graph's phases."""
+"""Faults in fzero/parallel/pipeline, in messages, and in a graph's regions."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File
@@ -158,10 +158,10 @@ MUTANTS = [
         Fault("a residual is freed after its first reader", "_Iterations.run", becomes("self.readers[A]", "1")),
     ),
     *File("graph/loop/_split.py", PLAN).faults(
-        Fault("a value that is recomputed is also kept", "_PhaseSplitter.__init__", skipped("self.duplicates.add(A)")),
+        Fault("a value that is recomputed is also kept", "_RegionSplitter.__init__", skipped("self.duplicates.add(A)")),
         Fault(
             "a random draw is repeated in the backward pass",
-            "_PhaseSplitter.__init__",
+            "_RegionSplitter.__init__",
             becomes("A(B) or C(B) or D(B)", "A(B) or C(B)"),
         ),
     ),
@@ -173,29 +173,31 @@ MUTANTS = [
         ),
     ),
     *File("graph/passes/_schedule.py", PLAN).faults(
-        Fault("a gather starts ahead in another phase of a pipeline", "next_gathers", never("A.target is B")),
+        Fault("a gather starts ahead in another region of a pipeline", "next_gathers", never("A.target is B")),
     ),
     *File("graph/passes/_rematerialize.py", PLAN).faults(
         Fault(
-            "a unit stays gathered between two phases of a pipeline",
+            "a unit stays gathered between two regions of a pipeline",
             "_exceeds_reuse",
             never("A.passes[B] != A.passes[C]"),
         ),
     ),
     *File("graph/passes/_loops.py", PLAN).faults(
         Fault(
-            "the gathers of a pipeline's phases are moved out of the loop", "_loops", dropped("A.rank_schedule is None")
+            "the gathers of a pipeline's regions are moved out of the loop",
+            "_loops",
+            dropped("A.rank_schedule is None"),
         ),
     ),
     *File("graph/loop/_rank_schedule.py", PLAN).faults(
         Fault(
             "the weight half of a backward pass comes before the input half",
-            "Phase.precedes",
+            "LoopRegion.precedes",
             never("other.kind == 'I' and A"),
         ),
     ),
     *File("graph/passes/_collectives.py", AXES).faults(
-        Fault("a bucket joins collectives of two phases", "bucket.together", returns("True")),
+        Fault("a bucket joins collectives of two regions", "bucket.together", returns("True")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
         Fault("every rank's plan is the first rank's", "_PlannedDeviceMesh.get_local_rank", returns("0")),

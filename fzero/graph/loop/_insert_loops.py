@@ -12,7 +12,7 @@ from fzero.graph._ir import aten, describe, is_wait, reorder
 from fzero.graph._ops import is_random
 from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import (
-    BEGIN_PHASE,
+    BEGIN_REGION,
     BEGIN_SHAPES_ONLY,
     END_SHAPES_ONLY,
     MARK_PIPELINE,
@@ -65,9 +65,9 @@ def move_sends_first(start: Node) -> None:
     nodes = list(start.graph.nodes)
     nodes = nodes[nodes.index(start) :]
     for i, begin in enumerate(nodes):
-        if begin.target is not BEGIN_PHASE or begin.args[0] != "B":
+        if begin.target is not BEGIN_REGION or begin.args[0] != "B":
             continue
-        stop = next((j for j in range(i + 1, len(nodes)) if nodes[j].target is BEGIN_PHASE), len(nodes))
+        stop = next((j for j in range(i + 1, len(nodes)) if nodes[j].target is BEGIN_REGION), len(nodes))
         sent = next((n for n in nodes[i + 1 : stop] if n.target is SEND), None)
         if sent is None:
             continue
@@ -100,7 +100,7 @@ def rename_nodes(graph: Graph) -> Graph:
 # 3. The body becomes a graph of its own, whose arguments are the outside values that it reads.
 # 4. A node that runs the loop replaces the body. The sums start as -0.0, which changes no number that is added to it.
 #
-# A rank of a pipeline is a loop, too. Its iterations are split into phases (`_rank_schedule`), and its forward pass is
+# A rank of a pipeline is a loop, too. Its iterations are split into regions (`_rank_schedule`), and its forward pass is
 # traced once: a model in a pipeline depends on its arguments alone.
 
 

@@ -1,6 +1,6 @@
 """Memory, messages and time of a pipeline's loop on one rank, before it runs.
 
-The rank runs its phases in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
+The rank runs its regions in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ir import is_input, nbytes, results, stand_ins_of
 from fzero.graph._storages import storages_in
-from fzero.graph.loop._rank_schedule import Phase, phases_of
+from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._scan import Loop
-from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf, split
+from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf, split
 from fzero.parallel.schedules import Action, Value, programs
 
-__all__ = ["SentMessage", "peak_by_phase", "pipeline_seconds", "sent_messages"]
+__all__ = ["SentMessage", "peak_by_region", "pipeline_seconds", "sent_messages"]
 
 
 class SentMessage(NamedTuple):
@@ -42,11 +42,11 @@ class SentMessage(NamedTuple):
 
 
 class _Profile(NamedTuple):
-    """The memory of a phase, the same for every micro-batch.
+    """The memory of a region, the same for every micro-batch.
 
     Attributes:
-        live: for each position, the bytes that the phase has allocated and not yet freed.
-        inputs: for each argument that the phase owns, the index of its storage and the position of its last reader.
+        live: for each position, the bytes that the region has allocated and not yet freed.
+        inputs: for each argument that the region owns, the index of its storage and the position of its last reader.
         outputs: for each result, the index of its storage; None for a result in the memory of a loop's argument.
         size: the bytes of each storage.
     """
@@ -57,11 +57,11 @@ class _Profile(NamedTuple):
     size: list[int]
 
 
-_CACHE: "WeakKeyDictionary[Graph, dict[Phase, int]]" = WeakKeyDictionary()
+_CACHE: "WeakKeyDictionary[Graph, dict[LoopRegion, int]]" = WeakKeyDictionary()
 
 
-def peak_by_phase(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phase, int]:
-    """Return the peak memory of a pipeline's loop during each phase, in bytes, without the loop's arguments.
+def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[LoopRegion, int]:
+    """Return the peak memory of a pipeline's loop during each region, in bytes, without the loop's arguments.
 
     Args:
         loop: the loop, whose body is scheduled.
@@ -69,12 +69,12 @@ def peak_by_phase(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phase
     """
     if loop.body not in _CACHE:
         parts = split(loop)
-        profiles = {part.phase: (part, _profile(part, last_uses)) for part in parts}
+        profiles = {part.region: (part, _profile(part, last_uses)) for part in parts}
         _CACHE[loop.body] = _RowWalk(loop, profiles).run()
     return _CACHE[loop.body]
 
 
-def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
+def _profile(part: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile:
     nodes = list(part.graph.nodes)
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)
@@ -99,7 +99,7 @@ def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
 
 @dataclass
 class _Block:
-    """Memory that outlives a phase: its size in bytes, and the number of values that lie in it."""
+    """Memory that outlives a region: its size in bytes, and the number of values that lie in it."""
 
     size: int
     holders: int = 0
@@ -111,22 +111,22 @@ class _RowWalk:
 
     Attributes:
         loop: the loop.
-        profiles: each phase's graph and memory.
-        residuals: for each micro-batch and residual, its block and the number of phases that have yet to read it.
+        profiles: each region's graph and memory.
+        residuals: for each micro-batch and residual, its block and the number of regions that have yet to read it.
         ready: for each stage output or gradient on this rank, the blocks of its leaves.
         in_flight: for each message that is being sent, the blocks of its leaves.
         now: the bytes of all blocks that are held now.
     """
 
     loop: Loop
-    profiles: dict[Phase, tuple[PhaseGraph, _Profile]]
+    profiles: dict[LoopRegion, tuple[RegionGraph, _Profile]]
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
     ready: dict[Value, list[_Block]] = field(default_factory=dict)
     in_flight: dict[Any, list[_Block]] = field(default_factory=dict)
     now: int = 0
 
-    def run(self) -> dict[Phase, int]:
-        """Return the peak memory during each phase, in bytes."""
+    def run(self) -> dict[LoopRegion, int]:
+        """Return the peak memory during each region, in bytes."""
         rank_schedule = self.loop.rank_schedule
         assert rank_schedule is not None
         self.readers = Counter(
@@ -134,12 +134,12 @@ class _RowWalk:
         )
         self.leaf_sizes = self._sent_sizes()
         messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
-        peaks: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
+        peaks: dict[LoopRegion, int] = dict.fromkeys(self.profiles, 0)
         for instruction in programs(rank_schedule.schedule)[rank_schedule.binding.rank]:
             if isinstance(instruction.operand, Action):
-                for phase in [p for p in phases_of(instruction.operand) if p in self.profiles]:
-                    peak, output = self._phase(phase, instruction.operand.micro_batch)
-                    peaks[phase] = max(peaks[phase], peak)
+                for region in [r for r in regions_of(instruction.operand) if r in self.profiles]:
+                    peak, output = self._run_region(region, instruction.operand.micro_batch)
+                    peaks[region] = max(peaks[region], peak)
                     if output is not None and output in messages:
                         self.in_flight[messages[output]] = self.ready.pop(output)
             elif instruction.kind == "receive":
@@ -172,9 +172,9 @@ class _RowWalk:
         block.holders -= 1
         self.now -= block.size if not block.holders else 0
 
-    def _phase(self, phase: Phase, m: int) -> tuple[int, Value | None]:
-        """Run a phase; return its peak memory in bytes, and the value that it computes for another stage, if any."""
-        part, profile = self.profiles[phase]
+    def _run_region(self, region: LoopRegion, m: int) -> tuple[int, Value | None]:
+        """Run a region; return its peak memory in bytes, and the value that it computes for another stage, if any."""
+        part, profile = self.profiles[region]
         blocks, ends = self._take_inputs(part, profile, m)
         peak = max(self._live(profile, blocks, ends), default=0)
         value: Value | None = None
@@ -193,9 +193,9 @@ class _RowWalk:
         return peak, value
 
     def _take_inputs(
-        self, part: PhaseGraph, profile: _Profile, m: int
+        self, part: RegionGraph, profile: _Profile, m: int
     ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
-        """Take a phase's inputs: each storage's block; for each last read the storage, the position and the block."""
+        """Take a region's inputs: each storage's block; for each last read the storage, the position and the block."""
         blocks: dict[int | None, _Block] = {}
         ends = []
         received: dict[Value, list[_Block]] = {}
@@ -217,7 +217,7 @@ class _RowWalk:
         return blocks, ends
 
     def _live(self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]) -> list[int]:
-        """Return the live bytes at each position of a phase."""
+        """Return the live bytes at each position of a region."""
         freed = [0] * (len(profile.live) + 1)
         holds = Counter([id(block) for _, _, block in ends])
         stop: dict[int, int] = {}
@@ -229,9 +229,9 @@ class _RowWalk:
                 freed[min(stop.pop(id(block)) + 1, len(profile.live))] += block.size
         live = []
         freed_bytes = 0
-        for phase_bytes, size in zip(profile.live, freed, strict=False):
+        for region_bytes, size in zip(profile.live, freed, strict=False):
             freed_bytes += size
-            live.append(self.now + phase_bytes - freed_bytes)
+            live.append(self.now + region_bytes - freed_bytes)
         return live
 
 
@@ -266,7 +266,7 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
     schedule, parts = loop.rank_schedule.schedule, split(loop)
     by_kind = Counter[str]()
     for part in parts:
-        by_kind[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
+        by_kind[part.region.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
     leaves = [
         n
         for part in parts

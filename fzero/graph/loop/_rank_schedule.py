@@ -1,10 +1,10 @@
-"""Operations that mark the phases of a pipeline's rank while a step is traced.
+"""Operations that mark the regions of a pipeline's rank while a step is traced.
 
 Each rank of a pipeline runs a loop over micro-batches (`fzero.graph.loop._scan`). An iteration has a forward and a
-backward phase for each of the rank's stages. The rank interleaves the phases of several iterations, in the order of
+backward region for each of the rank's stages. The rank interleaves the regions of several iterations, in the order of
 its row of the schedule. While the step is traced, each stage runs once.
 
-The operations here mark where a phase begins, what it receives and what it sends. Every rank along the axis has such a
+The operations here mark where a region begins, what it receives and what it sends. Every rank along the axis has such a
 loop. The bodies differ by rank, and the loops' arguments are the same.
 
 The operations compute nothing: `fzero.graph.loop._insert_loops` replaces them by the loop.
@@ -22,24 +22,24 @@ from fzero.axes import Binding
 from fzero.parallel.schedules import Action, PipelineSchedule
 
 __all__ = [
-    "BEGIN_PHASE",
+    "BEGIN_REGION",
     "BEGIN_SHAPES_ONLY",
     "END_SHAPES_ONLY",
     "MARKERS",
     "MARK_PIPELINE",
     "RECEIVE",
     "SEND",
-    "Phase",
+    "LoopRegion",
     "RankSchedule",
-    "begin_phase",
+    "begin_region",
     "begin_shapes_only",
     "end_shapes_only",
     "is_marker",
     "mark_pipeline",
-    "phases_of",
     "rank_schedule_number",
     "rank_schedule_of",
     "receive",
+    "regions_of",
     "send",
 ]
 
@@ -75,7 +75,7 @@ def rank_schedule_of(number: int) -> RankSchedule:
     return _RANK_SCHEDULES.value(number)
 
 
-class Phase(NamedTuple):
+class LoopRegion(NamedTuple):
     """A part of an iteration.
 
     Attributes:
@@ -87,17 +87,17 @@ class Phase(NamedTuple):
     kind: str
     stage: int
 
-    def precedes(self, other: "Phase") -> bool:
-        """Return whether every schedule runs this phase before the other one of the same iteration."""
+    def precedes(self, other: "LoopRegion") -> bool:
+        """Return whether every schedule runs this region before the other one of the same iteration."""
         if self.kind == "F":
             return other.kind != "F" or self.stage < other.stage
         is_earlier_stage = other.kind == "I" and other.stage < self.stage
         return self.kind == "I" and (is_earlier_stage or (other.kind == "W" and other.stage <= self.stage))
 
 
-def phases_of(action: Action) -> list[Phase]:
-    """List the phases of an action. A full backward pass has two; the result of the first can be sent at once."""
-    return [Phase(kind, action.stage) for kind in ("IW" if action.kind == "B" else action.kind)]
+def regions_of(action: Action) -> list[LoopRegion]:
+    """List the regions of an action. A full backward pass has two; the result of the first can be sent at once."""
+    return [LoopRegion(kind, action.stage) for kind in ("IW" if action.kind == "B" else action.kind)]
 
 
 def _never(*args: Any) -> torch.Tensor:
@@ -110,8 +110,8 @@ def mark_pipeline(iteration: torch.Tensor, rank_schedule: int, arguments: list[t
     return _never()
 
 
-@torch.library.custom_op("fzero::begin_phase", mutates_args=())
-def begin_phase(kind: str, stage: int) -> torch.Tensor:
+@torch.library.custom_op("fzero::begin_region", mutates_args=())
+def begin_region(kind: str, stage: int) -> torch.Tensor:
     """Begin the forward ("F") or the backward ("B") pass of a stage."""
     return _never()
 
@@ -142,15 +142,15 @@ def end_shapes_only() -> torch.Tensor:
     return _never()
 
 
-MARKERS = (mark_pipeline, begin_phase, receive, send, begin_shapes_only, end_shapes_only)
-MARK_PIPELINE, BEGIN_PHASE, RECEIVE, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY = [op._opoverload for op in MARKERS]
-for _marker in (MARK_PIPELINE, BEGIN_PHASE, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY):
+MARKERS = (mark_pipeline, begin_region, receive, send, begin_shapes_only, end_shapes_only)
+MARK_PIPELINE, BEGIN_REGION, RECEIVE, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY = [op._opoverload for op in MARKERS]
+for _marker in (MARK_PIPELINE, BEGIN_REGION, SEND, BEGIN_SHAPES_ONLY, END_SHAPES_ONLY):
     has_side_effect(_marker)  # nothing reads their results
 
 
 def is_marker(node: Node) -> bool:
-    """Return whether a node marks where a phase begins, or what it sends or receives."""
-    return node.target in (BEGIN_PHASE, RECEIVE, SEND)
+    """Return whether a node marks where a region begins, or what it sends or receives."""
+    return node.target in (BEGIN_REGION, RECEIVE, SEND)
 
 
 # ---------------------------------------------------------------- shapes of the operations' results
@@ -165,7 +165,7 @@ def _(iteration: torch.Tensor, rank_schedule: int, arguments: list[torch.Tensor]
     return _no_result()
 
 
-@begin_phase.register_fake
+@begin_region.register_fake
 def _(kind: str, stage: int) -> torch.Tensor:
     return _no_result()
 

@@ -1,4 +1,4 @@
-"""Run loops: a body once for each micro-batch, or a pipeline's phases in the order of its schedule."""
+"""Run loops: a body once for each micro-batch, or a pipeline's regions in the order of its schedule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ import torch
 
 from fzero.collectives import PendingMessages, StageMessages
 from fzero.graph._ir import results, stand_ins_of
-from fzero.graph.loop._rank_schedule import phases_of
+from fzero.graph.loop._rank_schedule import regions_of
 from fzero.graph.loop._scan import Loop
-from fzero.graph.loop._split import PhaseGraph, Residual, StageLeaf
+from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf
 from fzero.parallel.schedules import Action, Value, programs
 
 __all__ = ["loop_function", "pipeline_function"]
@@ -64,25 +64,25 @@ def _write_rows(iteration: int, rows: Sequence[torch.Tensor], values: Sequence[t
         row[iteration].copy_(x)
 
 
-# A rank of a pipeline: it runs each phase on a micro-batch, in the order of its row of the schedule.
+# A rank of a pipeline: it runs each region on a micro-batch, in the order of its row of the schedule.
 
 
 Body = Callable[[list[Any]], Sequence[Any]]
 
 
 def pipeline_function(
-    loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]
+    loop: Loop, parts: Sequence[RegionGraph], bodies: Sequence[Body]
 ) -> Callable[..., list[torch.Tensor]]:
     """Return the function of a pipeline's loop: it maps the loop's arguments to its sums.
 
     Args:
         loop: the loop.
-        parts: the loop's body, split into phases.
-        bodies: run the phases. Each writes the new sums over the old ones, and removes its arguments from the list.
+        parts: the loop's body, split into regions.
+        bodies: run the regions. Each writes the new sums over the old ones, and removes its arguments from the list.
     """
     assert loop.rank_schedule is not None
     rank_schedule, first = loop.rank_schedule, len(loop.parts)
-    phases = {part.phase: (part, body) for part, body in zip(parts, bodies, strict=True)}
+    regions = {part.region: (part, body) for part, body in zip(parts, bodies, strict=True)}
     readers = Counter([x for part in parts for x in part.inputs if isinstance(x, Residual)])
     forms, device = _leaf_stand_ins(parts)
     row = programs(rank_schedule.schedule)[rank_schedule.binding.rank]
@@ -96,10 +96,10 @@ def pipeline_function(
             if not isinstance(instruction.operand, Action):
                 iterations.messages.execute(instruction)
                 continue
-            for phase in phases_of(instruction.operand):
-                if phase not in phases:  # the first stage has no gradient to send
+            for region in regions_of(instruction.operand):
+                if region not in regions:  # the first stage has no gradient to send
                     continue
-                value = iterations.run(*phases[phase], instruction.operand.micro_batch)
+                value = iterations.run(*regions[region], instruction.operand.micro_batch)
                 if value is not None and value in messages:
                     iterations.messages.send(messages[value])
         return list(inputs[first : first + loop.sums])
@@ -108,7 +108,7 @@ def pipeline_function(
     return run
 
 
-def _leaf_stand_ins(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], torch.device]:
+def _leaf_stand_ins(parts: Sequence[RegionGraph]) -> tuple[list[torch.Tensor], torch.device]:
     """Return stand-ins of the leaves that stages send to one another, and the leaves' device."""
     leaves: dict[int, torch.Tensor] = {}
     for part in parts:
@@ -128,9 +128,9 @@ class _Iterations:
     Attributes:
         loop: the loop.
         inputs: the loop's arguments.
-        readers: for each residual, the number of phases that read it.
+        readers: for each residual, the number of regions that read it.
         messages: the messages between stages.
-        residuals: for each micro-batch and residual, its value and the number of phases that have yet to read it.
+        residuals: for each micro-batch and residual, its value and the number of regions that have yet to read it.
     """
 
     loop: Loop
@@ -139,8 +139,8 @@ class _Iterations:
     messages: StageMessages
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
-    def run(self, part: PhaseGraph, body: Body, m: int) -> Value | None:
-        """Run a phase on micro-batch m; return the value that it computes for another stage, if any."""
+    def run(self, part: RegionGraph, body: Body, m: int) -> Value | None:
+        """Run a region on micro-batch m; return the value that it computes for another stage, if any."""
         received: dict[Value, list[torch.Tensor]] = {}
         args = [self._argument(x, m, received) for x in part.inputs]
         received.clear()

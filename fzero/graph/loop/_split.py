@@ -1,7 +1,7 @@
-"""Split the body of a pipeline's loop into its phases, each a graph of its own.
+"""Split the body of a pipeline's loop into its regions, each a graph of its own.
 
-A value that one phase computes and a later phase reads is a residual. Each micro-batch in flight holds its own
-residuals. Views, and cheap values that depend only on the loop's arguments, are computed again in each phase that
+A value that one region computes and a later region reads is a residual. Each micro-batch in flight holds its own
+residuals. Views, and cheap values that depend only on the loop's arguments, are computed again in each region that
 reads them.
 """
 
@@ -14,15 +14,15 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ir import is_collective, is_input, is_wait, is_write, results
 from fzero.graph._ops import is_random, is_view
-from fzero.graph.loop._rank_schedule import BEGIN_PHASE, RECEIVE, SEND, Phase
+from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
 from fzero.graph.loop._scan import Loop
 from fzero.graph.passes._listing import input_only_nodes
 
-__all__ = ["PhaseGraph", "Residual", "StageLeaf", "regions", "split"]
+__all__ = ["RegionGraph", "Residual", "StageLeaf", "region_positions", "split"]
 
 
 class Residual(NamedTuple):
-    """A value that a later phase reads, by the name of its node."""
+    """A value that a later region reads, by the name of its node."""
 
     name: str
 
@@ -36,80 +36,80 @@ class StageLeaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PhaseGraph:
-    """A phase as a graph.
+class RegionGraph:
+    """A region as a graph.
 
     Attributes:
-        phase: the phase.
-        graph: the phase's operations.
+        region: the region.
+        graph: the region's operations.
         inputs: the source of each argument: a position among the arguments of the loop's body, a residual, or a leaf
             from another stage.
-        outputs: the kind of each result: a residual, or a leaf for another stage; None for a sum, which the phase
+        outputs: the kind of each result: a residual, or a leaf for another stage; None for a sum, which the region
             updates in place.
     """
 
-    phase: Phase
+    region: LoopRegion
     graph: Graph
     inputs: tuple[int | Residual | StageLeaf, ...]
     outputs: tuple[Residual | StageLeaf | None, ...]
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """The positions of the arguments that are freed after their last reader in the phase."""
+        """The positions of the arguments that are freed after their last reader in the region."""
         return tuple([i for i, x in enumerate(self.inputs) if not isinstance(x, int)])
 
 
-def regions(nodes: Sequence[Node]) -> dict[Phase, range]:
-    """Return the positions of each phase's nodes in a loop's body, given its nodes in the order in which they run."""
-    begins: list[tuple[Phase, int]] = []
+def region_positions(nodes: Sequence[Node]) -> dict[LoopRegion, range]:
+    """Return the positions of each region's nodes in a loop's body, given its nodes in the order in which they run."""
+    begins: list[tuple[LoopRegion, int]] = []
     for i, n in enumerate(nodes):
-        if n.target is BEGIN_PHASE:
+        if n.target is BEGIN_REGION:
             kind, stage = n.args
-            begins.append((Phase("F" if kind == "F" else "I" if stage else "W", int(stage)), i))  # pyright: ignore
+            begins.append((LoopRegion("F" if kind == "F" else "I" if stage else "W", int(stage)), i))  # pyright: ignore
         elif n.target is SEND and n.args[0] == "G":
-            begins.append((Phase("W", int(n.args[1])), i + 1))  # pyright: ignore[reportArgumentType]
+            begins.append((LoopRegion("W", int(n.args[1])), i + 1))  # pyright: ignore[reportArgumentType]
     ends = [i for _, i in begins[1:]] + [len(nodes) - 1]
-    return {phase: range(i if k else 0, end) for k, ((phase, i), end) in enumerate(zip(begins, ends, strict=True))}
+    return {region: range(i if k else 0, end) for k, ((region, i), end) in enumerate(zip(begins, ends, strict=True))}
 
 
-def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
-    """Return the phase of each operation of a loop's body, given its nodes in the order in which they run."""
-    phases: dict[Node, Phase] = {}
-    for phase, region in regions(nodes).items():
-        for n in [nodes[i] for i in region if nodes[i].op == "call_function"]:
-            sources = [phases[a] for a in n.all_input_nodes if a in phases]
-            # a sum of another stage's values belongs to that stage, and a tuple's items to the tuple's phase
-            late = all(p.stage != phase.stage for p in sources) or n.target is operator.getitem
-            phases[n] = sources[-1] if sources and late else phase
-    return phases
+def regions_in(nodes: Sequence[Node]) -> dict[Node, LoopRegion]:
+    """Return the region of each operation of a loop's body, given its nodes in the order in which they run."""
+    regions: dict[Node, LoopRegion] = {}
+    for region, positions in region_positions(nodes).items():
+        for n in [nodes[i] for i in positions if nodes[i].op == "call_function"]:
+            sources = [regions[a] for a in n.all_input_nodes if a in regions]
+            # a sum of another stage's values belongs to that stage, and a tuple's items to the tuple's region
+            late = all(p.stage != region.stage for p in sources) or n.target is operator.getitem
+            regions[n] = sources[-1] if sources and late else region
+    return regions
 
 
-def split(loop: Loop) -> tuple[PhaseGraph, ...]:
-    """Split the body of a pipeline's loop into its phases, in the order in which they run."""
+def split(loop: Loop) -> tuple[RegionGraph, ...]:
+    """Split the body of a pipeline's loop into its regions, in the order in which they run."""
     nodes = list(loop.body.nodes)
-    phase_of = phases_in(nodes)
-    splitter = _PhaseSplitter(loop, phase_of)
+    region_of = regions_in(nodes)
+    splitter = _RegionSplitter(loop, region_of)
     for n in nodes:
-        if n in phase_of:
+        if n in region_of:
             splitter.add(n)
     for result in results(loop.body):
-        if isinstance(result, Node) and result in phase_of:
-            splitter.parts[phase_of[result]].add_output(None, result)
+        if isinstance(result, Node) and result in region_of:
+            splitter.parts[region_of[result]].add_output(None, result)
     return splitter.build()
 
 
 @dataclass
-class _PhaseBuilder:
-    """A phase under construction: its graph, the copy of each of the body's nodes in it, its inputs and outputs."""
+class _RegionBuilder:
+    """A region under construction: its graph, the copy of each of the body's nodes in it, its inputs and outputs."""
 
-    phase: Phase
+    region: LoopRegion
     graph: Graph
     copies: dict[Node, Node]
     inputs: dict[int | Residual | StageLeaf, Node]
     outputs: list[tuple[Residual | StageLeaf | None, Node]]
 
     def argument(self, source: int | Residual | StageLeaf, node: Node) -> Node:
-        """Return the argument that stands for a node, and add it if the phase has none."""
+        """Return the argument that stands for a node, and add it if the region has none."""
         if source not in self.inputs:
             self.inputs[source] = argument = Graph.placeholder(self.graph, node.name)
             argument.meta = dict(node.meta)
@@ -121,15 +121,15 @@ class _PhaseBuilder:
             self.outputs.append((output, node))
 
 
-class _PhaseSplitter:
-    """Distributes the nodes of a loop's body among its phases."""
+class _RegionSplitter:
+    """Distributes the nodes of a loop's body among its regions."""
 
-    def __init__(self, loop: Loop, phase_of: dict[Node, Phase]) -> None:
-        self.phase_of = phase_of
+    def __init__(self, loop: Loop, region_of: dict[Node, LoopRegion]) -> None:
+        self.region_of = region_of
         self.inputs = {n: i for i, n in enumerate(n for n in loop.body.nodes if is_input(n))}
         sums = {n for n, i in self.inputs.items() if i in loop.sum_indices}
         cheap = input_only_nodes([n for n in loop.body.nodes if n.op == "call_function"])
-        self.duplicates: set[Node] = set()  # nodes that each phase which reads them computes again
+        self.duplicates: set[Node] = set()  # nodes that each region which reads them computes again
         for n in loop.body.nodes:
             operands = [a for a in n.all_input_nodes if not is_input(a)]
             moves = is_collective(n) or is_wait(n) or is_random(n)
@@ -140,12 +140,12 @@ class _PhaseSplitter:
                 and all(a in self.duplicates for a in operands)
             ):
                 self.duplicates.add(n)
-        self.parts = {phase: _PhaseBuilder(phase, Graph(), {}, {}, []) for phase in dict.fromkeys(phase_of.values())}
+        self.parts = {r: _RegionBuilder(r, Graph(), {}, {}, []) for r in dict.fromkeys(region_of.values())}
 
     def add(self, node: Node) -> None:
-        """Add a node to its phase."""
-        part = self.parts[self.phase_of[node]]
-        if node.target is BEGIN_PHASE:
+        """Add a node to its region."""
+        part = self.parts[self.region_of[node]]
+        if node.target is BEGIN_REGION:
             return
         if node.target is RECEIVE:
             kind, stage, leaf = node.args[:3]
@@ -158,26 +158,26 @@ class _PhaseSplitter:
         elif node not in self.duplicates:
             self.copy(part, node)
 
-    def copy(self, part: _PhaseBuilder, node: Node) -> Node:
-        """Copy a node into a phase, after its operands."""
+    def copy(self, part: _RegionBuilder, node: Node) -> Node:
+        """Copy a node into a region, after its operands."""
         for a in node.all_input_nodes:
             self.value(part, a)
         part.copies[node] = part.graph.node_copy(node, part.copies.__getitem__)
         return part.copies[node]
 
-    def value(self, part: _PhaseBuilder, node: Node) -> Node:
-        """Return the node that stands for a value in a phase, and add it if the phase has none."""
+    def value(self, part: _RegionBuilder, node: Node) -> Node:
+        """Return the node that stands for a value in a region, and add it if the region has none."""
         if node in part.copies:
             return part.copies[node]
         if node in self.inputs:
             part.copies[node] = part.argument(self.inputs[node], node)
         elif node in self.duplicates or (
-            self.phase_of[node] != part.phase and is_view(node) and not self.is_tuple_item(node)
+            self.region_of[node] != part.region and is_view(node) and not self.is_tuple_item(node)
         ):
             self.copy(part, node)
         else:
-            producer = self.phase_of[node]
-            assert producer.precedes(part.phase), f"{part.phase} reads {node} of {producer}, and may run before it"
+            producer = self.region_of[node]
+            assert producer.precedes(part.region), f"{part.region} reads {node} of {producer}, and may run before it"
             source = self.parts[producer]
             source.add_output(Residual(node.name), node)
             part.copies[node] = part.argument(Residual(node.name), node)
@@ -187,16 +187,16 @@ class _PhaseSplitter:
         """Return whether a view is an item of an operation's tuple of results, and not a view of one tensor."""
         return node.target is operator.getitem and not is_view(node.all_input_nodes[0])
 
-    def build(self) -> tuple[PhaseGraph, ...]:
-        """Return the graphs of all phases."""
-        phases = []
+    def build(self) -> tuple[RegionGraph, ...]:
+        """Return the graphs of all regions."""
+        regions = []
         for part in self.parts.values():
             part.graph.output(tuple([self.value(part, node) for _, node in part.outputs]))
             graph = _with_inputs_first(part.graph, list(part.inputs.values()))
-            phases.append(
-                PhaseGraph(part.phase, graph, tuple(part.inputs), tuple([output for output, _ in part.outputs]))
+            regions.append(
+                RegionGraph(part.region, graph, tuple(part.inputs), tuple([output for output, _ in part.outputs]))
             )
-        return tuple(phases)
+        return tuple(regions)
 
 
 def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:

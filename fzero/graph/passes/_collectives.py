@@ -106,7 +106,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
     gathers.sort(key=first_use.__getitem__)
     reductions = [n for n in graph.nodes if is_reduce_collective(n)]
-    ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's phases; no bucket spans two phases
+    ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's regions; no bucket spans two
 
     def together(one: int, other: int) -> bool:
         return bisect_left(ends, one) == bisect_left(ends, other)

@@ -153,7 +153,7 @@ def work_in_order(work: Sequence[Node]) -> list[Node]:
         if is_cheap(n):
             order.append(n)
             continue
-        if is_marker(n):  # no node moves past the end of a phase
+        if is_marker(n):  # no node moves past the end of a region
             order.append(n)
             leaf = None
             continue

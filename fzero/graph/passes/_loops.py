@@ -161,7 +161,7 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     graph = copy_graph(graph)
     for node in graph.nodes:
         loop = loop_of(node)
-        if loop and loop.rank_schedule is None:  # a pipeline's iterations are split into phases
+        if loop and loop.rank_schedule is None:  # a pipeline's iterations are split into regions
             _carry_reductions(node, loop, in_flight)
     return graph
 

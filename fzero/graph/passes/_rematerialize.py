@@ -31,7 +31,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_uninitialized, is_view
 from fzero.graph._storages import TO_DEVICE, is_move
-from fzero.graph.loop._rank_schedule import BEGIN_PHASE
+from fzero.graph.loop._rank_schedule import BEGIN_REGION
 
 __all__ = ["clusters", "duplicate", "recast", "recompute", "regather"]
 
@@ -80,7 +80,7 @@ def duplicate(
 
 LEAST = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
 APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
-BETWEEN_PASSES = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two passes
+BETWEEN_REGIONS = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two regions
 DEPTH = 4  # the longest chain of operations to recompute
 
 
@@ -141,8 +141,8 @@ def _late_uses(
 
 
 def _output_bytes(node: Node) -> int:
-    if node.target is BEGIN_PHASE:
-        return BETWEEN_PASSES
+    if node.target is BEGIN_REGION:
+        return BETWEEN_REGIONS
     return 0 if is_input(node) or is_view(node) else nbytes(*stand_ins_of(node))
 
 
@@ -250,28 +250,28 @@ class _Order(NamedTuple):
     Attributes:
         waits: for each use, the wait for the unit that is used.
         rank: the position of each pair of a use and a wait.
-        passes: the number of the pipeline pass that each use belongs to.
+        region_index: the number of the pipeline's region that each use belongs to.
     """
 
     waits: list[Node]
     rank: dict[tuple[Node, Node], int]
-    passes: dict[Node, int]
+    region_index: dict[Node, int]
 
 
 def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _Order:
     pairs = [(use, wait) for wait in uses for use in uses[wait]]
     pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
-    begins = [i for n, i in index.items() if n.target is BEGIN_PHASE]
-    passes = {use: bisect(begins, index[use]) for use, _ in pairs}
-    return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, passes)
+    begins = [i for n, i in index.items() if n.target is BEGIN_REGION]
+    region_index = {use: bisect(begins, index[use]) for use, _ in pairs}
+    return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, region_index)
 
 
 def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
     """Return whether more than `max_reuse_bytes` of other units are used between two uses, `a` and `b`, of a unit.
 
-    Between two passes of a pipeline other iterations run, which use units of their own.
+    Between two regions of a pipeline other iterations run, which use units of their own.
     """
-    if order.passes[a] != order.passes[b]:
+    if order.region_index[a] != order.region_index[b]:
         return True
     between, size = {wait}, 0
     for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):

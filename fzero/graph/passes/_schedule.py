@@ -35,7 +35,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
-from fzero.graph.loop._rank_schedule import BEGIN_PHASE
+from fzero.graph.loop._rank_schedule import BEGIN_REGION
 from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.planning._liveness import device_live_bytes, record_peak
 from fzero.graph.run._subgraphs import scalars_of
@@ -48,19 +48,19 @@ __all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
 def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
     """Map the wait of each gather to the next `prefetch` gathers, which start before it.
 
-    In a pipeline, only gathers of the same pass start ahead. The graph lists the passes in the order of the stages, but
-    a later stage's forward pass runs before an earlier stage's backward pass.
+    In a pipeline, only gathers of the same region start ahead. The graph lists the regions in the order of the stages,
+    but a later stage's forward pass runs before an earlier stage's backward pass.
     """
-    chosen, passes = set(gathers), list[list[Node]]([[]])
+    chosen, regions = set(gathers), list[list[Node]]([[]])
     for n in order:
-        if n.target is BEGIN_PHASE:
-            passes.append([])
+        if n.target is BEGIN_REGION:
+            regions.append([])
         elif n in chosen:
-            passes[-1].append(n)
+            regions[-1].append(n)
     return {
-        min(g.users, key=str, default=g): pass_gathers[i + 1 : i + 1 + prefetch]
-        for pass_gathers in passes
-        for i, g in enumerate(pass_gathers)
+        min(g.users, key=str, default=g): region_gathers[i + 1 : i + 1 + prefetch]
+        for region_gathers in regions
+        for i, g in enumerate(region_gathers)
     }
 
 

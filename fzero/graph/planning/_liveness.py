@@ -36,9 +36,9 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
-from fzero.graph.loop._memory import peak_by_phase
+from fzero.graph.loop._memory import peak_by_region
 from fzero.graph.loop._scan import Loop, loop_of
-from fzero.graph.loop._split import regions
+from fzero.graph.loop._split import region_positions
 from fzero.graph.run._subgraphs import split_into_subgraphs
 
 __all__ = [
@@ -327,7 +327,7 @@ def iteration_ranges(loop: Loop) -> list[Range]:
     """Return when each storage of a loop's body is alive, without the body's arguments.
 
     The iteration's number counts, although it is an argument. The values of rows live until the iteration's end, when
-    they are copied into the rows. Memory that other micro-batches of a pipeline hold during a phase is a range of its
+    they are copied into the rows. Memory that other micro-batches of a pipeline hold during a region is a range of its
     own.
     """
     ranges = _clipped_to_iteration(loop, live_ranges(loop.body))
@@ -335,15 +335,15 @@ def iteration_ranges(loop: Loop) -> list[Range]:
 
 
 def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges for the memory that other iterations hold during each phase of a pipeline's iteration."""
+    """Return ranges for the memory that other iterations hold during each region of a pipeline's iteration."""
     nodes = list(loop.body.nodes)
     live = live_bytes(ranges, len(nodes))
-    peaks = peak_by_phase(loop, _last_uses_of)
+    peaks = peak_by_region(loop, _last_uses_of)
     added: list[Range] = []
-    for phase, region in regions(nodes).items():
-        size = peaks.get(phase, 0) - max([live[i] for i in region], default=0)
+    for region, positions in region_positions(nodes).items():
+        size = peaks.get(region, 0) - max([live[i] for i in positions], default=0)
         if size > 0:
-            added.append(Range(region[0], region[-1], size, "activations", IN_FLIGHT))
+            added.append(Range(positions[0], positions[-1], size, "activations", IN_FLIGHT))
     return added
 
 
@@ -363,7 +363,7 @@ def iteration_peak_bytes(loop: Loop) -> int:
     For a pipeline's loop the memory of all iterations in flight counts.
     """
     if loop.rank_schedule is not None:
-        return max(peak_by_phase(loop, _last_uses_of).values())
+        return max(peak_by_region(loop, _last_uses_of).values())
     if loop.body not in _PEAKS:
         order = list(loop.body.nodes)
         _PEAKS[loop.body] = max(

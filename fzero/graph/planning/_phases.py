@@ -8,27 +8,27 @@ from fzero._torch import is_backward
 from fzero.graph._ir import flops, is_reduce_collective
 from fzero.graph.loop._scan import loop_of
 
-__all__ = ["PHASES", "phases"]
+__all__ = ["PHASES", "find_phases"]
 
 PHASES = ("forward", "backward", "update")
 
 
-def phases(graph: Graph) -> dict[Node, str]:
-    """Return the pass of each operation of a graph and of its loops' bodies.
+def find_phases(graph: Graph) -> dict[Node, str]:
+    """Return the phase of each operation of a graph and of its loops' bodies.
 
     The forward pass ends before the first operation of the backward pass. Later operations that no operation of the
     backward pass needs are the update, also between gradients. Recomputed operations belong to the backward pass. The
     forward pass of the next micro-batch is recognised by its matrix products.
     """
     nodes = [n for n in graph.nodes if n.op != "output"]
-    phase_of = _phases(nodes)
+    phase_of = _find_phases(nodes)
     for node in nodes:
         if loop := loop_of(node):
-            phase_of |= phases(loop.body)
+            phase_of |= find_phases(loop.body)
     return phase_of
 
 
-def _phases(nodes: Sequence[Node]) -> dict[Node, str]:
+def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
     backward = {n for n in nodes if is_backward(n) or _has_gradients(n)}
     if not backward:
         return dict.fromkeys(nodes, "forward")

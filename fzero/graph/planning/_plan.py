@@ -30,7 +30,7 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
 from fzero.graph.planning._cost import Hardware, seconds
 from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
-from fzero.graph.planning._phases import phases
+from fzero.graph.planning._phases import find_phases
 from fzero.sharding import default_units
 
 __all__ = [
@@ -402,7 +402,7 @@ def make_plan(
         hardware: the hardware whose seconds to estimate; by default a common one of the kind that the values lie on.
         groups: the axes of each process group, by its name.
     """
-    ops, phase_of = list_operations(graph), phases(graph)
+    ops, phase_of = list_operations(graph), find_phases(graph)
     layer_of = layers(graph)
     return Plan(
         name,

@@ -16,7 +16,7 @@ from fzero.graph.planning._phases import PHASES
 if TYPE_CHECKING:
     from fzero.graph.planning._plan import Plan
 
-__all__ = ["details", "draw", "headline", "pass_spans", "short_path", "summary"]
+__all__ = ["details", "draw", "headline", "phase_spans", "short_path", "summary"]
 
 # A plan as text.
 
@@ -177,7 +177,7 @@ def draw(plan: "Plan") -> Any:
     if offloads:
         _draw_memory(plan, rows[1], "host", [(t.kind, t.position) for t in plan.transfers])
     top = plan.peak_bytes / 1e6
-    for start, stop, name in pass_spans(plan):
+    for start, stop, name in phase_spans(plan):
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
@@ -216,7 +216,7 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def pass_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
+def phase_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
     """Yield the start, stop and name of each pass; updates between gradients belong to the backward pass."""
     names = [o.phase if o.times == 1 else f"{o.phase}, {o.times} times" for o in plan.operations]
     last = {name: i for i, name in enumerate(names)}

@@ -12,7 +12,7 @@ from fzero._torch import is_backward, line_of, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph._ir import flops
 from fzero.graph.loop._scan import loop_of
-from fzero.graph.planning._phases import phases
+from fzero.graph.planning._phases import find_phases
 
 __all__ = [
     "COMPILED",
@@ -96,7 +96,7 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
         module: the graph to run.
         source: the graph that `module` is a copy of, node by node.
     """
-    phase_of = phases(source)
+    phase_of = find_phases(source)
     pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
     loops = {copy.name for n, copy in pairs if loop_of(n)}
     return _TimedInterpreter(module, {copy.name: phase_of.get(n, "") for n, copy in pairs}, loops).run

@@ -12,7 +12,7 @@ from fzero.graph._ir import copy_graph, is_input, results, stand_ins_of, views_a
 from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
-from fzero.graph.loop._split import PhaseGraph, split
+from fzero.graph.loop._split import RegionGraph, split
 from fzero.graph.run._segment import Segment, segment
 from fzero.graph.run._subgraphs import (
     exports,
@@ -63,17 +63,17 @@ class Operands(NamedTuple):
 
 
 class LoopProgram(NamedTuple):
-    """A loop and the program of its body; for a pipeline's loop, the programs of its phases.
+    """A loop and the program of its body; for a pipeline's loop, the programs of its regions.
 
     Attributes:
         loop: the loop.
-        programs: the program of the body, or one program for each phase.
-        parts: the phases of a pipeline's loop; None for other loops.
+        programs: the program of the body, or one program for each region.
+        parts: the regions of a pipeline's loop; None for other loops.
     """
 
     loop: Loop
     programs: "list[Program]"
-    parts: tuple[PhaseGraph, ...] | None = None
+    parts: tuple[RegionGraph, ...] | None = None
 
     def function(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
         """Make the function of the loop's node, given functions that run its programs."""

@@ -122,13 +122,13 @@ class RowRecorder:
         indices = self.params.indices(*self.stages.uses(stage))
         weights = [tensors[i] for i in indices]
         last = stage == self.stages.last
-        loop.begin_phase("F", stage)
+        loop.begin_region("F", stage)
         inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
         f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
         outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
             loop.send("F", stage, list(outputs))
-        loop.begin_phase("B", stage)
+        loop.begin_region("B", stage)
         cotangent: Any = loss_cotangent(outputs, self.scale) if last else _receive("G", stage + 1, leaves, spec.device)
         grads, x = vjp_fn(cotangent, retain_graph=False)
         if stage:

@@ -105,7 +105,7 @@ def test_a_model_of_transformers(simulate, sequence):
     assert trained.keys() == expected.keys()
 
 
-def test_no_collective_of_a_stage_is_joined_with_one_of_another_phase():
+def test_no_collective_of_a_stage_is_joined_with_one_of_another_region():
     """Where small sums are joined, that of a forward pass's end would wait for the backward pass's first."""
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=4, split=TENSOR)
     mesh = fzero.mesh(dp=1, pp=2, tp=2)

@@ -12,7 +12,7 @@ import fzero
 from fzero.graph._ir import is_gather, is_wait, start_of
 from fzero.graph._ops import is_random
 from fzero.graph.loop._memory import pipeline_seconds
-from fzero.graph.loop._rank_schedule import Phase, phases_of
+from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, either, examples
 from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
@@ -67,7 +67,7 @@ def test_all_ranks_start_the_same_collectives_in_one_order():
 
 
 def test_a_collective_that_nothing_reads_is_left_out():
-    """The last stage of a module calls its embedding, whose result nothing reads: that wait fell between two phases."""
+    """The last stage of a module calls its embedding, whose result nothing reads; its wait fell between two regions."""
 
     def wasteful(p, x):
         fzero.collectives.psum(x, "dp")
@@ -80,7 +80,7 @@ def test_a_collective_that_nothing_reads_is_left_out():
 
 
 def test_the_cost_model_knows_bubbles():
-    """A phase that takes a second: four micro-batches on two ranks take five times three."""
+    """A region that takes a second: four micro-batches on two ranks take five times three."""
     seconds = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
     assert seconds == pytest.approx(3 * (4 + 2 - 1))
     slow = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
@@ -127,12 +127,12 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name,rank", [("1f1b", 0), ("1f1b", 1), ("zbv", 0)])
-def test_phases_are_given_what_earlier_ones_have_left(name, rank):
+def test_regions_are_given_what_earlier_ones_have_left(name, rank):
     loop = loops_of(name, rank)
     parts = split(loop)
     stages = [s for s, r in enumerate(loop.rank_schedule.schedule.rank_of_stage) if r == rank]
-    wanted = [Phase(kind, s) for s in stages for kind in ("FIW" if s else "FW")]
-    assert [part.phase for part in parts] == wanted
+    wanted = [LoopRegion(kind, s) for s in stages for kind in ("FIW" if s else "FW")]
+    assert [part.region for part in parts] == wanted
     held: set[Any] = set()
     for part in parts:
         part.graph.lint()
@@ -144,16 +144,16 @@ def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     assert len(writes) == len(set(writes)) > 0
 
 
-def test_a_phase_precedes_another_where_every_schedule_runs_it_first():
+def test_a_region_precedes_another_where_every_schedule_runs_it_first():
     said = []
     for name, stages in NAMED.items():
         for row in fzero.parallel.schedules.schedule(name, 2, 6, stages).rows:
-            done = [(phase, action.micro_batch) for action in row for phase in phases_of(action)]
+            done = [(region, action.micro_batch) for action in row for region in regions_of(action)]
             for (one, m), (other, n) in itertools.combinations(done, 2):
                 assert m != n or not other.precedes(one), (name, one, other)
                 said += [(one, other)] if m == n and one.precedes(other) else []
-    phases = [Phase(kind, stage) for kind in "FIW" for stage in (1, 3)]
-    found = {(a.kind, a.stage - b.stage, b.kind) for a in phases for b in phases if (a, b) in said}
+    regions = [LoopRegion(kind, stage) for kind in "FIW" for stage in (1, 3)]
+    found = {(a.kind, a.stage - b.stage, b.kind) for a in regions for b in regions if (a, b) in said}
     forward = {("F", -2, "F")} | {("F", apart, kind) for apart in (-2, 0, 2) for kind in "IW"}
     assert found == forward | {("I", 2, "I"), ("I", 0, "W"), ("I", 2, "W")}
 
@@ -170,8 +170,8 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
     """The next of its micro-batch comes later, and may be of another stage: no gather starts ahead for it."""
     loop = loops_of(name, rank, stage=stage, dp=2, gather=False, remat=remat, jit=jit)
     parts = split(loop)
-    gathered = {part.phase: sum(map(is_gather, part.graph.nodes)) for part in parts}
-    assert all(gathered[Phase("F", s)] for s in loop.rank_schedule.stages)
+    gathered = {part.region: sum(map(is_gather, part.graph.nodes)) for part in parts}
+    assert all(gathered[LoopRegion("F", s)] for s in loop.rank_schedule.stages)
     assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
     names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
     assert not names & {x.name for part in parts for x in part.outputs if isinstance(x, Residual)}
@@ -180,7 +180,7 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
 def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
     """So the stage before can go on: no product of the first half belongs to a weight."""
     loop = loops_of("1f1b", 1)
-    products = {part.phase.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
+    products = {part.region.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
     assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head
 
 
@@ -202,5 +202,5 @@ def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
     parts = split(loops_of("1f1b", 0, block=masked))
     assert not [x for x in held(parts) if x.dtype == torch.bool]
     parts = split(loops_of("1f1b", 0, block=drawn))
-    draws = {part.phase.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
+    draws = {part.region.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
     assert draws == {"F": 2, "W": 0}  # of two blocks
