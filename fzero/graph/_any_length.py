@@ -202,7 +202,7 @@ class _TracedCall:
     def structure(self) -> Hashable:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
-        donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.overwritten)
+        donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.reused_tensors)
         return graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
 
 

@@ -79,10 +79,10 @@ class Entry:
         structure: the tree structure of the results.
         overwrites: for each result that is written into a donated tensor, the tensor's number.
         passthrough: the numbers of the results that are arguments and are not written into donated tensors.
-        positions: the positions of the donated arguments.
+        donated_argnums: the positions of the donated arguments.
         donation_notes: for each donated tensor's number, the message for a later read of the tensor.
-        boxed_argnums: the positions of donated arguments that hold boxes.
-        overwritten: the numbers of the donated tensors whose memory may receive other values.
+        donated_box_argnums: the positions of donated arguments that hold boxes.
+        reused_tensors: the numbers of the donated tensors whose memory may receive other values.
         executable: the runnable schedule, from the first call on.
         is_traced: whether the step was traced for this entry; if not, its graph follows from other lengths.
     """
@@ -95,10 +95,10 @@ class Entry:
     structure: Any
     overwrites: dict[int, int]
     passthrough: list[int]
-    positions: tuple[int, ...]
+    donated_argnums: tuple[int, ...]
     donation_notes: dict[int, str]
-    boxed_argnums: list[int]
-    overwritten: list[int]
+    donated_box_argnums: list[int]
+    reused_tensors: list[int]
     executable: Executable | RecordedStep | None = None
     is_traced: bool = True
 
@@ -113,7 +113,7 @@ class Entry:
         """Return the entry with the best schedule of other options, from the same trace."""
         options = self.options._replace(schedule_options=schedule_options)
         schedules = candidates(self.traced.graph, self.context, schedule_options)
-        best, rejected = _choose_schedule(options, self.traced.graph, schedules, self.positions)
+        best, rejected = _choose_schedule(options, self.traced.graph, schedules, self.donated_argnums)
         return replace(self, options=options, best=best, rejected=rejected, executable=None)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
@@ -126,8 +126,8 @@ class Entry:
         """
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
-        if self.overwritten:
-            check_separate(arguments, self.overwritten, captured)
+        if self.reused_tensors:
+            check_separate(arguments, self.reused_tensors, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of an entry's key
             options = LoweringOptions(
@@ -170,7 +170,7 @@ class Entry:
         return RecordedStep(executable, fixed, {*self.overwrites}, self.options.recordings)
 
     def _mark_boxes_donated(self, args: tuple[Any, ...]) -> None:
-        for i in self.boxed_argnums:
+        for i in self.donated_box_argnums:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
                 if isinstance(x, Shard | Slot | PerRank):
                     mark_donated(x, f"argument {i} was donated to {self.options}")
@@ -193,16 +193,16 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         ValueError: if an argument or a captured tensor requires grad.
     """
     arguments.check_traceable()
-    traced, out, leaves, structure, positions = _trace_call(options, arguments, args)
-    overwrites = match_results(arguments, positions, out, leaves)
+    traced, out, leaves, structure, donated_argnums = _trace_call(options, arguments, args)
+    overwrites = match_results(arguments, donated_argnums, out, leaves)
     donation_notes = {
         i: f"{name} was donated to {options}"
         for i, name in enumerate(arguments.tensor_names)
-        if name.arg_index in positions
+        if name.arg_index in donated_argnums
     }
     context = _pass_context(options, traced, overwrites, donation_notes)
     schedules = candidates(traced.graph, context, options.schedule_options)
-    best, rejected = _choose_schedule(options, traced.graph, schedules, positions)
+    best, rejected = _choose_schedule(options, traced.graph, schedules, donated_argnums)
     if options.dump is not None:
         folder = _dump.dump_folder(options.dump, options.step.mesh, traces)
         _dump.dump(folder, PassManager(traced.graph, context), best.pass_settings, options.step.name)
@@ -215,10 +215,10 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         structure=structure,
         overwrites=overwrites,
         passthrough=_unchanged(traced, overwrites),
-        positions=tuple(positions),
+        donated_argnums=tuple(donated_argnums),
         donation_notes=donation_notes,
-        boxed_argnums=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
-        overwritten=_overwritten(traced, overwrites, donation_notes),
+        donated_box_argnums=[i for i in donated_argnums if any(is_box(x) for x in tree.flatten(args[i], is_box)[0])],
+        reused_tensors=_reused_tensors(traced, overwrites, donation_notes),
     )
 
 
@@ -229,7 +229,7 @@ class _CallTrace(NamedTuple):
     results: Any
     leaves: list[Any]
     structure: Any
-    positions: tuple[int, ...]
+    donated_argnums: tuple[int, ...]
 
 
 def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> _CallTrace:
@@ -242,7 +242,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         out = options.step(*inputs, **kwargs)
         paths, leaves, structure = tree.flatten_with_paths(out)
         _check_results(paths, leaves)
-        donate = options.step.state_positions(inputs, out) if options.donate is None else options.donate
+        donate = options.step.state_argnums(inputs, out) if options.donate is None else options.donate
         result = out, leaves, structure, donate
         return leaves
 
@@ -274,11 +274,11 @@ def _pass_context(
 
 
 def _choose_schedule(
-    options: JitOptions, graph: Graph, schedules: list[Candidate], positions: tuple[int, ...]
+    options: JitOptions, graph: Graph, schedules: list[Candidate], donated_argnums: tuple[int, ...]
 ) -> tuple[Candidate, list[Rejected]]:
     """Return the best of the schedules that all ranks have, and the others."""
     name, schedule_options = options.step.name, options.schedule_options
-    settings_text = f"jit with backend {options.backend}, donate={positions}, {schedule_options}"
+    settings_text = f"jit with backend {options.backend}, donate={donated_argnums}, {schedule_options}"
     schedules = common_schedules(graph, settings_text, schedules, options.step.mesh, name)
     index = choose(schedules, schedule_options.memory_budget, name)
     for part in graphs_in(schedules[index].graph):
@@ -333,7 +333,7 @@ def _unchanged(traced: TracedGraph, overwrites: dict[int, int]) -> list[int]:
     return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in overwrites]
 
 
-def _overwritten(traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]) -> list[int]:
+def _reused_tensors(traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
     same = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape

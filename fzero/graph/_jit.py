@@ -125,9 +125,9 @@ def jit(
     folder = None if dump is None else make_folder(dump)
     return Jitted(
         step=step,
-        donate=_positions(donate),
+        donate=_donated_argnums(donate),
         backend=backend,
-        schedule_options=schedule_options.checked(),
+        schedule_options=schedule_options.validated(),
         dump=folder,
         loop=loop,
         strict=strict,
@@ -136,16 +136,16 @@ def jit(
     )
 
 
-def _positions(donate: Any) -> tuple[int, ...] | None:
+def _donated_argnums(donate: Any) -> tuple[int, ...] | None:
     """Return the positions of donated arguments as a tuple; None for the default."""
     if donate is None:
         return None
-    positions = tuple(donate) if isinstance(donate, Iterable) else (donate,)
-    if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in positions):
+    argnums = tuple(donate) if isinstance(donate, Iterable) else (donate,)
+    if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in argnums):
         raise ValueError(
             f"donate={donate!r}: expected positions of arguments, counted from 0: an int or a sequence of ints"
         )
-    return tuple([int(i) for i in positions])
+    return tuple([int(i) for i in argnums])
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Jitted:
                 on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
-            return step.checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
+            return step.run_checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -349,7 +349,7 @@ class Jitted:
         log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:
-        if entry.positions:
+        if entry.donated_argnums:
             params = self._options.step.param_argnums
-            texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.positions]
+            texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.donated_argnums]
             log.info("%s: the results take over the memory of %s", self, ", ".join(texts))

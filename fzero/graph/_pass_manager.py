@@ -334,15 +334,15 @@ class ScheduleOptions(NamedTuple):
         values = {"recast": False, "across_iterations": False, **settings}
         return ScheduleOptions(
             **{name: value for name, value in values.items() if name in ScheduleOptions._fields}
-        ).checked()
+        ).validated()
 
-    def checked(self) -> "ScheduleOptions":
+    def validated(self) -> "ScheduleOptions":
         """Check the options, and return them with plain Python numbers.
 
         Raises:
             ValueError: if an option has a value that it does not take. The message lists the values that it takes.
         """
-        return ScheduleOptions(**{name: DOMAINS[name].checked(name, value) for name, value in self._asdict().items()})
+        return ScheduleOptions(**{name: DOMAINS[name].validated(name, value) for name, value in self._asdict().items()})
 
 
 class _Domain(NamedTuple):
@@ -356,7 +356,7 @@ class _Domain(NamedTuple):
     values: tuple[Any, ...]
     number: str
 
-    def checked(self, name: str, value: Any) -> Any:
+    def validated(self, name: str, value: Any) -> Any:
         """Return the value if the option takes it, else raise `ValueError`."""
         if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
             return value

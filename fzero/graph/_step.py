@@ -32,11 +32,11 @@ class TrainStep(Protocol):
         """Run the step."""
         ...
 
-    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run` in place of the step, with the step's checks of arguments and results."""
         ...
 
-    def state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def state_argnums(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the positions of the arguments that the results `out` replace."""
         ...
 
@@ -67,10 +67,10 @@ class PlainStep:
         """Call the function."""
         return self.function(*args, **kwargs)
 
-    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
-    def state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def state_argnums(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         return ()
 
     def on_mesh(self, mesh: Mesh) -> "PlainStep":

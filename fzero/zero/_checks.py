@@ -151,13 +151,15 @@ def check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes:
                 )
 
 
-def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: LayoutRules) -> None:
+def check_params(
+    args: Sequence[Any], param_argnums: Sequence[int], stage: int, sharded: bool, rules: LayoutRules
+) -> None:
     """Check that parameters have the stage's layout between steps."""
-    for i in positions:
+    for i in param_argnums:
         if i >= len(args):
             hint = "" if args else ": a step, fzero.plan and step.plan take the arguments of train_step"
             raise ValueError(
-                f"param_argnums={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
+                f"param_argnums={tuple(param_argnums)}: the step was called with {len(args)} positional arguments{hint}"
             )
         if is_opt_state(args[i]):
             raise TypeError(
@@ -198,14 +200,14 @@ def _has_a_unit(params: Any, rules: LayoutRules) -> bool:
     )
 
 
-def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
+def check_unwritten(args: Sequence[Any], param_argnums: Sequence[int]) -> None:
     """Check that a traced step has not written into the shards of its parameters.
 
     A trace itself detects writes into arguments. These shards are no arguments, so they are checked here.
     """
     if torch.compiler.is_dynamo_compiling() or not is_tracing():
         return
-    for i in positions:
+    for i in param_argnums:
         shards = [x for x in tree.flatten(args[i], is_box)[0] if isinstance(x, Shard)]
         refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
         for x in shards:
@@ -214,16 +216,16 @@ def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
                 raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 
-def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
+def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -> None:
     """Check that a step returns new parameters like the old, and the optimizer's state, for the next step."""
     if out is None:
         raise ValueError("train_step returned None: return the new params, opt_state and loss")
     results = out if isinstance(out, tuple) else (out,)
-    for i in positions:
+    for i in param_argnums:
         label = f"result {i} is not like argument {i} (parameters)"
         if i >= len(results):
             raise ValueError(
-                f"param_argnums={tuple(positions)}: the step returned {len(results)} results; expected the new "
+                f"param_argnums={tuple(param_argnums)}: the step returned {len(results)} results; expected the new "
                 "parameters at the positions of the old ones"
             )
         if is_opt_state(results[i]) or (isinstance(results[i], torch.Tensor) and not isinstance(args[i], torch.Tensor)):

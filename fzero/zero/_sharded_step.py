@@ -123,7 +123,7 @@ class ShardedStep:
                 )
             for i, x in enumerate(args):
                 check_not_meta(f"argument {i}", x)
-            return self.checked(self._run, *args, **kwargs)
+            return self.run_checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
@@ -136,7 +136,7 @@ class ShardedStep:
                 error.add_note(note)
             raise
 
-    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
         check = self._should_check()
         if check:
@@ -146,7 +146,7 @@ class ShardedStep:
             check_equal("result", out, self.mesh)
         return out
 
-    def state_positions(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def state_argnums(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the arguments that the step updates: parameters, and each tree with a result like it at its position.
 
         A lone tensor does not count as state: a step's loss may look like one of its arguments.

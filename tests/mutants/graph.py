@@ -63,12 +63,12 @@ MUTANTS = [
         ),
         Fault(
             "a donated argument that is a result as it is counts as overwritten",
-            "_overwritten",
+            "_reused_tensors",
             returns("list(donated)"),
         ),
         Fault(
             "an argument that is returned at another position counts as unchanged",
-            "_overwritten",
+            "_reused_tensors",
             (swapped("is", "in"), bare("A[i]")),
         ),
         Fault("a call does not check that captured tensors are still alive", "Entry.run", skipped("A(captured)")),
@@ -153,7 +153,7 @@ MUTANTS = [
             bare("A - B(C)"),
             LOOPS,
         ),
-        Fault("`jit` takes a schedule option that is not a number", "_Domain.checked", always("float(A) >= 0"), JIT),
+        Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
             "gather_into runs before donate",

@@ -69,7 +69,7 @@ MUTANTS = [
         ),
         Fault(
             "any argument counts as state, the batch too",
-            "ShardedStep.state_positions",
+            "ShardedStep.state_argnums",
             always("A in self.B or A < len(C) and D(E, C[A])"),
             JIT,
         ),

@@ -83,7 +83,9 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
             )
 
 
-def match_results(arguments: Arguments, arg_indices: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
+def match_results(
+    arguments: Arguments, donated_argnums: Sequence[int], out: Any, leaves: Sequence[Any]
+) -> dict[int, int]:
     """Match results with the donated tensors that they may be written into.
 
     A result is written into the tensor with its path in the argument at its own position, if shape and dtype agree.
@@ -91,7 +93,7 @@ def match_results(arguments: Arguments, arg_indices: Sequence[int], out: Any, le
 
     Args:
         arguments: the arguments of the call.
-        arg_indices: the indices of the donated arguments.
+        donated_argnums: the positions of the donated arguments.
         out: the results.
         leaves: the leaves of the results.
 
@@ -99,7 +101,8 @@ def match_results(arguments: Arguments, arg_indices: Sequence[int], out: Any, le
         A mapping from the number of a result's leaf to the number of a distinct tensor.
     """
     tensors = arguments.tensors
-    free = {i for i, name in enumerate(arguments.tensor_names) if name.arg_index in arg_indices and _dense(tensors[i])}
+    donated = [i for i, name in enumerate(arguments.tensor_names) if name.arg_index in donated_argnums]
+    free = {i for i in donated if _dense(tensors[i])}
     by_path: dict[tuple[str, str], int] = {}  # and by space, for shards in two pieces
     for name, i in zip(arguments.leaf_names, arguments.tensor_indices, strict=True):
         if i is not None and i in free:
