@@ -49,7 +49,6 @@ __all__ = [
     "is_write",
     "nbytes",
     "parameter_gathers",
-    "reorder",
     "results",
     "signature",
     "sort",
@@ -255,14 +254,9 @@ def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
 # ---------------------------------------------------------------- new graphs from old
 
 
-def reorder(graph: Graph, order: Iterable[Node]) -> Graph:
-    """Copy a graph with its nodes in another order, in which each node follows its arguments."""
-    return graph_of(order)
-
-
 def copy_graph(graph: Graph) -> Graph:
     """Copy a graph."""
-    return reorder(graph, graph.nodes)
+    return graph_of(graph.nodes)
 
 
 def check_order(graph: Graph) -> None:
@@ -295,7 +289,7 @@ def sort(graph: Graph) -> Graph:
                 stack.append(min(missing, key=index.__getitem__))
             else:
                 order[stack.pop()] = None
-    return reorder(graph, order)
+    return graph_of(order)
 
 
 def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import line_of
-from fzero.graph._ir import aten, describe, is_wait, reorder
+from fzero.graph._ir import aten, copy_graph, describe, is_wait
 from fzero.graph._ops import is_random
 from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import (
@@ -151,7 +151,7 @@ def insert_loops(graph: Graph) -> Graph:
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
-    return rename_nodes(graph) if has_pipeline else reorder(graph, graph.nodes)
+    return rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
 
 def _iteration_of(start: Node) -> _TracedIteration:

@@ -23,13 +23,13 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
+from fzero._torch import graph_of
 from fzero.graph._ir import (
     COPY,
     is_collective,
     is_wait,
     nbytes,
     parameter_gathers,
-    reorder,
     stand_ins_of,
     stand_ins_of_args,
 )
@@ -140,7 +140,7 @@ def host_last(graph: Graph) -> Graph:
     for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
         if n in from_inputs and n.target is not TO_HOST and n.users and all(u in late for u in n.users):
             late.add(n)
-    return reorder(graph, sorted(graph.nodes, key=lambda n: _place(n, late)))
+    return graph_of(sorted(graph.nodes, key=lambda n: _place(n, late)))
 
 
 def _computes(node: Node) -> bool:
@@ -250,7 +250,7 @@ def schedule(
         if limit < math.inf:
             ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
-    scheduled = reorder(graph, order)
+    scheduled = graph_of(order)
     result, peak = host_last(scheduled), cache.known_peak(order)
     if result is scheduled and peak is not None:
         record_peak(result, peak)

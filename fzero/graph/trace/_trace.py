@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._notice import trouble_link
-from fzero._torch import OpOverload
+from fzero._torch import OpOverload, graph_of
 from fzero.collectives import record
 from fzero.graph._ir import (
     aten,
@@ -19,7 +19,6 @@ from fzero.graph._ir import (
     is_collective,
     is_input,
     nbytes,
-    reorder,
     signature,
     stand_ins_of,
     views_and_users,
@@ -179,9 +178,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
         node.replace_all_uses_with(arguments[key])
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
-    return TracedGraph(
-        reorder(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values())
-    )
+    return TracedGraph(graph_of([*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
 
 
 def _literal(node: Node, value: Any) -> Hashable:
