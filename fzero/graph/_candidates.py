@@ -13,7 +13,7 @@ from fzero._notice import trouble_link
 from fzero.graph._ir import full_bytes, is_collective, is_reduce_collective, parameter_gathers
 from fzero.graph._pass_manager import FITTING, PassContext, PassManager, PassSettings, ScheduleOptions
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
-from fzero.graph.planning._cost import seconds
+from fzero.graph.planning._cost import estimate_seconds
 from fzero.graph.planning._liveness import peak_bytes
 from fzero.graph.planning._plan import Settings
 
@@ -56,7 +56,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
 
     @functools.cache  # equal results share one rating
     def rate(scheduled: Graph) -> tuple[int, float]:
-        return peak_bytes(scheduled), seconds(scheduled, context.hardware)
+        return peak_bytes(scheduled), estimate_seconds(scheduled, context.hardware)
 
     options = options if _gathers(graph) else options._replace(prefetch=0)
     (prefetch, in_flight), *other_overlaps = _overlaps(

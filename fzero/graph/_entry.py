@@ -15,7 +15,7 @@ from fzero.graph import _dump
 from fzero.graph._agree import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import check_order, is_input, results, stand_ins_of
+from fzero.graph._ir import check_order, graph_results, is_input, stand_ins_of
 from fzero.graph._ops import name_of
 from fzero.graph._pass_manager import PassContext, PassManager, ScheduleOptions
 from fzero.graph._polynomials import shapes_of
@@ -330,12 +330,14 @@ def _space(name: LeafName, x: torch.Tensor) -> dict[str, str]:
 
 def _unchanged(traced: TracedGraph, overwrites: dict[int, int]) -> list[int]:
     """List the results that are arguments and are not written into a donated tensor."""
-    return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in overwrites]
+    return [
+        i for i, n in enumerate(graph_results(traced.graph)) if n is not None and is_input(n) and i not in overwrites
+    ]
 
 
 def _reused_tensors(traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
-    inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
+    inputs, out = [n for n in traced.graph.nodes if is_input(n)], graph_results(traced.graph)
     same = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
     return [i for i in donated if i not in same]
 

@@ -34,10 +34,10 @@ __all__ = [
     "copy_graph",
     "describe",
     "dtypes_and_shapes",
-    "elements",
     "feeding_work",
     "flops",
     "full_bytes",
+    "graph_results",
     "group_size",
     "is_carried",
     "is_cheap",
@@ -47,11 +47,11 @@ __all__ = [
     "is_reduce_collective",
     "is_wait",
     "is_write",
+    "moved_numel",
     "nbytes",
     "parameter_gathers",
-    "results",
     "signature",
-    "sort",
+    "sort_graph",
     "source_of_wait",
     "stand_ins_of",
     "stand_ins_of_args",
@@ -130,7 +130,7 @@ def is_input(node: Node) -> bool:
     return node.op == "placeholder"
 
 
-def results(graph: Graph) -> list[Any]:
+def graph_results(graph: Graph) -> list[Any]:
     """List a graph's results: nodes, and None where the function returned none."""
     return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])  # pyright: ignore[reportArgumentType]
 
@@ -273,7 +273,7 @@ def check_order(graph: Graph) -> None:
         before.add(node)
 
 
-def sort(graph: Graph) -> Graph:
+def sort_graph(graph: Graph) -> Graph:
     """Copy a graph with every node after its arguments, and otherwise in the old order.
 
     An argument that comes too late is moved right before its user. Postponing the user instead would leave nodes that
@@ -396,7 +396,7 @@ def full_bytes(node: Node) -> int:
     return max(nbytes(*stand_ins_of(source)), nbytes(*stand_ins_of(operand)))  # pyright: ignore[reportArgumentType]
 
 
-def elements(node: Node) -> int:
+def moved_numel(node: Node) -> int:
     """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
     sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
     return 2 * sent if "all_reduce" in str(node.target) else _full(sent, received, node)

@@ -18,7 +18,7 @@ from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import as_step
-from fzero.graph.planning._cost import Hardware, seconds
+from fzero.graph.planning._cost import Hardware, estimate_seconds
 from fzero.graph.planning._plan import Plan, Settings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
@@ -211,7 +211,7 @@ class Jitted:
         if hardware is not None and mesh is not None:
             hardware = hardware._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
         plans = [(e.plan, e.best.graph) for e in self._entries.values()]
-        return [p if hardware is None else replace(p, seconds=seconds(graph, hardware)) for p, graph in plans]
+        return [p if hardware is None else replace(p, seconds=estimate_seconds(graph, hardware)) for p, graph in plans]
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fzero import _torch
 from fzero._torch import levels as _torch_levels
 from fzero._torch import modules as _torch_modules
-from fzero.graph._ir import results
+from fzero.graph._ir import graph_results
 
 
 def test_versions():
@@ -242,7 +242,7 @@ has_compiler = pytest.mark.skipif(
 def compiled_by_inductor(f: Any, args: list[torch.Tensor]) -> Any:
     fakes = _torch.fake_like(args)
     traced = _torch.trace(f, fakes)
-    return _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
+    return _torch.inductor(traced, fakes, [n.meta["val"] for n in graph_results(traced.graph)])
 
 
 @has_compiler

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 import fzero.graph.run._backends as lowering
 from fzero._torch import c10d, fake_like, view_of
-from fzero.graph._ir import GATHER_INTO, is_collective, is_input, results
+from fzero.graph._ir import GATHER_INTO, graph_results, is_collective, is_input
 
 aten: Any = torch.ops.aten
 D = 4  # columns of every matrix in a random graph
@@ -540,7 +540,7 @@ def users_reversed(graph: Graph) -> Graph:
         node.args, node.kwargs = (), {}
     for node in reversed(args):
         node.args, node.kwargs = args[node]
-    assert len(results(copy)) == len(results(graph))
+    assert len(graph_results(copy)) == len(graph_results(graph))
     return copy
 
 

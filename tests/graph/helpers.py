@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import _torch, optim, tree
-from fzero.graph._ir import is_input, results
+from fzero.graph._ir import graph_results, is_input
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._segment import _key
 from tests.optim.offloading import BF16, Row
@@ -24,7 +24,7 @@ def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
     graph = _torch.trace(f, fakes).graph
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x
-    return Code(graph, fakes, [n.meta["val"] for n in results(graph)], name or name_of_code(_key(graph)))
+    return Code(graph, fakes, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_key(graph)))
 
 
 def copied(values: Any) -> Any:

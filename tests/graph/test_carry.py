@@ -11,7 +11,7 @@ import fzero
 from fzero import optim
 from fzero.graph import _candidates as _choose
 from fzero.graph import _one_rank
-from fzero.graph._ir import is_carried, is_collective, is_input, is_reduce_collective, is_wait, results
+from fzero.graph._ir import graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
@@ -58,7 +58,8 @@ def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
     pending = [n for n in nodes if is_carried(n)]
     reductions = [n for n in nodes if is_reduce_collective(n)]
     assert loop.carried == len(pending) == min(in_flight, len(reductions)) and all(is_input(p) for p in pending)
-    assert results(loop.body)[-loop.carried :] == reductions[-loop.carried :]  # nobody waits for them in this turn
+    # nobody waits for them in this turn
+    assert graph_results(loop.body)[-loop.carried :] == reductions[-loop.carried :]
     for i, p in enumerate(pending):
         (wait,) = p.users
         assert is_wait(wait) and p.meta["carried"] is reductions[len(reductions) - loop.carried + i]
@@ -69,7 +70,7 @@ def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
 def test_a_bucket_is_carried_whole():
     graph = scheduled(entry(plain(), 2).traced.graph, 1, bucket_bytes=1 << 20)
     (loop,) = loops(graph)
-    starts = {n.all_input_nodes[0] for n in results(loop.body)[-loop.carried :]}
+    starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried :]}
     assert loop.carried > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
 
 
@@ -156,7 +157,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
     assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:
         output = next(n for n in loop.body.nodes if n.op == "output")
-        output.args = ((*results(loop.body), row),)
+        output.args = ((*graph_results(loop.body), row),)
         node.meta["val"] = (*node.meta["val"], row.meta["val"].new_empty((4, *row.meta["val"].shape)))
     assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [0]
 

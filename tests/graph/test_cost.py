@@ -10,7 +10,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.graph.planning._cost import HARDWARE, Hardware, seconds
+from fzero.graph.planning._cost import HARDWARE, Hardware, estimate_seconds
 from tests.helpers import examples
 
 X = torch.ones(4)  # 16 bytes
@@ -35,8 +35,9 @@ def test_both_compute_at_once_if_the_device_is_given_its_work_first():
         z = x.cos().tan()
         return fzero.collectives.to_device(below * 2, "cpu") + z
 
-    assert seconds(traced(down_up), hardware=DEVICE) == 10  # 2 down, 6 on the host, 7 up, then three of the device
-    assert seconds(traced(filled), hardware=DEVICE) == 8
+    # 2 down, 6 on the host, 7 up, then three of the device
+    assert estimate_seconds(traced(down_up), hardware=DEVICE) == 10
+    assert estimate_seconds(traced(filled), hardware=DEVICE) == 8
 
 
 def test_what_stays_on_the_host_is_part_of_the_step():
@@ -45,13 +46,14 @@ def test_what_stays_on_the_host_is_part_of_the_step():
         first, second = below * 2, below * 3
         return first, second, x.sin()
 
-    assert seconds(traced(f), hardware=DEVICE) == 1 + 4 + 4
+    assert estimate_seconds(traced(f), hardware=DEVICE) == 1 + 4 + 4
 
 
 def test_where_both_are_one_there_is_one_clock():
-    assert seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch)  # operations, of which two are copies
+    # operations, of which two are copies
+    assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch)
     apart = DEVICE._replace(host=0, host_link=0)
-    assert seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
+    assert estimate_seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
 
 
 speeds = st.floats(1, 1e3)
@@ -63,6 +65,6 @@ def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     graph = traced(down_up)
 
     def takes(host: float, link: float) -> float:
-        return seconds(graph, hardware=DEVICE._replace(host=host, host_link=link))
+        return estimate_seconds(graph, hardware=DEVICE._replace(host=host, host_link=link))
 
     assert takes(host * slower, link) >= takes(host, link) and takes(host, link * slower) >= takes(host, link)

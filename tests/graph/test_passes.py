@@ -21,18 +21,18 @@ from fzero.graph._ir import (
     COPY,
     GATHER_INTO,
     collective_kind,
-    elements,
     full_bytes,
+    graph_results,
     is_cheap,
     is_collective,
     is_gather,
     is_input,
     is_reduce_collective,
     is_wait,
+    moved_numel,
     nbytes,
     parameter_gathers,
-    results,
-    sort,
+    sort_graph,
     stand_ins_of,
     start_of,
     views_and_users,
@@ -301,7 +301,7 @@ def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make,
             for m in members(graph):
                 assert m[1] not in n.meta["unit"].split(" + ") or m[4] == n.args[1:]
     if not size:
-        assert lines(bucketed) == lines(sort(graph))
+        assert lines(bucketed) == lines(sort_graph(graph))
 
 
 def test_where_collectives_are_joined_what_waits_for_nothing_stays_where_it_is_used():
@@ -329,7 +329,7 @@ def test_collectives_of_two_groups_stay_apart():
     b = graphs.Builder(2, [(4,), (4,)], [{"label": x, "kind": "parameters", "block": ""} for x in "xy"], False)
     graph = b.done([b(graphs.aten.tanh.default, b.gather(x, group)) for x, group in zip(b.inputs, "gh", strict=True)])
     assert Counter(members(bucket(graph, 1 << 20))) == Counter(members(graph))
-    assert lines(bucket(graph, 1 << 20)) == lines(sort(graph))
+    assert lines(bucket(graph, 1 << 20)) == lines(sort_graph(graph))
 
 
 @examples(25, 50)
@@ -495,7 +495,7 @@ def test_a_gathered_unit_that_is_only_written_arrives_in_its_leaves(change):
     after = gather_into(before)
     (start,) = into(after)
     assert (
-        collective_kind(start) == "all_gather" and full_bytes(start) == elements(start) * 4 == 3 * 3 * 4
+        collective_kind(start) == "all_gather" and full_bytes(start) == moved_numel(start) * 4 == 3 * 3 * 4
     )  # padding counts
     assert not any(n.target is COPY or n.target is c10d.all_gather_into_tensor.default for n in after.nodes)
     given, the_sum = sum(x.nbytes for x in graphs.arguments(UNIT)), 4
@@ -677,7 +677,9 @@ def test_arguments_are_alive_throughout(make, how):
 
 
 def distinct_results(graph: Graph) -> list[torch.Tensor]:
-    return [stand_ins_of(n)[0] for n in dict.fromkeys(results(graph)) if isinstance(n, Node) and not is_view_of_any(n)]
+    return [
+        stand_ins_of(n)[0] for n in dict.fromkeys(graph_results(graph)) if isinstance(n, Node) and not is_view_of_any(n)
+    ]
 
 
 def is_view_of_any(node: Node) -> bool:

@@ -224,7 +224,7 @@ MUTANTS = [
     *File("graph/_ir.py", GRAPH).faults(
         Fault(
             "a node whose operands come later is listed at the end",
-            "sort",
+            "sort_graph",
             (
                 after("for A in B.nodes: ...", "order |= dict.fromkeys(after_needs(list(B.nodes), {}))"),
                 becomes("[A]", "[A] if all(a in order for a in A.all_input_nodes) else []"),
@@ -404,8 +404,10 @@ MUTANTS = [
         ),
     ),
     *File("graph/planning/_cost.py", CARRY).faults(
-        Fault("a carried collective takes no time in the cost model", "seconds", never("A(B) and not C")),
-        Fault("the first iteration waits for a collective that was never started", "seconds", dropped("not A")),
+        Fault("a carried collective takes no time in the cost model", "estimate_seconds", never("A(B) and not C")),
+        Fault(
+            "the first iteration waits for a collective that was never started", "estimate_seconds", dropped("not A")
+        ),
     ),
     *File("_donated.py", DONATION).faults(
         Fault("a donated tensor can be read", "donate_memory", skipped("A.__class__ = B")),

@@ -145,7 +145,12 @@ MUTANTS = [
         ),
     ),
     *File("graph/planning/_cost.py", LINKS).faults(
-        Fault("the host's update takes the device's time", "seconds", becomes("A(graph)", "()", at="2 of 2"), COST),
+        Fault(
+            "the host's update takes the device's time",
+            "estimate_seconds",
+            becomes("A(graph)", "()", at="2 of 2"),
+            COST,
+        ),
         Fault("the network is as fast as the machine's links", "_transfer_seconds", always("A == 1")),
         Fault("the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link, C * A)")),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),

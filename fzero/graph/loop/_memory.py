@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import is_input, nbytes, results, stand_ins_of
+from fzero.graph._ir import graph_results, is_input, nbytes, stand_ins_of
 from fzero.graph._storages import storages_in
 from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._scan import Loop
@@ -79,7 +79,7 @@ def _profile(part: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)
     arguments = [n for n in nodes if is_input(n)]
-    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in memory.indices[n]}
+    output_storages = {s for n in graph_results(part.graph) if isinstance(n, Node) for s in memory.indices[n]}
     change = [0] * (len(nodes) + 1)
     for s, (node, size) in enumerate(zip(memory.producers, memory.sizes, strict=True)):
         if not is_input(node):
@@ -93,7 +93,9 @@ def _profile(part: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile
     owned = {x: n for x, n in zip(part.inputs, arguments, strict=True) if not isinstance(x, int)}
     inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owned.items()}
     owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.producers) if not is_input(n)}
-    outputs = [memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in results(part.graph)]
+    outputs = [
+        memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in graph_results(part.graph)
+    ]
     return _Profile(live, inputs, outputs, memory.sizes)
 
 
@@ -157,7 +159,7 @@ class _RowWalk:
             inputs = [n for n in part.graph.nodes if is_input(n)]
             for value, n in [
                 *zip(part.inputs, inputs, strict=True),
-                *zip(part.outputs, results(part.graph), strict=True),
+                *zip(part.outputs, graph_results(part.graph), strict=True),
             ]:
                 if isinstance(value, StageLeaf):
                     sizes[value.leaf] = nbytes(*stand_ins_of(n))
@@ -247,7 +249,7 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
     sizes = Counter[tuple[str, int]]()
     for part in split(loop):
-        for output, node in zip(part.outputs, results(part.graph), strict=True):
+        for output, node in zip(part.outputs, graph_results(part.graph), strict=True):
             if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
     words = {"F": "output", "G": "gradient"}
@@ -270,7 +272,7 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
     leaves = [
         n
         for part in parts
-        for output, n in zip(part.outputs, results(part.graph), strict=True)
+        for output, n in zip(part.outputs, graph_results(part.graph), strict=True)
         if isinstance(output, StageLeaf)
     ]
     latency = message(max([nbytes(*stand_ins_of(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)

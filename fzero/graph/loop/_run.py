@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.collectives import PendingMessages, StageMessages
-from fzero.graph._ir import results, stand_ins_of
+from fzero.graph._ir import graph_results, stand_ins_of
 from fzero.graph.loop._rank_schedule import regions_of
 from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf
@@ -28,7 +28,7 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
         body: runs the loop's body. It writes the new sums over the old ones.
     """
     first_argument, *_ = loop.body.nodes
-    outputs = results(loop.body)
+    outputs = graph_results(loop.body)
     end_of_rows = len(outputs) - loop.carried  # sums, then rows, then carried values
     row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sums : end_of_rows] for x in stand_ins_of(n)]
     carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
@@ -112,7 +112,7 @@ def _leaf_stand_ins(parts: Sequence[RegionGraph]) -> tuple[list[torch.Tensor], t
     """Return stand-ins of the leaves that stages send to one another, and the leaves' device."""
     leaves: dict[int, torch.Tensor] = {}
     for part in parts:
-        outputs = [(value, n) for value, n in zip(part.outputs, results(part.graph), strict=True)]
+        outputs = [(value, n) for value, n in zip(part.outputs, graph_results(part.graph), strict=True)]
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
         for value, n in [*zip(part.inputs, inputs, strict=True), *outputs]:
             if isinstance(value, StageLeaf):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import is_collective, is_input, is_wait, is_write, results
+from fzero.graph._ir import graph_results, is_collective, is_input, is_wait, is_write
 from fzero.graph._ops import is_random, is_view
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
 from fzero.graph.loop._scan import Loop
@@ -92,7 +92,7 @@ def split(loop: Loop) -> tuple[RegionGraph, ...]:
     for n in nodes:
         if n in region_of:
             splitter.add(n)
-    for result in results(loop.body):
+    for result in graph_results(loop.body):
         if isinstance(result, Node) and result in region_of:
             splitter.parts[region_of[result]].add_output(None, result)
     return splitter.build()

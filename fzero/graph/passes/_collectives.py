@@ -11,14 +11,14 @@ from fzero._torch import c10d
 from fzero.graph._ir import (
     copy_graph,
     full_bytes,
+    graph_results,
     is_collective,
     is_gather,
     is_reduce_collective,
     is_wait,
     parameter_gathers,
-    results,
     signature,
-    sort,
+    sort_graph,
     source_of_wait,
     stand_ins_of,
     views_and_users,
@@ -50,7 +50,7 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
         return graph
     graph = copy_graph(graph)
     memory, index = storages(graph).indices, {n: i for i, n in enumerate(graph.nodes)}
-    output_storages = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
+    output_storages = {s for value in graph_results(graph) if isinstance(value, Node) for s in memory[value]}
     for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
         start = source_of_wait(wait)
         operand = start.all_input_nodes[0]
@@ -123,7 +123,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     copies = {n.name: n for n in graph.nodes}
     for group in names:
         _coalesce(graph, [copies[name] for name in group])
-    return sort(graph)
+    return sort_graph(graph)
 
 
 def _groups(nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> list[list[Node]]:

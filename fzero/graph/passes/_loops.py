@@ -13,13 +13,13 @@ from fzero.graph._ir import (
     collective_kind,
     copy_graph,
     describe,
+    graph_results,
     is_gather,
     is_input,
     is_reduce_collective,
     is_wait,
     nbytes,
     parameter_gathers,
-    results,
     stand_ins_of,
 )
 from fzero.graph._ops import changes_layout, is_view, name_of
@@ -225,7 +225,7 @@ def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
 
 def _place(chain: _Chain, body: Graph, loop: Loop) -> int:
     """Return the position of the chain's sum among the body's results."""
-    return results(body).index(chain.write)
+    return graph_results(body).index(chain.write)
 
 
 def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
@@ -238,7 +238,7 @@ def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
     for n in [chain.wait, *chain.views, chain.add, chain.write]:
         start.prepend(n)
     output = next(n for n in reversed(body.nodes) if n.op == "output")
-    output.args = ((*results(body), chain.source),)
+    output.args = ((*graph_results(body), chain.source),)
 
 
 def _wait_after(node: Node, at: int, chain: _Chain, total: Node) -> None:

@@ -8,7 +8,17 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d, storage_id
-from fzero.graph._ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, results, stand_ins_of, views_and_users
+from fzero.graph._ir import (
+    COPY,
+    GATHER_INTO,
+    WAIT,
+    aten,
+    copy_graph,
+    graph_results,
+    is_input,
+    stand_ins_of,
+    views_and_users,
+)
 from fzero.graph._ops import is_view, name_of
 from fzero.graph._storages import storages
 from fzero.graph.loop._scan import loop_of
@@ -33,7 +43,7 @@ def donate(graph: Graph, overwrites: Sequence[tuple[int, int]], donated: Sequenc
     """
     graph = copy_graph(graph)
     inputs = [n for n in graph.nodes if is_input(n)]
-    outputs = results(graph)
+    outputs = graph_results(graph)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     memory = storages(graph)
     into = dict(overwrites)

@@ -31,7 +31,7 @@ from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._memory import pipeline_seconds
 from fzero.graph.loop._scan import loop_of
 
-__all__ = ["HARDWARE", "Hardware", "Route", "collective_seconds", "message_seconds", "route_of", "seconds"]
+__all__ = ["HARDWARE", "Hardware", "Route", "collective_seconds", "estimate_seconds", "message_seconds", "route_of"]
 
 # The rates and latencies of the hardware that the cost model reads.
 
@@ -189,7 +189,7 @@ def _transfer_seconds(kind: str, total: float, route: Route, hardware: Hardware,
     return total * times.get(kind, 1.0) / speed
 
 
-def seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
+def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
     """Estimate the seconds of a graph, with one clock for the device's work, one for collectives and one for the host.
 
     Work takes `max(flops / hardware.flops, bytes / hardware.memory)` seconds, at least `hardware.launch`. A collective
@@ -223,11 +223,11 @@ def seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False)
             ends[node] = wires
         elif (loop := loop_of(node)) and loop.rank_schedule:
             work = wires = max(work, wires) + pipeline_seconds(
-                loop, partial(seconds, hardware=target), partial(message_seconds, hardware=target)
+                loop, partial(estimate_seconds, hardware=target), partial(message_seconds, hardware=target)
             )
         elif loop:
-            iteration = seconds(loop.body, hardware)
-            first_iteration = seconds(loop.body, hardware, first=True) if loop.carried else iteration
+            iteration = estimate_seconds(loop.body, hardware)
+            first_iteration = estimate_seconds(loop.body, hardware, first=True) if loop.carried else iteration
             work = wires = max(work, wires) + first_iteration + (loop.iterations - 1) * iteration
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))

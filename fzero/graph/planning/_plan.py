@@ -16,10 +16,10 @@ from fzero.graph._ir import (
     aten,
     collective_axes,
     collective_kind,
-    elements,
     flops,
     is_collective,
     is_input,
+    moved_numel,
     nbytes,
     stand_ins_of,
 )
@@ -28,7 +28,7 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
-from fzero.graph.planning._cost import Hardware, seconds
+from fzero.graph.planning._cost import Hardware, estimate_seconds
 from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
 from fzero.sharding import default_units
@@ -410,7 +410,7 @@ def make_plan(
         tuple(plan_ranges(graph)),
         tuple([_collective(i, *ops[i], layer_of, groups) for i, (n, _) in enumerate(ops) if is_collective(n)]),
         settings,
-        seconds(graph, hardware),
+        estimate_seconds(graph, hardware),
         tuple(rejected),
         tuple(
             [Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]
@@ -440,7 +440,7 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
 def _collective(
     position: int, node: Node, times: int, layer_of: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> Collective:
-    n, width = elements(node), stand_ins_of(node)[0].element_size()
+    n, width = moved_numel(node), stand_ins_of(node)[0].element_size()
     layer = layer_of.get(node) or node.meta.get("unit", "")
     return Collective(position, collective_kind(node), layer, n, n * width, times, collective_axes(node, groups))
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import is_input, results
+from fzero.graph._ir import graph_results, is_input
 from fzero.graph._polynomials import Shapes
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_and_phase
 from fzero.graph.run._compile import Code, Runs, can_load, compile_all, compile_graph, compiled, is_compiled, progress
@@ -166,7 +166,7 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
     The graph must be functional: Inductor would drop the copy of a value that a collective overwrites.
     """
     fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
-    outputs = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
+    outputs = [n.meta["val"] if isinstance(n, Node) else None for n in graph_results(graph)]
     compiled = attempt(lambda: compile_graph(graph, fakes, outputs, "the whole step"))
     refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.agreement_mesh)
     notify([*refusals.values()], demand.mesh, demand.strict)

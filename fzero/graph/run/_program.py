@@ -8,7 +8,7 @@ from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
-from fzero.graph._ir import copy_graph, is_input, results, stand_ins_of, views_and_users
+from fzero.graph._ir import copy_graph, graph_results, is_input, stand_ins_of, views_and_users
 from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._run import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
@@ -138,7 +138,7 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
     subgraphs = split_into_subgraphs(graph.nodes)
     parts, scalars = parts_of_arguments(graph) | items, scalars_of(graph.nodes)
-    result_values = [None if x is None else written_argument(x) for x in results(graph)]
+    result_values = [None if x is None else written_argument(x) for x in graph_results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(subgraphs, values) | parts
     register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}

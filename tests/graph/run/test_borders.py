@@ -14,7 +14,7 @@ import fzero
 import fzero.graph.run._compiled as pieces
 import fzero.graph.run._program as programs
 from fzero import _torch, optim
-from fzero.graph._ir import is_input, results
+from fzero.graph._ir import graph_results, is_input
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._compile import compile_graph
 from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
@@ -122,7 +122,7 @@ class Watched:
         self.seen = 0
 
     def __call__(self, runs: Any, graph: Graph, fakes: Sequence[Any]) -> Any:
-        made = [n.meta["val"] for n in results(graph)]
+        made = [n.meta["val"] for n in graph_results(graph)]
 
         def run(args: list[Any]) -> Any:
             self.check(args, fakes)
@@ -219,7 +219,7 @@ def test_a_view_of_what_lies_otherwise_is_a_reshape():
 
     args = [torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0))]
     graph = traced(f, args)
-    fakes, made = [n.meta["val"] for n in graph.nodes if is_input(n)], [n.meta["val"] for n in results(graph)]
+    fakes, made = [n.meta["val"] for n in graph.nodes if is_input(n)], [n.meta["val"] for n in graph_results(graph)]
     (got,) = compile_graph(graph, fakes, made, "a segment")([*args])
     torch.testing.assert_close(got, f(*args)[0])
 

@@ -186,9 +186,9 @@ def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
 
 def held(parts: Any) -> list[torch.Tensor]:
     """What waits for the backward pass, of each micro-batch in flight."""
-    from fzero.graph._ir import results, stand_ins_of
+    from fzero.graph._ir import graph_results, stand_ins_of
 
-    made = [(what, n) for part in parts for what, n in zip(part.outputs, results(part.graph), strict=True)]
+    made = [(what, n) for part in parts for what, n in zip(part.outputs, graph_results(part.graph), strict=True)]
     return [stand_ins_of(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
