@@ -217,10 +217,10 @@ MUTANTS = [
         Fault("copies within loops are not waited for", "make_copies_async", skipped("A(B, C(D.E, F))")),
     ),
     *File("graph/planning/_cost.py", COST).faults(
-        Fault("the host's work takes no time in the cost model", "estimate_seconds", returns("work")),
+        Fault("the host's work takes no time in the cost model", "estimate_seconds", returns("clocks.work")),
         Fault("the host starts before its inputs arrive", "_HostClock.computes", bare("max(A, self.B(C))")),
-        Fault("the device does not wait for the host", "estimate_seconds", bare("max(A, B.C(D))")),
-        Fault("a view is ready before its base", "estimate_seconds", skipped("A.B(C)")),
+        Fault("the device does not wait for the host", "_Clocks._move", bare("max(A, B.C(D))")),
+        Fault("a view is ready before its base", "_Clocks.run", skipped("A.passes_on(B)")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
         Fault("remat's offload moves parameters to the host", "offload", dropped("not A[B].is_leaf")),

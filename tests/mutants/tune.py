@@ -147,7 +147,7 @@ MUTANTS = [
     *File("graph/planning/_cost.py", LINKS).faults(
         Fault(
             "the host's update takes the device's time",
-            "estimate_seconds",
+            "_Clocks.__init__",
             becomes("A(graph)", "()", at="2 of 2"),
             COST,
         ),

@@ -29,7 +29,7 @@ from fzero.graph._ir import (
 from fzero.graph._ops import is_view
 from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._memory import pipeline_seconds
-from fzero.graph.loop._scan import loop_of
+from fzero.graph.loop._scan import Loop, loop_of
 
 __all__ = ["HARDWARE", "Hardware", "Route", "collective_seconds", "estimate_seconds", "message_seconds", "route_of"]
 
@@ -205,42 +205,69 @@ def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool
             common hardware of the kind that the values lie on; a CPU then does the host's work itself.
         first: whether the graph is a loop's first iteration, for which no earlier one has started a reduction.
     """
-    target = _common_hardware(graph) if hardware is None else hardware
-    excluded: Collection[Node] = () if hardware is None or target.host else _host_work(graph)
-    clock = _HostClock(on_host(graph.nodes) if target.host else set())
-    work, wires = 0.0, 0.0
-    ends: dict[Node, float] = {}
+    clocks = _Clocks(graph, hardware)
     for node in graph.nodes:
-        if is_carried(node) and not first:  # it began at the end of the iteration before
-            start = collective_of(node.meta["carried"])
-            if start not in ends:
-                ends[start] = wires = max(work, wires) + collective_seconds(start, target)
-        if node.op != "call_function" or is_view(node) or node in excluded:
-            clock.passes_on(node)
-            continue
-        if is_collective(node):
-            wires = max(work, wires) + collective_seconds(node, target)
-            ends[node] = wires
-        elif (loop := loop_of(node)) and loop.rank_schedule:
-            work = wires = max(work, wires) + pipeline_seconds(
-                loop, partial(estimate_seconds, hardware=target), partial(message_seconds, hardware=target)
-            )
-        elif loop:
-            iteration = estimate_seconds(loop.body, hardware)
-            first_iteration = estimate_seconds(loop.body, hardware, first=True) if loop.carried else iteration
-            work = wires = max(work, wires) + first_iteration + (loop.iterations - 1) * iteration
+        if is_carried(node) and not first:
+            clocks.start_carried(node)
+        clocks.run(node)
+    return max(clocks.work, clocks.host.now)
+
+
+class _Clocks:
+    """The clocks of a graph's device, of its collectives and of its host. They advance operation by operation.
+
+    Attributes:
+        work: the time at which the device has finished all work so far, in seconds.
+        wires: the time at which the last collective so far has ended, in seconds.
+        ends: the time at which each collective ends, in seconds.
+        host: the host's clock.
+    """
+
+    def __init__(self, graph: Graph, hardware: Hardware | None) -> None:
+        self._body_hardware = hardware  # a loop's body is estimated as the graph is: None finds its own hardware
+        self._hardware = _common_hardware(graph) if hardware is None else hardware
+        self._excluded: Collection[Node] = () if hardware is None or self._hardware.host else _host_work(graph)
+        self.host = _HostClock(on_host(graph.nodes) if self._hardware.host else set())
+        self.work, self.wires = 0.0, 0.0
+        self.ends: dict[Node, float] = {}
+
+    def run(self, node: Node) -> None:
+        """Advance the clocks by a node."""
+        if node.op != "call_function" or is_view(node) or node in self._excluded:
+            self.host.passes_on(node)
+        elif is_collective(node):
+            self._start(node)
+        elif loop := loop_of(node):
+            self.work = self.wires = max(self.work, self.wires) + self._loop_seconds(loop)
         elif is_wait(node):
-            work = max(work, ends.get(start_of(node), 0.0))
-        elif target.host and is_move(node):
-            work = max(work, clock.arrival(node)) + nbytes(*stand_ins_of(node)) / target.host_link
-            clock.arrives(node, work)
-        elif node in clock.nodes:
-            clock.computes(
-                node, max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / target.host, target.launch)
-            )
+            self.work = max(self.work, self.ends.get(start_of(node), 0.0))
+        elif self._hardware.host and is_move(node):
+            self._move(node)
+        elif node in self.host.nodes:
+            self.host.computes(node, _host_seconds(node, self._hardware))
         else:
-            work += work_seconds(node, target)
-    return max(work, clock.now)
+            self.work += work_seconds(node, self._hardware)
+
+    def start_carried(self, node: Node) -> None:
+        """Start a reduction that the iteration before left in flight, unless it has started: it began at its end."""
+        start = collective_of(node.meta["carried"])
+        if start not in self.ends:
+            self._start(start)
+
+    def _start(self, node: Node) -> None:
+        self.ends[node] = self.wires = max(self.work, self.wires) + collective_seconds(node, self._hardware)
+
+    def _loop_seconds(self, loop: Loop) -> float:
+        if loop.rank_schedule:
+            message = partial(message_seconds, hardware=self._hardware)
+            return pipeline_seconds(loop, partial(estimate_seconds, hardware=self._hardware), message)
+        iteration = estimate_seconds(loop.body, self._body_hardware)
+        first = estimate_seconds(loop.body, self._body_hardware, first=True) if loop.carried else iteration
+        return first + (loop.iterations - 1) * iteration
+
+    def _move(self, node: Node) -> None:
+        self.work = max(self.work, self.host.arrival(node)) + nbytes(*stand_ins_of(node)) / self._hardware.host_link
+        self.host.arrives(node, self.work)
 
 
 @dataclass
@@ -283,6 +310,11 @@ def work_seconds(node: Node, hardware: Hardware) -> float:
     if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.slow
     return max(compute, nbytes(*stand_ins_of(node), *operands) / hardware.memory, hardware.launch)
+
+
+def _host_seconds(node: Node, hardware: Hardware) -> float:
+    """Estimate the seconds of one operation of the host."""
+    return max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host, hardware.launch)
 
 
 def _host_work(graph: Graph) -> set[Node]:
