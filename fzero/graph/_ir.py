@@ -22,6 +22,7 @@ __all__ = [
     "FUSED",
     "GATHER_INTO",
     "LATE",
+    "METRIC",
     "SCALINGS",
     "WAIT",
     "after_needs",
@@ -78,6 +79,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+METRIC = "(metric)"  # `meta["unit"]` of a collective of the user
 WAIT = c10d.wait_tensor.default
 GATHER_INTO = gloo.all_gather_into  # followed by a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)

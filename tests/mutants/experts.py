@@ -202,13 +202,13 @@ MUTANTS = [
             always("A == 'grouped_mm'"),
         ),
     ),
-    *File("graph/planning/_plan.py", ("tests/parallel/experts/test_plan.py",)).faults(
+    *File("graph/planning/_collective_units.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault(
             "an exchange in a plan is named by the operation before it",
-            "_nearest",
+            "_nearest_unit",
             becomes("[A for B in C for A in B.users if D]", "[]"),
         ),
-        Fault("exchanges within a loop have no layer's name in a plan", "layers", dropped("body_weights")),
+        Fault("exchanges within a loop have no unit's name in a plan", "infer_units", dropped("body_weights")),
     ),
     *File("sharding/_flat.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault("the gather of new parameters has no unit in a plan", "", dropped("unit=A", at="2 of 3")),

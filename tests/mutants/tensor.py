@@ -12,7 +12,7 @@ MOE = ("tests/parallel/experts/test_axes.py",)
 COPIES = ("tests/collectives/test_copies.py",)
 
 MUTANTS = [
-    *File("graph/planning/_plan.py", TRAINING).faults(
+    *File("graph/planning/_collective_units.py", TRAINING).faults(
         Fault("sums of activations count as metrics in a plan", "_moves_values", dropped("A(B)[0].dim() >= 2")),
     ),
     *File("parallel/tensor/_functions.py", TRAINING).faults(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 
 from fzero._torch import is_backward
-from fzero.graph._ir import flops, is_reduce_collective
+from fzero.graph._ir import METRIC, flops, is_reduce_collective
 from fzero.graph.loop._scan import loop_of
 
 __all__ = ["PHASES", "find_phases"]
@@ -33,7 +33,7 @@ def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
     if not backward:
         return dict.fromkeys(nodes, "forward")
     first = next(i for i, n in enumerate(nodes) if n in backward)
-    backward |= {n for n in nodes[first:] if is_reduce_collective(n) and n.meta.get("unit", "") != "(metric)"}
+    backward |= {n for n in nodes[first:] if is_reduce_collective(n) and n.meta.get("unit", "") != METRIC}
     ancestors = _ancestors(nodes, backward)
     phase_of = {}
     phase = "backward"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,10 +27,10 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
+from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._cost import Hardware, estimate_seconds
 from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
-from fzero.sharding import default_units
 
 __all__ = [
     "Collective",
@@ -41,85 +40,10 @@ __all__ = [
     "Rejected",
     "Settings",
     "Transfer",
-    "layers",
     "list_operations",
     "make_plan",
     "plan_ranges",
 ]
-
-# The layer that a user's collective belongs to, found by the parameters that its values meet.
-
-
-METRIC = "(metric)"
-
-
-def layers(graph: Graph, loop_weights: Mapping[Node, str] | None = None) -> dict[Node, str]:
-    """Return the layer of each collective that moves a layer's values, in loops' bodies, too.
-
-    It is the layer of the nearest operation, before or after the collective, that applies a parameter. Tokens go
-    straight to their experts and come straight from them, and so do activations of layers that are split along "tp". A
-    metric and a loss belong to no layer: they are numbers, not matrices.
-
-    Args:
-        graph: a scheduled graph, or the body of a loop.
-        loop_weights: for a body, its arguments that hold parameters, and their units.
-    """
-    weights, applied = _weights(graph, loop_weights or {})
-    names: dict[Node, str] = {}
-    for n in graph.nodes:
-        if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
-            name = _nearest(n, applied)
-            names |= {n: name} if name else {}
-        elif loop := loop_of(n):
-            _, *arguments = [m for m in loop.body.nodes if is_input(m)]  # the first is the iteration's number
-            body_weights = {
-                m: weights[a] for m, a in zip(arguments, n.args, strict=False) if isinstance(a, Node) and a in weights
-            }
-            names |= layers(loop.body, body_weights)
-    return names
-
-
-def _moves_values(node: Node) -> bool:
-    """Return whether a collective moves rows: it is an exchange, or its value has two dimensions or more."""
-    return "all_to_all" in str(node.target) or stand_ins_of(node)[0].dim() >= 2
-
-
-def _weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
-    """Return the unit of each node that holds only parameters, and of each node that applies a parameter to a value."""
-    weights = dict(known_weights)
-    applied = dict[Node, str]()
-    for n in graph.nodes:
-        inputs = n.all_input_nodes
-        units = [weights[a] for a in inputs if a in weights]
-        if is_input(n):
-            weights |= _parameter(n)
-        elif units and len(units) == len(inputs):
-            unit = n.meta.get("unit", METRIC)  # a gather has a unit, and each part of a bucket has its own
-            weights[n] = units[0] if unit == METRIC else unit
-        elif units:
-            applied[n] = units[0]
-    return weights, applied
-
-
-def _parameter(node: Node) -> dict[Node, str]:
-    match = re.search(r"(leaf|unit) '(.+)'", node.meta.get("label", ""))
-    if node.meta.get("kind") != "parameters" or match is None:
-        return {}
-    return {node: default_units(match[2], node.meta["val"]) if match[1] == "leaf" else match[2]}
-
-
-def _nearest(node: Node, applied: Mapping[Node, str]) -> str:
-    """Search outward from a node in both directions; return the unit of the first node that applies a parameter."""
-    before, after, seen = [node], [node], {node}
-    while before or after:
-        before = [m for n in before for m in n.all_input_nodes if m not in seen]
-        after = [m for n in after for m in n.users if m not in seen]
-        seen.update(before, after)
-        for n in [*after, *before]:
-            if n in applied:
-                return applied[n]
-    return ""
-
 
 # A scheduled graph as a plan lists it: the operations of a loop's body follow the loop, once, as one iteration.
 
@@ -403,12 +327,12 @@ def make_plan(
         groups: the axes of each process group, by its name.
     """
     ops, phase_of = list_operations(graph), find_phases(graph)
-    layer_of = layers(graph)
+    units = infer_units(graph)
     return Plan(
         name,
         tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
         tuple(plan_ranges(graph)),
-        tuple([_collective(i, *ops[i], layer_of, groups) for i, (n, _) in enumerate(ops) if is_collective(n)]),
+        tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
         settings,
         estimate_seconds(graph, hardware),
         tuple(rejected),
@@ -438,11 +362,11 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
 
 
 def _collective(
-    position: int, node: Node, times: int, layer_of: Mapping[Node, str], groups: Mapping[str, str] | None
+    position: int, node: Node, times: int, units: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> Collective:
     n, width = moved_numel(node), stand_ins_of(node)[0].element_size()
-    layer = layer_of.get(node) or node.meta.get("unit", "")
-    return Collective(position, collective_kind(node), layer, n, n * width, times, collective_axes(node, groups))
+    unit = units.get(node) or node.meta.get("unit", "")
+    return Collective(position, collective_kind(node), unit, n, n * width, times, collective_axes(node, groups))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._format import format_bytes
 from fzero._report import new_figure
+from fzero.graph._ir import METRIC
 from fzero.graph.planning._liveness import KINDS
 from fzero.graph.planning._phases import PHASES
 
@@ -87,7 +88,7 @@ def _group_lines(plan: "Plan") -> list[str]:
     """Return one line for the collectives of each kind and pass, whose units are folded."""
     groups: dict[tuple[str, str], list[Any]] = {}
     for c in plan.collectives:
-        phase = "" if c.unit.startswith("(metric)") else plan.operations[c.position].phase
+        phase = "" if c.unit.startswith(METRIC) else plan.operations[c.position].phase
         groups.setdefault((phase, c.kind), []).append(c)
     lines = []
     order = (*PHASES, "")

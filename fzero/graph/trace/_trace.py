@@ -14,6 +14,7 @@ from fzero._notice import trouble_link
 from fzero._torch import OpOverload, graph_of
 from fzero.collectives import record
 from fzero.graph._ir import (
+    METRIC,
     aten,
     collective_kind,
     is_collective,
@@ -195,7 +196,7 @@ def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
     kinds = ["all_to_all" if e.kind == "ppermute" else e.kind for e in events]
     if kinds == [collective_kind(n) for n in nodes]:  # else some are the user's own, which are not recorded
         for node, event in zip(nodes, events, strict=True):
-            node.meta["unit"] = event.unit or "(metric)"
+            node.meta["unit"] = event.unit or METRIC
 
 
 def _check_constant_tensors(traced: TracedGraph) -> None:
