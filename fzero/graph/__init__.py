@@ -11,7 +11,7 @@ from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._liveness import KINDS
-from fzero.graph.planning._plan import Plan, Settings
+from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.planning._views import phase_spans, short_path
 from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
@@ -29,7 +29,7 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "KINDS",
-    "Settings",
+    "PlanSettings",
     "StepOfRank",
     "TimedOperation",
     "TrainStep",

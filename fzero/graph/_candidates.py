@@ -15,7 +15,7 @@ from fzero.graph._pass_manager import FITTING, PassContext, PassManager, PassSet
 from fzero.graph.loop._scan import graphs_in, loop_of, shared_graphs
 from fzero.graph.planning._cost import estimate_seconds
 from fzero.graph.planning._liveness import peak_bytes
-from fzero.graph.planning._plan import Settings
+from fzero.graph.planning._plan import PlanSettings
 
 __all__ = ["Candidate", "candidates", "choose"]
 
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
     seconds: float
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> PlanSettings:
         """The settings that a plan shows and that ranks agree on."""
         return self.pass_settings.shown_in_plan()
 

@@ -19,7 +19,7 @@ from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import as_step
 from fzero.graph.planning._cost import Hardware, estimate_seconds
-from fzero.graph.planning._plan import Plan, Settings
+from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, Key, call_key, difference, flatten_arguments
@@ -283,7 +283,7 @@ class Jitted:
         """
         return self._entry(self._arguments(args, kwargs), args).plan
 
-    def plan_as(self, settings: Settings, *args: Any, **kwargs: Any) -> Plan:
+    def plan_as(self, settings: PlanSettings, *args: Any, **kwargs: Any) -> Plan:
         """Plan a call in the schedule of another plan's settings. A call that was planned before is not traced again.
 
         Args:

@@ -31,7 +31,7 @@ from fzero.graph.passes import (
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._liveness import device_live_bytes, iteration_peak_bytes
-from fzero.graph.planning._plan import Settings
+from fzero.graph.planning._plan import PlanSettings
 
 __all__ = [
     "AUTO",
@@ -80,7 +80,7 @@ class PassSettings(NamedTuple):
     prefetch_budget: float = math.inf
     recast: bool = False
 
-    def shown_in_plan(self) -> Settings:
+    def shown_in_plan(self) -> PlanSettings:
         """Return the settings that a plan shows, by name. `across_iterations` and `recast` are shown only if True."""
         hidden = {"prefetch_budget", *[name for name in ("across_iterations", "recast") if not getattr(self, name)]}
         return {k: v for k, v in self._asdict().items() if k not in hidden}

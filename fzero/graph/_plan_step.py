@@ -8,7 +8,7 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import as_step
 from fzero.graph.planning._cost import HARDWARE, Hardware
-from fzero.graph.planning._plan import Plan, Settings
+from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.ranks import Mesh
 
 __all__ = ["StepOfRank", "plan", "step_of_rank"]
@@ -81,7 +81,7 @@ class StepOfRank(NamedTuple):
     kwargs: Mapping[str, Any]
 
     @api_boundary
-    def plan(self, settings: Settings | None = None) -> Plan:
+    def plan(self, settings: PlanSettings | None = None) -> Plan:
         """Plan the step, in the schedule of another plan's settings if they are given."""
         if settings is None:
             return self.step.plan(*self.args, **self.kwargs)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Hardware, Jitted, Plan, ScheduleOptions, Settings, StepOfRank, jit, step_of_rank
+from fzero.graph import KINDS, Hardware, Jitted, Plan, PlanSettings, ScheduleOptions, StepOfRank, jit, step_of_rank
 from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
@@ -104,7 +104,7 @@ class TableRow:
     host_bytes: float
     flops: float
     in_full: bool
-    settings: Settings
+    settings: PlanSettings
     rank: int = 0
 
     @property
@@ -207,7 +207,11 @@ World = int | Mapping[str, int] | None
 
 
 def plan_at(
-    make_step: MakeStep, at: Any, world_size: World, hardware: Hardware | None = None, settings: Settings | None = None
+    make_step: MakeStep,
+    at: Any,
+    world_size: World,
+    hardware: Hardware | None = None,
+    settings: PlanSettings | None = None,
 ) -> Plan:
     """Plan the step that `make_step` makes for a ratio or a configuration.
 
@@ -260,7 +264,7 @@ def plan_step(
     step_args: StepArgs,
     world_size: World,
     hardware: Hardware | None = None,
-    settings: Settings | None = None,
+    settings: PlanSettings | None = None,
     rank: int | Mapping[str, int] = 0,
 ) -> Plan:
     """Plan a step with its arguments. `rank` is as in `fzero.plan`, the rest as in `plan_at`."""

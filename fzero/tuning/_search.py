@@ -16,7 +16,7 @@ import torch
 
 import fzero.tree
 from fzero._notice import warn_once
-from fzero.graph import Plan, Settings, StepOfRank, paused_collector
+from fzero.graph import Plan, PlanSettings, StepOfRank, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
 from fzero.tuning._machines import Machine, cache_folder, write_atomically
@@ -250,7 +250,7 @@ class ConfigurationPlanner:
         summaries = _extrapolate(plans, config.depth)
         return summaries if all(summary.schedules for summary in summaries.values()) else None
 
-    def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> PlanSummaries:
+    def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
         return _summaries(config, self._steps(config, settings), settings)
 
@@ -267,7 +267,7 @@ class ConfigurationPlanner:
 
 
 def _summaries(
-    config: Configuration, steps: StepsOfRanks | Plan, settings: Mapping[int, Settings | None] | None = None
+    config: Configuration, steps: StepsOfRanks | Plan, settings: Mapping[int, PlanSettings | None] | None = None
 ) -> PlanSummaries:
     """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""
     if isinstance(steps, Plan):

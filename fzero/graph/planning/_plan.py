@@ -37,8 +37,8 @@ __all__ = [
     "ListedOperation",
     "Operation",
     "Plan",
+    "PlanSettings",
     "Rejected",
-    "Settings",
     "Transfer",
     "list_operations",
     "make_plan",
@@ -131,13 +131,13 @@ class Operation(NamedTuple):
     phase: str = "forward"
 
 
-Settings = Mapping[str, bool | int | float | str]  # the arguments of the passes, by name
+PlanSettings = Mapping[str, bool | int | float | str]  # the arguments of the passes, by name
 
 
 class Rejected(NamedTuple):
     """A schedule that was not chosen: its settings, its peak memory in bytes, and its seconds by the cost model."""
 
-    settings: Settings
+    settings: PlanSettings
     peak_bytes: int
     seconds: float
 
@@ -208,7 +208,7 @@ class Plan(FigureReport):
     operations: tuple[Operation, ...]
     ranges: tuple[Range, ...]
     collectives: tuple[Collective, ...]
-    settings: Settings
+    settings: PlanSettings
     seconds: float
     rejected: tuple[Rejected, ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -311,7 +311,7 @@ class Plan(FigureReport):
 def make_plan(
     graph: Graph,
     name: str,
-    settings: Settings,
+    settings: PlanSettings,
     rejected: Iterable[Rejected] = (),
     hardware: Hardware | None = None,
     groups: Mapping[str, str] | None = None,
@@ -369,5 +369,5 @@ def _collective(
     return Collective(position, collective_kind(node), unit, n, n * width, times, collective_axes(node, groups))
 
 
-def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:
+def _finite(settings: PlanSettings) -> dict[str, bool | int | float | str | None]:
     return {k: None if v == float("inf") else v for k, v in settings.items()}
