@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fzero import _torch
 from fzero._torch import memory_like, stand_in_at, storage_id
-from fzero.graph._agree import gather_values
+from fzero.graph._agreement import gather_values
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions

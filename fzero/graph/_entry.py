@@ -12,7 +12,7 @@ from fzero import _torch, tree
 from fzero._donated import check_not_donated, donate_memory
 from fzero._notice import warn_once
 from fzero.graph import _dump
-from fzero.graph._agree import common_schedules
+from fzero.graph._agreement import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import check_order, graph_results, is_input, stand_ins_of
@@ -25,8 +25,8 @@ from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower
-from fzero.graph.run._compiled import Executable
 from fzero.graph.run._device_graph import RecordedStep, check_recordable
+from fzero.graph.run._executable import Executable
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, LeafName, block_numbers
 from fzero.graph.trace._donation import check_separate, match_results

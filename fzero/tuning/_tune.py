@@ -13,9 +13,9 @@ from fzero._tracebacks import api_boundary
 from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
-from fzero.tuning._rules import Verdict, verdicts
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
 from fzero.tuning._space import Configuration, TuneOptions, make_space
+from fzero.tuning._verdicts import Verdict, verdicts
 
 __all__ = ["Best", "Table", "tune"]
 

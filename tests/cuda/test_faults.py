@@ -88,7 +88,7 @@ FAULTS = {
         launches_for_many_leaves,
     ),
     "a collective's result is used before it has come": LaneFault(
-        "graph/run/_compiled.py",
+        "graph/run/_executable.py",
         "REPLACEMENTS",
         becomes("{**A, **B, C: D}", "{**A, **B, C: D, torch.ops._c10d_functional.wait_tensor.default: lambda x: x}"),
         "dense",

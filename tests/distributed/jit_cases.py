@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 import fzero
 from fzero import optim, tree
-from fzero.graph import _agree
+from fzero.graph import _agreement
 from fzero.graph.loop._scan import loop_of
 from fzero.ranks import _agreement as texts
 from fzero.testing import assert_trees_close
@@ -76,7 +76,9 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
 @case
 def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -> None:
     """Compiled code here adds one to what it computes, so that copies of parameters would come to differ."""
-    lowering, compiling = (importlib.import_module(f"fzero.graph.run.{name}") for name in ("_backends", "_compile"))
+    lowering, compiling = (
+        importlib.import_module(f"fzero.graph.run.{name}") for name in ("_backends", "_segment_compiler")
+    )
 
     def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
         if mesh.rank == mesh.size - 1 and any("tanh" in str(n.target) for n in gm.graph.nodes):
@@ -97,7 +99,7 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
 @case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
-    names = ("_backends", "_compile", "_lengths", "_segment")
+    names = ("_backends", "_segment_compiler", "_lengths", "_segment")
     lowering, compiling, lengths, templates = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
 
     def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
@@ -390,15 +392,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _agree.digest_of_order
-    _agree.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
+    original = _agreement.digest_of_order
+    _agreement.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in the same order on all ranks" in str(error), error
     finally:
-        _agree.digest_of_order = original
+        _agreement.digest_of_order = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 

@@ -9,8 +9,8 @@ import torch
 import fzero
 from fzero import _torch, optim, tree
 from fzero.graph._ir import graph_results, is_input
-from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._segment import _key
+from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.optim.offloading import BF16, Row
 
 COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))

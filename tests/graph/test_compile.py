@@ -21,13 +21,13 @@ import fzero
 import fzero._torch.compiler as compiler
 import fzero.graph.run._backends as changing
 import fzero.graph.run._backends as lowering
-import fzero.graph.run._compile as compiling
-import fzero.graph.run._compile as progressing
+import fzero.graph.run._segment_compiler as compiling
+import fzero.graph.run._segment_compiler as progressing
 from fzero import _torch, optim
 from fzero.graph._ir import is_input
 from fzero.graph.run import _workers
-from fzero.graph.run._compile import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._segment import _key
+from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._workers import Workers, spare_cores
 from tests.graph.helpers import bitwise, code_of, needs_compiler
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -125,9 +125,9 @@ def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp
 
     monkeypatch.setattr(compiling, "inductor", fail)
     with pytest.raises(RuntimeError, match=r'a segment .* could not compile it: .*backend="fx"'):
-        compiling.compiled(code)
+        compiling.compile_and_mark(code)
     monkeypatch.setattr(compiling, "inductor", lambda *args: list)
-    assert compiling.compiled(code) is list
+    assert compiling.compile_and_mark(code) is list
 
 
 def test_an_error_gives_the_lock_back():
@@ -190,7 +190,7 @@ def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
     workers.stop()
     assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, [], "bad"))
     counters.clear()
-    (runs,) = [runs for _, runs in compile_all([good], compiling.compiled)]
+    (runs,) = [runs for _, runs in compile_all([good], compiling.compile_and_mark)]
     assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])
     assert (runs([torch.ones(64, dtype=torch.float32)])[0] == number + 1).all()
 
@@ -234,7 +234,7 @@ class Pretended:
         patch.setattr(lowering, "is_compiled", lambda code: False)
         patch.setattr(lowering, "start", lambda codes, count, nice: self)
         patch.setattr(changing, "is_compiled", lambda code: len(self.compiled) < self.ready)
-        patch.setattr(changing, "compiled", self.compile)
+        patch.setattr(changing, "compile_and_mark", self.compile)
         patch.setattr(changing, "can_load", lambda code: True)
 
     def compile(self, code: Code) -> Any:
@@ -373,7 +373,7 @@ def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypat
             raise CompileError("a segment", "no")
         return pretended.compile(code)
 
-    monkeypatch.setattr(changing, "compiled", fail_last)
+    monkeypatch.setattr(changing, "compile_and_mark", fail_last)
     step, jitted = both()
     last = -1  # none, to count them
     trained(step, jitted, range(1))

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 import fzero.graph.run._backends as lowering
 from fzero import _torch
 from fzero._torch import c10d
-from fzero.graph._agree import digest_of_order
+from fzero.graph._agreement import digest_of_order
 from fzero.graph._ir import (
     COPY,
     GATHER_INTO,

@@ -429,10 +429,10 @@ MUTANTS = [
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
         Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in PRODUCTS")),
     ),
-    *File("graph/_agree.py", ("tests/graph/test_ops.py",)).faults(
+    *File("graph/_agreement.py", ("tests/graph/test_ops.py",)).faults(
         Fault("ranks with different GPU indices disagree on the graph", "_signature", bare("_DEVICE.sub(B, A)")),
     ),
-    *File("graph/_agree.py", GRAPH).faults(
+    *File("graph/_agreement.py", GRAPH).faults(
         Fault(
             "the order of operations is not in a schedule's digest",
             "digest_of_order",

@@ -117,7 +117,7 @@ MUTANTS = [
     *File("sharding/_segments.py", LAWS).faults(
         Fault("the values of idle slots count in a norm", "_zero_unused_items", returns("x", at="2 of 2")),
     ),
-    *File("graph/_agree.py", PROCESSES).faults(
+    *File("graph/_agreement.py", PROCESSES).faults(
         Fault(
             "ranks that differ in a permutation count as disagreeing",
             "_permuted",
@@ -129,7 +129,7 @@ MUTANTS = [
             becomes("A or 'no pipeline'", "'no pipeline'"),
         ),
     ),
-    *File("parallel/pipeline/_stages.py", LAWS).faults(
+    *File("parallel/pipeline/_stage_functions.py", LAWS).faults(
         Fault(
             "only the first stage uses the leaves outside the blocks",
             "Stages.uses",
@@ -154,7 +154,7 @@ MUTANTS = [
         Fault("a gather that this rank does not read is dropped from its graph", "_body", dropped("*A(B.C)")),
         Fault("the messages of an iteration are not sent first", "insert_loops", skipped("A(start)"), PLAN),
     ),
-    *File("graph/loop/_run.py", PROCESSES).faults(
+    *File("graph/loop/_loop_functions.py", PROCESSES).faults(
         Fault("a residual is freed after its first reader", "_Iterations.run", becomes("self.readers[A]", "1")),
     ),
     *File("graph/loop/_split.py", PLAN).faults(

@@ -50,7 +50,7 @@ MUTANTS = [
         ),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
     ),
-    *File("graph/loop/_run.py", LOOPS).faults(
+    *File("graph/loop/_loop_functions.py", LOOPS).faults(
         Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), ON_GLOO),
         Fault("pending sums of a loop start at 0.0, not at -0.0", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("pending sums of a loop start in the default dtype", "_pending_zeros", dropped("dtype=A"), ARRIVING),
@@ -102,7 +102,7 @@ MUTANTS = [
         ),
         Fault("an addition with alpha= counts as a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),
-    *File("graph/run/_compile.py", COMPILE).faults(
+    *File("graph/run/_segment_compiler.py", COMPILE).faults(
         Fault("two processes compile one segment at once", "_segment_lock", constant(False, True)),
         Fault(
             "a segment that another process compiles is not loaded",
@@ -138,11 +138,11 @@ MUTANTS = [
         Fault(
             "a worker stops at a segment that does not compile",
             "work",
-            becomes("lambda A: B(A, C[A.name])", "compiled"),
+            becomes("lambda A: B(A, C[A.name])", "compile_and_mark"),
         ),
         Fault("each rank takes all cores", "spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),
     ),
-    *File("graph/run/_compiled.py", BORDERS).faults(
+    *File("graph/run/_executable.py", BORDERS).faults(
         Fault(
             "an argument with other strides is not copied to the traced strides",
             "with_traced_layouts.run",

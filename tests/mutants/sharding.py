@@ -45,7 +45,7 @@ MUTANTS = [
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
         Fault("gradients are summed in their own dtype", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
     ),
-    *File("graph/run/_compiled.py", FLAT).faults(
+    *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", GRAPH).faults(

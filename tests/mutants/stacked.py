@@ -134,7 +134,7 @@ MUTANTS = [
     *File("testing.py", TESTING).faults(
         Fault("assert_equivalent does not unstack parameters", "assert_equivalent.gather_full", always("A is None")),
     ),
-    *File("graph/run/_compiled.py", PROCESSES).faults(
+    *File("graph/run/_executable.py", PROCESSES).faults(
         Fault(
             "a profile is blind to tensors that the graph takes over",
             "run_operations",

@@ -254,7 +254,7 @@ MUTANTS = [
             (*CALIBRATE, "-m", "slow or not slow"),
         ),
     ),
-    *File("tuning/_rules.py", RULES).faults(
+    *File("tuning/_verdicts.py", RULES).faults(
         Fault("rules that contradict the plans are kept", "verdicts", always("A[0] is B")),
         Fault("the rule of thumb takes the highest stage", "_stage", becomes("A.B.stage", "-A.B.stage")),
         Fault(

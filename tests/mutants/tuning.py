@@ -32,7 +32,7 @@ MUTANTS = [
     *File("tuning/_row.py", RATIO).faults(
         Fault("a budget of nan is accepted", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
-    *File("tuning/_costs.py", COSTS).faults(
+    *File("tuning/_offload_costs.py", COSTS).faults(
         Fault(
             "an offloaded update counts no writes of its results",
             "OffloadWork.update_bytes",

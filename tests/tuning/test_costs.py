@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tuning
 from fzero.graph.planning._plan import Transfer
-from fzero.tuning._costs import ROWS
+from fzero.tuning._offload_costs import ROWS
 from tests.tuning.helpers import machines
 from tests.tuning.steps import maker, planned
 

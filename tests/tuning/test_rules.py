@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fzero.tuning import H100, Configuration, Table, TableRow
-from fzero.tuning._rules import RULES, verdicts
+from fzero.tuning._verdicts import RULES, verdicts
 
 USUAL = Configuration(1, 1, 8, ranks=4)
 SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in RULES]

@@ -15,11 +15,20 @@ from fzero.graph._collector import paused_collector
 from fzero.graph._ir import graph_results, is_input
 from fzero.graph._polynomials import Shapes
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_and_phase
-from fzero.graph.run._compile import Code, Runs, can_load, compile_all, compile_graph, compiled, is_compiled, progress
-from fzero.graph.run._compiled import Executable, distinct_segments, run_marked, run_operations, run_segments
+from fzero.graph.run._executable import Executable, distinct_segments, run_marked, run_operations, run_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._program import Program, make_copies_async, make_program
+from fzero.graph.run._segment_compiler import (
+    Code,
+    Runs,
+    can_load,
+    compile_all,
+    compile_and_mark,
+    compile_graph,
+    is_compiled,
+    progress,
+)
 from fzero.graph.run._workers import Workers, helpers, start
 from fzero.ranks import Mesh, gather_texts
 
@@ -86,7 +95,7 @@ class _Auto:
             code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
             if code is None or not can_load(code):
                 return
-            outcome = compile_checked(code, compiled)
+            outcome = compile_checked(code, compile_and_mark)
             if isinstance(outcome, Refusal):
                 self.refusals[code.name] = outcome
             else:

@@ -16,7 +16,7 @@ from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero._torch import fork_random_state, have_equal_strides
 from fzero.graph._ir import FUSED, nbytes, stand_ins_of
-from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
+from fzero.graph.run._segment_compiler import Code, CompileError, Runs, compile_and_mark, describe_segment, first_line
 from fzero.ranks import Mesh, gather_texts
 
 __all__ = [
@@ -57,7 +57,7 @@ def attempt(make: Callable[[], Runs], cost: str = "") -> Runs | Refusal:
         return Refusal(error.segment, error.reason, cost)
 
 
-def compile_checked(code: Code, compile_one: Callable[[Code], Runs] = compiled) -> Runs | Refusal:
+def compile_checked(code: Code, compile_one: Callable[[Code], Runs] = compile_and_mark) -> Runs | Refusal:
     """Compile a segment, and run it once to check its results."""
 
     def make() -> Runs:
@@ -83,13 +83,13 @@ def check_outputs(code: Code, runs: Runs) -> None:
         except Exception as error:
             if _uncompiled(code) is not None:
                 raise CompileError(
-                    described(code.graph, code.location), f"it fails compiled: {first_line(error)}"
+                    describe_segment(code.graph, code.location), f"it fails compiled: {first_line(error)}"
                 ) from error
             return  # the operations themselves fail on zeros, so nothing can be checked
     for i, (x, like) in enumerate(zip(outputs, code.outputs, strict=True)):
         if _form(x) != _form(like) or not have_equal_strides(x, like):
             reason = f"result {i} of its compiled code is {_shown(x)}, but was traced as {_shown(like)}"
-            raise CompileError(described(code.graph, code.location), reason)
+            raise CompileError(describe_segment(code.graph, code.location), reason)
     if not all(bool(_finite(x).all()) for x in outputs):
         _check_finite(code, outputs)
 
@@ -107,7 +107,7 @@ def _check_finite(code: Code, outputs: Sequence[torch.Tensor]) -> None:
     for i, (x, y) in enumerate(zip(outputs, expected or outputs, strict=True)):
         if bool((~_finite(x) & _finite(y)).any()):
             reason = f"result {i} of its compiled code is not finite, but that of the uncompiled operations is"
-            raise CompileError(described(code.graph, code.location), reason)
+            raise CompileError(describe_segment(code.graph, code.location), reason)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

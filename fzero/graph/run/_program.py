@@ -10,7 +10,7 @@ from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
 from fzero.graph._ir import copy_graph, graph_results, is_input, stand_ins_of, views_and_users
 from fzero.graph._storages import TO_HOST
-from fzero.graph.loop._run import loop_function, pipeline_function
+from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import RegionGraph, split
 from fzero.graph.run._segment import Segment, segment

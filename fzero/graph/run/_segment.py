@@ -13,7 +13,7 @@ from fzero._torch import Form, inductor_for_lengths
 from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
-from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
+from fzero.graph.run._segment_compiler import Code, Runs, compile_error, mark_compiled
 from fzero.graph.run._subgraphs import operands, read_by_kernels, sources
 
 __all__ = [
@@ -225,7 +225,7 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
 
     with compile_error(code.graph, code.location):
         functions = inductor_for_lengths(GraphModule({}, code.graph), arguments, forms, template.length)
-    note_compiled(code._replace(name=template.name))
+    mark_compiled(code._replace(name=template.name))
     return functions
 
 

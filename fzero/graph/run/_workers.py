@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickle_graphs, unpickle_graphs
 from fzero.graph._polynomials import Polynomial
-from fzero.graph.run._compile import Code, compile_all, compiled
 from fzero.graph.run._segment import Template, compile_template
+from fzero.graph.run._segment_compiler import Code, compile_all, compile_and_mark
 
 __all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
 
@@ -124,6 +124,6 @@ def _try_compile(code: Code, numbers: tuple[int, tuple[Polynomial, ...]] | None)
     """Compile a segment, or skip it on an error: the parent process meets the same error, and can name its source."""
     with suppress(Exception):
         if numbers is None:
-            compiled(code)
+            compile_and_mark(code)
         else:
             compile_template(Template(code, *numbers, code.name))

@@ -25,7 +25,7 @@ from fzero.axes import axis_index, current_loss_scale, is_lockstep, micro_batch
 from fzero.collectives import StageMessages, broadcast, ppermute
 from fzero.graph import loop
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
-from fzero.parallel.pipeline._stages import Params, Stages, ValueSpec, check_same_form, probe, value_spec_of
+from fzero.parallel.pipeline._stage_functions import Params, Stages, ValueSpec, check_same_form, probe, value_spec_of
 from fzero.parallel.schedules import Action, PipelineSchedule, Value, output_of, programs
 
 __all__ = ["outputs_by_ticks", "run_on_ranks"]

@@ -30,7 +30,7 @@ from fzero.parallel.pipeline._model import (
     micro_batch_of,
     place_blocks,
 )
-from fzero.parallel.pipeline._stages import PipelineCache, Stages
+from fzero.parallel.pipeline._stage_functions import PipelineCache, Stages
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Interpreter
 
 import fzero.graph.run._backends as lowering
-import fzero.graph.run._compile as compiling
+import fzero.graph.run._segment_compiler as compiling
 from fzero import _torch
 from fzero.graph._ir import is_input
 

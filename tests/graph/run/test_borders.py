@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 import fzero
-import fzero.graph.run._compiled as pieces
+import fzero.graph.run._executable as pieces
 import fzero.graph.run._program as programs
 from fzero import _torch, optim
 from fzero.graph._ir import graph_results, is_input
 from fzero.graph.run._backends import LoweringOptions, lower
-from fzero.graph.run._compile import compile_graph
-from fzero.graph.run._compiled import Executable, run_operations, with_traced_layouts
+from fzero.graph.run._executable import Executable, run_operations, with_traced_layouts
+from fzero.graph.run._segment_compiler import compile_graph
 from fzero.graph.run._subgraphs import is_alias
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import Value, traced

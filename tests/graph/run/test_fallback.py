@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 import fzero
 from fzero import optim
 from fzero._notice import warn_once
-from fzero.graph.run._compile import Code, CompileError, first_line
 from fzero.graph.run._fallback import Refusal, check_outputs, compile_checked, merge_refusals, serialize
+from fzero.graph.run._segment_compiler import Code, CompileError, first_line
 from tests.graph.helpers import bitwise, code_of
 from tests.graph.run.helpers import Inductor, in_inductors_place, interpreted
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 import fzero
-import fzero.graph.run._compile as compiling
 import fzero.graph.run._lengths as lengths_of
 import fzero.graph.run._segment as templates
+import fzero.graph.run._segment_compiler as compiling
 from fzero import _torch, optim
 from fzero._torch import compiler as compiled
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import Polynomial, fit
-from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
+from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import (
     STEPS,

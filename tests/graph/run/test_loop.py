@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fzero.collectives import gloo
-from fzero.graph.loop import _run as _loop
+from fzero.graph.loop import _loop_functions as _loop
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])

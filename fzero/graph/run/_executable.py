@@ -10,13 +10,13 @@ from torch.fx import Graph, GraphModule, Node
 from fzero._torch import have_equal_strides, profiling
 from fzero.collectives import gloo
 from fzero.graph._ir import COPY, aten, copy_graph, is_input
-from fzero.graph.loop._run import loop_function, pipeline_function
+from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
 from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, record_time, source_and_phase, timed_graph
-from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
+from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
 from fzero.graph.run._subgraphs import resolve_alias
 from fzero.sharding import flatten_by_copies, flatten_leaves
 

@@ -27,14 +27,14 @@ __all__ = [
     "Runs",
     "can_load",
     "compile_all",
+    "compile_and_mark",
     "compile_error",
     "compile_graph",
-    "compiled",
-    "described",
+    "describe_segment",
     "first_line",
     "is_compiled",
+    "mark_compiled",
     "name_of_code",
-    "note_compiled",
     "progress",
 ]
 
@@ -136,18 +136,18 @@ def name_of_code(key: Hashable) -> str:
     return hashlib.sha256(str(key).encode()).hexdigest()[:32]
 
 
-def compiled(code: Code) -> Runs:
+def compile_and_mark(code: Code) -> Runs:
     """Compile a segment, and mark it as compiled in the folder of Inductor's cache.
 
     Raises:
         CompileError: if Inductor cannot compile the segment. The message names its operations and their source lines.
     """
     runs = compile_graph(code.graph, code.fakes, code.outputs, code.location)
-    note_compiled(code)
+    mark_compiled(code)
     return runs
 
 
-def note_compiled(code: Code) -> None:
+def mark_compiled(code: Code) -> None:
     """Mark a segment as compiled in the folder of Inductor's cache, for `is_compiled`."""
     with suppress(OSError):
         _file(code, "done").touch()
@@ -235,10 +235,12 @@ def compile_error(graph: Graph, location: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CompileError(described(graph, location), f"Inductor could not compile it: {first_line(error)}") from error
+        raise CompileError(
+            describe_segment(graph, location), f"Inductor could not compile it: {first_line(error)}"
+        ) from error
 
 
-def described(graph: Graph, location: str) -> str:
+def describe_segment(graph: Graph, location: str) -> str:
     """Describe a segment for the user: its operations, and their source lines."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
