@@ -124,7 +124,14 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
     loop = loop_of(node)
     if loop is None:
         return node.target
-    return loop.iterations, loop.parts, loop.sums, loop.carried, loop.rank_schedule, _structure(loop.body, memory)
+    return (
+        loop.iterations,
+        loop.parts,
+        loop.sum_count,
+        loop.carried_count,
+        loop.rank_schedule,
+        _structure(loop.body, memory),
+    )
 
 
 def _metadata(node: Node) -> Hashable:

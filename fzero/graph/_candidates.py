@@ -108,7 +108,7 @@ def _with_recast(
 
 def _carries(graph: Graph) -> bool:
     """Return whether reductions of a loop in the graph stay in flight between iterations."""
-    return any(loop.carried for n in graph.nodes if (loop := loop_of(n)))
+    return any(loop.carried_count for n in graph.nodes if (loop := loop_of(n)))
 
 
 def _gathers(graph: Graph) -> list[Node]:

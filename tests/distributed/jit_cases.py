@@ -59,7 +59,9 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
         patch.setattr(lowering, "start", lambda codes, count, nice: changing.Workers((Unending(),)))
         patch.setattr(changing, "is_compiled", ready)
         patch.setattr(changing, "can_load", lambda code: True)
-        patch.setattr(changing, "compiled", lambda code: lambda args: GraphModule({}, code.graph).forward(*args))
+        patch.setattr(
+            changing, "compile_and_mark", lambda code: lambda args: GraphModule({}, code.graph).forward(*args)
+        )
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
         jitted = fzero.jit(step, backend="auto")
         eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
@@ -210,7 +212,7 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
             for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
             (entry,) = jitted._entries.values()
-            assert [loop_of(n).carried > 0 for n in entry.best.graph.nodes if loop_of(n)] == [True]
+            assert [loop_of(n).carried_count > 0 for n in entry.best.graph.nodes if loop_of(n)] == [True]
             if backend == "fx":
                 held, fast = [fast], None
 

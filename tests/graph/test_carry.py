@@ -57,28 +57,28 @@ def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
     nodes = list(loop.body.nodes)
     pending = [n for n in nodes if is_carried(n)]
     reductions = [n for n in nodes if is_reduce_collective(n)]
-    assert loop.carried == len(pending) == min(in_flight, len(reductions)) and all(is_input(p) for p in pending)
+    assert loop.carried_count == len(pending) == min(in_flight, len(reductions)) and all(is_input(p) for p in pending)
     # nobody waits for them in this turn
-    assert graph_results(loop.body)[-loop.carried :] == reductions[-loop.carried :]
+    assert graph_results(loop.body)[-loop.carried_count :] == reductions[-loop.carried_count :]
     for i, p in enumerate(pending):
         (wait,) = p.users
-        assert is_wait(wait) and p.meta["carried"] is reductions[len(reductions) - loop.carried + i]
+        assert is_wait(wait) and p.meta["carried"] is reductions[len(reductions) - loop.carried_count + i]
         assert nodes.index(wait) < nodes.index(reductions[i]), "one too many is on its way"
-    assert len([n for n in graph.nodes if is_wait(n) and is_carried(n.all_input_nodes[0])]) == loop.carried
+    assert len([n for n in graph.nodes if is_wait(n) and is_carried(n.all_input_nodes[0])]) == loop.carried_count
 
 
 def test_a_bucket_is_carried_whole():
     graph = scheduled(entry(plain(), 2).traced.graph, 1, bucket_bytes=1 << 20)
     (loop,) = loops(graph)
-    starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried :]}
-    assert loop.carried > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
+    starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried_count :]}
+    assert loop.carried_count > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
 
 
 def test_the_same_collectives_run_as_often():
     traced = entry(plain(), 3).traced.graph
     (one,), (other,) = [loops(scheduled(traced, 1, across)) for across in (False, True)]
     names = [[n.name for n in loop.body.nodes if is_collective(n)] for loop in (one, other)]
-    assert names[0] == names[1] and (one.carried, other.carried) == (0, 1)
+    assert names[0] == names[1] and (one.carried_count, other.carried_count) == (0, 1)
 
 
 def test_a_plan_counts_what_is_on_its_way():
@@ -113,7 +113,7 @@ def test_with_more_ranks_their_parts_are_counted_too(ranks):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_is_reduced_behind_the_loop_is_not_carried(stage):
-    assert [loop.carried for loop in loops(scheduled(entry(plain(), stage).traced.graph, 1))] == [0]
+    assert [loop.carried_count for loop in loops(scheduled(entry(plain(), stage).traced.graph, 1))] == [0]
 
 
 def test_sums_over_replicas_follow_the_loop():
@@ -123,7 +123,7 @@ def test_sums_over_replicas_follow_the_loop():
         {str(n.target).split(".")[1] for n in nodes if is_reduce_collective(n)}
         for nodes in (loop.body.nodes, graph.nodes)
     ]
-    assert loop.carried == 1 and kinds == [{"reduce_scatter_tensor"}, {"all_reduce_"}]
+    assert loop.carried_count == 1 and kinds == [{"reduce_scatter_tensor"}, {"all_reduce_"}]
 
 
 def as_a_row(body: Any, chain: Any) -> Any:
@@ -154,12 +154,12 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
     (chain,) = _loops._chains(start, loop.body, loop)
-    assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [1]
+    assert [loop.carried_count for loop in loops(_loops.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:
         output = next(n for n in loop.body.nodes if n.op == "output")
         output.args = ((*graph_results(loop.body), row),)
         node.meta["val"] = (*node.meta["val"], row.meta["val"].new_empty((4, *row.meta["val"].shape)))
-    assert [loop.carried for loop in loops(_loops.carry(graph, 1))] == [0]
+    assert [loop.carried_count for loop in loops(_loops.carry(graph, 1))] == [0]
 
 
 def test_the_faster_of_those_that_fit_is_kept():

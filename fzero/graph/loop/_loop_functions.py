@@ -29,13 +29,13 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     """
     first_argument, *_ = loop.body.nodes
     outputs = graph_results(loop.body)
-    end_of_rows = len(outputs) - loop.carried  # sums, then rows, then carried values
-    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sums : end_of_rows] for x in stand_ins_of(n)]
+    end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
+    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
     carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
     first = len(loop.parts)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        sums, rest = list(inputs[first : first + loop.sums]), inputs[first + loop.sums :]
+        sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
         rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
         for i in range(loop.iterations):
@@ -44,7 +44,7 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
             args = [number, *parts, *sums, *rest, *carried]
             del number, parts, carried
             out = body(args)
-            _write_rows(i, rows, out[loop.sums : end_of_rows])
+            _write_rows(i, rows, out[loop.sum_count : end_of_rows])
             carried = list(out[end_of_rows:])
             del out
         return [*sums, *rows, *carried]
@@ -102,7 +102,7 @@ def pipeline_function(
                 value = iterations.run(*regions[region], instruction.operand.micro_batch)
                 if value is not None and value in messages:
                     iterations.messages.send(messages[value])
-        return list(inputs[first : first + loop.sums])
+        return list(inputs[first : first + loop.sum_count])
 
     run.__name__ = run.__qualname__ = "pipeline"
     return run

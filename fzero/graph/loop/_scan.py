@@ -57,8 +57,8 @@ class Loop:
             values, and the carried reductions. Its results are the new sums, the rows, and the carried reductions.
         iterations: the number of iterations.
         parts: how iterations slice the first tensors among the node's arguments.
-        sums: the number of sums; the node takes them after the sliced tensors.
-        carried: the number of reductions that each iteration starts and the next one waits for. The node returns
+        sum_count: the number of sums; the node takes them after the sliced tensors.
+        carried_count: the number of reductions that each iteration starts and the next one waits for. The node returns
             those of the last iteration, after all other results.
         rank_schedule: for a rank of a pipeline, the schedule that it follows; else None.
     """
@@ -66,15 +66,15 @@ class Loop:
     body: Graph
     iterations: int
     parts: tuple[LoopSlice, ...]
-    sums: int
-    carried: int = 0
+    sum_count: int
+    carried_count: int = 0
     rank_schedule: RankSchedule | None = None
 
     @property
     def sum_indices(self) -> range:
         """The positions of the sums among the body's arguments."""
         first = 1 + len(self.parts)
-        return range(first, first + self.sums)
+        return range(first, first + self.sum_count)
 
     @property
     def overwrites(self) -> tuple[tuple[int, int], ...]:

@@ -187,7 +187,7 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     check_order(body)
     first = len(node.meta["val"])
     values = (*node.meta["val"], *[c.source.meta["val"] for c in moved])
-    node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried=len(moved))}
+    node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried_count=len(moved))}
     behind = [*items.values()][-1].next
     with node.graph.inserting_before(behind):
         for i, (chain, total) in enumerate(zip(moved, totals, strict=True)):

@@ -262,7 +262,7 @@ class _Clocks:
             message = partial(message_seconds, hardware=self._hardware)
             return pipeline_seconds(loop, partial(estimate_seconds, hardware=self._hardware), message)
         iteration = estimate_seconds(loop.body, self._body_hardware)
-        first = estimate_seconds(loop.body, self._body_hardware, first=True) if loop.carried else iteration
+        first = estimate_seconds(loop.body, self._body_hardware, first=True) if loop.carried_count else iteration
         return first + (loop.iterations - 1) * iteration
 
     def _move(self, node: Node) -> None:

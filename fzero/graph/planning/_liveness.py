@@ -226,9 +226,8 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages, scalars: Set[Node
     starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in memory.producers]
     for node in order:
         if loop := loop_of(node):
-            for s in memory.indices[node][
-                len(memory.indices[node]) - loop.carried :
-            ]:  # the last iteration has counted them
+            stored = memory.indices[node]
+            for s in stored[len(stored) - loop.carried_count :]:  # the last iteration has counted them
                 starts[s] += 1
     fused = unstored_values(order, scalars, memory.on_host)
     sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
@@ -421,7 +420,7 @@ def _kinds(graph: Graph) -> dict[Node, str]:
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
             feeds_work.update(n.all_input_nodes)
-    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.parts) :][: loop.sums]}
+    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.parts) :][: loop.sum_count]}
     for n in reversed(nodes):
         users = list(n.users)
         if is_gather(n):
