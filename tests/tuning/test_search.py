@@ -178,7 +178,7 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     if what == "the step":
         make_step.cache_key = "another"
     elif what == "the machine":
-        asked["device"] = replace(CPU, flops=1e10)
+        asked["machine"] = replace(CPU, flops=1e10)
     elif what == "a link":
         asked["links"] = {"dp": 1e9}
     elif what == "the configuration":

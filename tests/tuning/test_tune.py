@@ -284,9 +284,9 @@ def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():
     assert ours.argument_bytes == theirs.argument_bytes
 
 
-def test_an_unknown_kind_of_device_is_refused():
-    with pytest.raises(ValueError, match=r"machine='tpu': expected one of 'cpu', 'cuda'"):
-        fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), machine="tpu")
+def test_unknown_hardware_is_refused():
+    with pytest.raises(ValueError, match=r"hardware='tpu': expected one of 'cpu', 'cuda'"):
+        fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), hardware="tpu")
 
 
 def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
