@@ -59,7 +59,7 @@ class RankSchedule:
     @property
     def stages(self) -> list[int]:
         """The pipeline stages on this rank."""
-        return [s for s, rank in enumerate(self.schedule.rank_of_stage) if rank == self.binding.rank]
+        return self.schedule.stages_on(self.binding.rank)
 
 
 _RANK_SCHEDULES = Registry[RankSchedule]()

@@ -86,7 +86,7 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
         counts: the number of blocks of each stage.
     """
     ranks = range(schedule.ranks)
-    rank_stages = [[s for s, rank in enumerate(schedule.rank_of_stage) if rank == r] for r in ranks]
+    rank_stages = [schedule.stages_on(rank) for rank in ranks]
     chunks = []
     slot = 0
     for k in range(max(map(len, rank_stages))):

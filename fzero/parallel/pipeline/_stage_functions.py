@@ -129,7 +129,7 @@ class Stages:
     @cached_property
     def rank_stages(self) -> list[int]:
         """The numbers of this rank's stages."""
-        return [s for s, rank in enumerate(self.schedule.rank_of_stage) if rank == self.axis.rank]
+        return self.schedule.stages_on(self.axis.rank)
 
     def uses(self, stage: int) -> tuple[Sequence[int], bool]:
         """Return the slots that a stage uses, and whether it uses the rest of the parameters."""

@@ -5,7 +5,7 @@ import io
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -24,6 +24,7 @@ __all__ = [
     "inputs_of",
     "output_of",
     "parse_rows",
+    "stages_on",
 ]
 
 Kind = Literal["F", "B", "I", "W"]
@@ -102,6 +103,11 @@ def output_of(action: Action) -> Value | None:
     if action.kind == "W":
         return None
     return Value("F" if action.kind == "F" else "G", action.stage, action.micro_batch)
+
+
+def stages_on(rank: int, rank_of_stage: Sequence[int]) -> list[int]:
+    """List the pipeline stages that a rank holds, given the rank of each stage."""
+    return [stage for stage, holder in enumerate(rank_of_stage) if holder == rank]
 
 
 def inputs_of(action: Action, stages: int) -> tuple[Value, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of
+from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of, stages_on
 from fzero.parallel.schedules._schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
 
@@ -160,9 +160,7 @@ class _Simulation:
             split,
             durations,
         )
-        self.ranks = [
-            _Rank([s for s, r in enumerate(rank_of_stage) if r == rank], cap) for rank, cap in enumerate(caps)
-        ]
+        self.ranks = [_Rank(stages_on(rank, rank_of_stage), cap) for rank, cap in enumerate(caps)]
         self.value_times = dict[Value, float]()
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
@@ -309,7 +307,7 @@ def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool
     latencies = [durations.latency * (rank_of_stage[s] != rank_of_stage[s - 1]) for s in range(1, len(rank_of_stage))]
     bounds = []
     for rank in set(rank_of_stage):
-        stages = [s for s, r in enumerate(rank_of_stage) if r == rank]
+        stages = stages_on(rank, rank_of_stage)
         latency = sum(latencies[: stages[0]])
         head, work = sum(forward[: stages[0]]) + latency, micro_batches * sum(forward[s] + backward[s] for s in stages)
         bounds.append(head + work + (0 if split else sum(backward[: stages[0]]) + latency))

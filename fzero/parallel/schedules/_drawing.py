@@ -114,7 +114,7 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
     boxes = dict[tuple[int, Any], list[tuple[float, float]]]()
     for rank, actions in enumerate(schedule.rows):
-        stages = [s for s, r in enumerate(schedule.rank_of_stage) if r == rank]
+        stages = schedule.stages_on(rank)
         for action in actions:
             start, width = timing.start[action], timing.end[action] - timing.start[action]
             depth = stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else 0.0

@@ -15,6 +15,7 @@ from fzero.parallel.schedules._actions import (
     format_csv,
     output_of,
     parse_rows,
+    stages_on,
 )
 from fzero.parallel.schedules._drawing import draw, text
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
@@ -96,6 +97,10 @@ class PipelineSchedule(FigureReport):
     def micro_batches(self) -> int:
         """Return the number of micro-batches: those that the first stage runs forward."""
         return len({a.micro_batch for row in self.rows for a in row if a.kind == "F" and a.stage == 0})
+
+    def stages_on(self, rank: int) -> list[int]:
+        """List the pipeline stages that a rank holds."""
+        return stages_on(rank, self.rank_of_stage)
 
     def in_flight(self, rank: int) -> int:
         """Return the most forward passes of a rank whose residuals are alive at once.
