@@ -251,20 +251,20 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
                     f"{label}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
                     "fzero.optim.apply_updates keeps dtypes and shapes"
                 )
-    _check_state_is_returned(args, out, positions)
+    _check_state_is_returned(args, out, param_argnums)
 
 
-def _check_state_is_returned(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
+def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -> None:
     """Check that a step that changes its parameters returns an optimizer's state if it takes one.
 
     Otherwise each later step would begin with the old state, as Adam's first step does. A step that leaves its
     parameters as they are only reads the state.
     """
-    states = [i for i, x in enumerate(args) if i not in positions and is_opt_state(x) and tree.tensors(x)]
+    states = [i for i, x in enumerate(args) if i not in param_argnums and is_opt_state(x) and tree.tensors(x)]
     if not states or any(is_opt_state(x) for x in tree.flatten(out, is_opt_state)[0]):
         return
     results = out if isinstance(out, tuple) else (out,)
-    pairs = [pair for i in positions for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
+    pairs = [pair for i in param_argnums for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
     if all(x is y for x, y in pairs):
         return
     i = states[0]
