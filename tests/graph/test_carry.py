@@ -180,7 +180,7 @@ def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
 def test_what_is_carried_takes_its_time_all_the_same(monkeypatch):
     traced = entry(plain(), 2, vocab=20_000).traced.graph
     monkeypatch.setitem(_cost.HARDWARE, "cpu", _cost.HARDWARE["cpu"]._replace(link=1e5))  # hardly anything but messages
-    carried, waited = [_cost.seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
+    carried, waited = [_cost.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)
 
 

@@ -179,7 +179,7 @@ MUTANTS = [
         Fault(
             "a unit stays gathered between two regions of a pipeline",
             "_exceeds_reuse",
-            never("A.passes[B] != A.passes[C]"),
+            never("A.region_index[B] != A.region_index[C]"),
         ),
     ),
     *File("graph/passes/_loops.py", PLAN).faults(

@@ -115,7 +115,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
 
     graph = traced(f, args)
     fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    made = [n.meta["val"] for n in fzero.graph._ir.results(graph)]
+    made = [n.meta["val"] for n in fzero.graph._ir.graph_results(graph)]
     return Code(graph, fakes, made, name_of_code(_key(graph))), args
 
 
