@@ -145,7 +145,7 @@ def _can_join(one: Node, other: Node) -> bool:
 
 
 def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
-    """Replace several collectives by one. Its arguments may come after it: `sort` repairs the order."""
+    """Replace several collectives by one. Its arguments may come after it: `sort_graph` repairs the order."""
     distinct = list(group)
     if is_gather(group[0]):  # a re-gather shares the item of its operand's first gather
         distinct = [n for i, n in enumerate(group) if all(n.args[0] is not other.args[0] for other in group[:i])]
