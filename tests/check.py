@@ -108,7 +108,7 @@ def main() -> int:
     started = lint_and_types(files)
     chosen, deadline = ordered(files), Deadline(SECONDS)
     print("tests:", *chosen, sep="\n  ")
-    code = pytest.main(["-q", "-n0", "-x", "--show-capture=no", *chosen], plugins=[deadline])
+    code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *chosen], plugins=[deadline])
     failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
     wrong = [p.args for p in started if p.wait()]
     if deadline.left:

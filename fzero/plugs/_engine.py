@@ -247,7 +247,6 @@ class Engine:
             items = self.mesh.local(lambda rank: items)
         tensors = [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
         state = self.params, self.opt_state, self.buffers
-        del self.params, self.opt_state, self.buffers
         self.params, self.opt_state, self.buffers, self.metrics = self._run(*state, self.others, local, items, tensors)
         return self.metrics
 

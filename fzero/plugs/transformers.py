@@ -137,7 +137,6 @@ def _check_settings(trainer: Trainer) -> None:
         )
     if getattr(trainer, "is_distributed_loading_by_transformers", False) or trainer.is_model_parallel:
         raise ValueError("the model was spread over devices when it was loaded: load it without device_map")
-
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
             raise ValueError(
@@ -260,8 +259,9 @@ class _ShardedTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         optimizer: Any = self.optimizer
         skipped = engine.metrics.get("skipped", 0)
-        metrics = engine.train(micro_batches, num_items_in_batch, [group["lr"] for group in optimizer.param_groups])
-        micro_batches.clear()
+        batches = list(micro_batches)
+        micro_batches.clear()  # before the step, which may raise an error
+        metrics = engine.train(batches, num_items_in_batch, [group["lr"] for group in optimizer.param_groups])
         if "skipped" in metrics:
             optimizer.step_was_skipped = bool(metrics["skipped"] > skipped)
         return metrics["loss"]

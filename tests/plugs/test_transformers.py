@@ -261,6 +261,29 @@ def test_predictions_are_trainers(tmp_path):
     torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-5, atol=1e-5)
 
 
+class FailsOnce(Trainer):
+    """A trainer whose third loss raises an error."""
+
+    calls = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("a bad batch")
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_an_error_in_a_step_loses_nothing(tmp_path):
+    sharded = plug.shard(make_trainer(tmp_path, FailsOnce, gradient_accumulation_steps=2), stage=3)
+    with pytest.raises(RuntimeError, match="a bad batch"):
+        sharded.train()
+    before = weights(plug.full_model(sharded))
+    assert sharded.evaluate()["eval_loss"] > 0
+    sharded.train()  # from the weights of the last good step
+    assert sharded.state.global_step == 6
+    assert any(not torch.equal(p, q) for p, q in zip(before, weights(plug.full_model(sharded)), strict=True))
+
+
 class LooksAtGradients(TrainerCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         pass
