@@ -394,7 +394,7 @@ def test_a_rule_that_answers_nonsense_is_refused_with_the_leaf(answer, error):
 
 @pytest.mark.parametrize("update", ["cpu", "Host", None, 1])
 def test_an_unknown_update_is_refused(update):
-    with pytest.raises(ValueError, match='update=.*: expected "host" or "device"'):
+    with pytest.raises(ValueError, match=r'update=.*: expected "host" or "device"'):
         optim.offload(optim.adam(0.1), 0.5, update)
 
 
