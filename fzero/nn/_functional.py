@@ -347,7 +347,9 @@ class Apply:
         module = self._own_module()
         if torch.compiler.is_dynamo_compiling():  # Dynamo refuses side effects itself
             return _call_on(module, f, state, args, kwargs)
-        structure = f, tree.flatten((args, kwargs))[1]  # calls with equal structures leave the same values behind
+        # Calls with equal structures leave the same values behind. A function's code stands for it: the function may
+        # be made anew at each call, and hold tensors.
+        structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1]
         is_new = structure not in self._cache.structures
         versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)

@@ -285,11 +285,6 @@ class Engine:
         state = load(folder, self._state(), self.mesh)
         self.params, self.opt_state, self.buffers = state["params"], state["opt_state"], state["buffers"]
 
-    def load_params(self, folder: str) -> None:
-        """Load only the parameters and buffers of what `save` wrote."""
-        state = load(folder, {"params": self.params, "buffers": self.buffers}, self.mesh, partial=True)
-        self.params, self.buffers = state["params"], state["buffers"]
-
     def _state(self) -> dict[str, Any]:
         return {"params": self.params, "opt_state": self.opt_state, "buffers": self.buffers}
 
@@ -308,7 +303,7 @@ def make_engine(
     max_norm: float | None,
     precision: optim.Precision | None,
 ) -> Engine:
-    """Shard models and their optimizer. The memory of their tensors goes to the engine.
+    """Shard models and their optimizer. The memory of their tensors goes to the engine, and they are left on meta.
 
     Args:
         model: the model to train, in training mode.
@@ -339,6 +334,8 @@ def make_engine(
         return step.partition(frozen), mesh.device_put(buffers)
 
     state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
+    for module in (model, *others):  # callers hold their model on, and its memory with it
+        module.to("meta")
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
 
 

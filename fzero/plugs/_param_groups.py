@@ -47,11 +47,9 @@ class ParamGroups:
 
     def _of_group(self, i: int, opt: optim.Optimizer) -> optim.Optimizer:
         members = frozenset(self.names[i])
-        return (
-            opt
-            if len(self.names) == 1
-            else optim.masked(opt, lambda params: {name: name in members for name in params})
-        )
+        if len(self.names) == 1:
+            return opt
+        return optim.masked(opt, lambda params: {name: name in members for name in params})
 
 
 def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: str) -> ParamGroups:
@@ -63,10 +61,12 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
         source: the setting that the optimizer comes from, for messages.
 
     Raises:
-        ValueError: if the optimizer's class or an option has no counterpart in `fzero.optim`, if it has state, if it
-            holds an unknown tensor, or if it lacks a trainable parameter.
+        ValueError: if the optimizer's class or an option has no counterpart in `fzero.optim`, or if it has state. Also
+            if it holds an unknown tensor or lacks a trainable parameter, or if there is none.
     """
     kind = type(opt).__name__
+    if not names:
+        raise ValueError("the model has no trainable parameter: set requires_grad_(True) on those to train")
     if type(opt) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
         raise ValueError(
             f"{source}: {type(opt).__module__}.{kind} owns its parameters, and has no counterpart in fzero.optim: "

@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from fzero import optim, tree
+from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
 from fzero.plugs._param_groups import param_groups
@@ -72,6 +73,7 @@ def shard(
         raise TypeError(f"trainer is a {type(trainer).__name__}: expected a transformers.Trainer that was made already")
     if isinstance(trainer, _ShardedTrainer):
         raise TypeError("trainer is sharded already")
+    check_choice("backend", backend, ("default", "inductor", "auto", "fx", None))
     _check_settings(trainer)
     if backend == "default":
         backend = "inductor" if type(trainer).compute_loss is Trainer.compute_loss else None
@@ -295,7 +297,7 @@ class _ShardedTrainer(Trainer):
         folder = os.path.join(str(self.state.best_model_checkpoint), FOLDER)
         if not os.path.isdir(folder):
             raise ValueError(f"load_best_model_at_end=True needs save_only_model=False, which saves {folder}")
-        self._fzero.engine.load_params(folder)
+        self._fzero.engine.load(folder)  # master weights are in the optimizer's state
 
 
 def _as_state_dict(model: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ MUTANTS = [
             skipped("micro_batches.clear()"),
         ),
         Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / count", "loss")),
-        Fault("the best model is not loaded", "_ShardedTrainer._load_best_model", skipped("A.load_params(B)")),
+        Fault("the best model is not loaded", "_ShardedTrainer._load_best_model", skipped("A.load(B)")),
     ),
     *File("plugs/_engine.py", TRAINER).faults(
         Fault(
@@ -32,11 +32,19 @@ MUTANTS = [
         ),
         Fault("the losses of ranks are summed", "LoopStep._gradients", becomes("loss / self.ranks", "loss")),
     ),
+    *File("plugs/_engine.py", TRAINER).faults(
+        Fault("the given model keeps its memory", "make_engine", skipped('module.to("meta")')),
+    ),
     *File("plugs/_param_groups.py", TRAINER).faults(
         Fault("a group's weight decay reaches all groups", "ParamGroups._of_group", becomes("name in members", "True")),
         Fault("Adam's weight decay is decoupled", "_adam", becomes('not group.get("decoupled_weight_decay")', "False")),
     ),
     *File("transforms/_accumulate.py", AUTOGRAD).faults(
         Fault("autograd's loss keeps its graph", "_by_autograd", becomes("loss.detach()", "loss")),
+    ),
+    *File("nn/_functional.py", ("tests/nn/test_nn.py",)).faults(
+        Fault(
+            "a method that is made anew at each call is kept", "Apply._run", becomes('getattr(f, "__code__", f)', "f")
+        ),
     ),
 ]

@@ -1,6 +1,7 @@
 """fzero.nn.functional: a module as a pure function, with the module's own numbers."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -709,6 +710,17 @@ def test_a_function_that_torch_func_cannot_differentiate_is_named():
         torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)
     apply, params, buffers = fzero.nn.functional(Doubling(3, 2).eval())
     assert torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)["bias"].tolist() == [8, 8]
+
+
+def test_a_method_that_is_made_anew_at_each_call_is_not_kept():
+    apply, params, buffers = fzero.nn.functional(torch.nn.Linear(3, 3))
+    references = []
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        apply.method(lambda module, x=x: module(x))(params, buffers)
+        references.append(weakref.ref(x))
+        del x
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_a_method_runs_on_the_module_with_the_given_tensors():

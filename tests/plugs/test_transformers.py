@@ -173,19 +173,20 @@ def test_saved_folders_are_transformers_own(tmp_path):
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
     options: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    options |= {
-        "load_best_model_at_end": True,
-        "greater_is_better": True,
-        "max_steps": 6,
-    }  # the largest loss is the first
+    options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the largest loss is the first
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
-    sharded = plug.shard(make_trainer(tmp_path / "sharded", **options), stage=3, backend="fx")
+    sharded = plug.shard(make_trainer(tmp_path / "sharded", bf16=bf16, **options), stage=3, backend="fx")
     sharded.train()
     assert plain.state.best_global_step == sharded.state.best_global_step == 2
-    torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-4, atol=1e-4)
+    full = weights(plug.full_model(sharded))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "sharded" / "checkpoint-2")
+    torch.testing.assert_close(full, weights(saved), rtol=0, atol=0)
+    if not bf16:
+        torch.testing.assert_close(full, weights(plain.model), rtol=1e-4, atol=1e-4)
 
 
 def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
@@ -342,7 +343,14 @@ def test_other_refusals(tmp_path):
         plug.shard(llama(), stage=3)
     with pytest.raises(TypeError, match="not sharded"):
         plug.full_model(trainer)
+    with pytest.raises(ValueError, match="backend='eager': expected"):
+        plug.shard(trainer, stage=3, backend="eager")
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        plug.shard(make_trainer(tmp_path, model=llama().requires_grad_(False)), stage=3)
+    model = trainer.model
+    assert not any(p.is_meta for p in model.parameters())  # nothing that was refused has used it up
     sharded = plug.shard(trainer, stage=3)
+    assert all(p.is_meta for p in model.parameters())  # whoever holds the model holds no memory
     with pytest.raises(TypeError, match="sharded already"):
         plug.shard(sharded, stage=3)
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
