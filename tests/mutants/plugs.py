@@ -21,9 +21,9 @@ MUTANTS = [
             "running statistics of a micro-batch are dropped", "LoopStep._gradients", becomes("pmean(new)", "buffers")
         ),
         Fault(
-            "a resumed run keeps its first optimizer state",
+            "a resumed run does not read its state",
             "Engine.load",
-            becomes('state["opt_state"]', "self.opt_state"),
+            becomes("load(folder, self._state(), self.mesh)", "self._state()"),
         ),
         Fault(
             "half-precision parameters are saved in place of their masters",
