@@ -23,6 +23,12 @@ MUTANTS = [
             ERRORS,
         ),
         Fault(
+            "stacked blocks pass for blocks where no mesh is given",
+            "Pipeline.unstack.unstack_blocks",
+            never("self.A not in (None, B)"),
+            ERRORS,
+        ),
+        Fault(
             "a step may average over axes without the pipeline's",
             "Pipeline._run",
             becomes("self.axis not in [A.name for A in B()]", "self.axis in ()"),

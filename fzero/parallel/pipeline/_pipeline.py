@@ -183,13 +183,14 @@ class Pipeline:
 
         return map_blocks(stack_blocks, params, self.blocks)
 
-    def unstack(self, params: Any, mesh: Mesh | None = None) -> Any:
+    def unstack(self, params: Any, mesh: Mesh | None) -> Any:
         """Undo `stack`: return the list of all blocks, for example from the result of `step.gather`.
 
         Args:
             params: a dict of full parameters, whose blocks are stacked; or a tree that holds such dicts, such as an
                 optimizer's state.
-            mesh: the mesh for which they were stacked.
+            mesh: the mesh for which they were stacked; it must be given, since stacked blocks look like blocks. With
+                None, or a mesh without the axis, nothing is stacked and the parameters stay as they are.
 
         Raises:
             ValueError: if there are no blocks, or they were stacked for another mesh.
@@ -197,9 +198,21 @@ class Pipeline:
 
         def unstack_blocks(params: Mapping[str, Any]) -> Sequence[Any]:
             slots = find_block_list(params, self.blocks)
-            return self._slot_placement(mesh, len(slots)).unstack(slots) if self._is_on(mesh) else slots
+            if self._is_on(mesh):
+                return self._slot_placement(mesh, len(slots)).unstack(slots)
+            if self._depth not in (None, len(slots)):
+                raise ValueError(
+                    f"fzero.pipeline: loss.unstack was given mesh={mesh} and {len(slots)} blocks, but the model has "
+                    f"{self._depth}: pass the mesh for which they were stacked, loss.unstack(params, mesh)"
+                )
+            return slots
 
         return map_blocks(unstack_blocks, params, self.blocks)
+
+    @property
+    def _depth(self) -> int | None:
+        """The number of blocks; None if it follows from the parameters."""
+        return sum(self.depth) if isinstance(self.depth, tuple) else self.depth
 
     def _is_on(self, mesh: Mesh | None) -> TypeGuard[Mesh]:
         """Return whether the mesh has the pipeline's axis."""
@@ -208,7 +221,7 @@ class Pipeline:
     def _slot_placement(self, mesh: Mesh | int, slots: int) -> BlockPlacement:
         """Return the placement of blocks for a number of slots per rank."""
         ranks = self.schedule(mesh).ranks
-        depth = slots * ranks if self.depth is None else self.depth if isinstance(self.depth, int) else sum(self.depth)
+        depth = slots * ranks if self._depth is None else self._depth
         placement = self.placement(mesh, depth)
         if len(placement.blocks[0]) != slots:
             raise ValueError(

@@ -66,6 +66,18 @@ def test_depth():
         loss_of(4, depth=(1, 2, 2)).stack(params_of(5), fzero.mesh(pp=2))
 
 
+@pytest.mark.parametrize("mesh", [None, fzero.mesh(dp=2)])
+def test_unstacking_takes_the_mesh_since_stacked_blocks_look_like_blocks(mesh):
+    params, pipeline_mesh = params_of(5), fzero.mesh(pp=2)
+    loss = loss_of(4, depth=(2, 3))
+    stacked = loss.stack(params, pipeline_mesh)
+    with raises(TypeError, "missing 1 required positional argument: 'mesh'"):
+        loss.unstack(stacked)  # pyright: ignore[reportCallIssue]
+    with raises(ValueError, f"mesh={mesh} and 3 blocks, but the model has 5: pass the mesh for which they were"):
+        loss.unstack(stacked, mesh)
+    assert len(loss.unstack(stacked, pipeline_mesh)["blocks"]) == len(loss.unstack(params, mesh)["blocks"]) == 5
+
+
 def test_parameters_without_blocks_or_with_blocks_that_differ():
     with raises(ValueError, "a list of blocks at 'blocks', but got dict of ['table']"):
         loss_of(4).stack({"table": torch.ones(1)}, fzero.mesh(pp=2))
