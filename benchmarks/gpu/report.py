@@ -215,5 +215,5 @@ def draw(results: Sequence[Result], path: Path) -> None:
     offload.set(title="a step by the host's share of the state", xlabel="ratio", ylabel="ms", ylim=(0, None))
     for axes in (memory, offload):
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3 if axes is memory else 2)
     figure.savefig(path, dpi=110)

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero._torch.accelerator import (
     autocast_kinds,
+    empty_cache,
     fork_random_state,
     is_accelerator,
     local_accelerator,
@@ -98,6 +99,7 @@ __all__ = [
     "count_holders",
     "decisions",
     "default_store",
+    "empty_cache",
     "fake_like",
     "fakes_on",
     "flop_formulas",

@@ -5,7 +5,14 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["autocast_kinds", "fork_random_state", "is_accelerator", "local_accelerator", "wait_for_device"]
+__all__ = [
+    "autocast_kinds",
+    "empty_cache",
+    "fork_random_state",
+    "is_accelerator",
+    "local_accelerator",
+    "wait_for_device",
+]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -28,6 +35,12 @@ def wait_for_device(device: torch.device | None = None) -> None:
     """
     if is_accelerator(device) if device is not None else torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give an accelerator the memory back that torch's allocator keeps, and that no tensor uses; a host has none."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
 
 
 def autocast_kinds() -> tuple[str, str]:

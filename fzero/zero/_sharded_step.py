@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_choice, is_int
 from fzero._notice import warn_once
-from fzero._torch import is_tracing
+from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import (
@@ -202,8 +202,9 @@ class ShardedStep:
         and on an accelerator, a function, or a module on the meta device, is run leaf by leaf: each leaf is computed,
         copied and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0
         to 2 a rank holds all parameters anyway: on a CPU a function computes them at once, and a tree is copied, unless
-        it is donated. At stages 1 and 2 the leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state
-        is made for a rank's shards only.
+        it is donated. An accelerator gets the memory back that only full leaves needed. At stages 1 and 2 the
+        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards
+        only.
 
         Args:
             params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or a
@@ -247,7 +248,9 @@ class ShardedStep:
             opt_state = copy_aliases(opt_state, params)  # a state may start as the parameters themselves
             leaves, structure = tree.flatten(params, is_box)
             del params  # so each leaf is freed when it is copied
-            return tree.unflatten(structure, in_unit_buffers(leaves, within)), opt_state
+            params = tree.unflatten(structure, in_unit_buffers(leaves, within))
+            empty_cache(self.mesh.device)  # the segments of full leaves, in which no step's tensors would fit
+            return params, opt_state
 
     def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
         """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""

@@ -34,6 +34,13 @@ def test_init_takes_little_more_of_the_gpu_than_it_leaves_there(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_init_leaves_no_memory_in_the_allocator_that_only_full_leaves_needed(kind):
+    """For want of it a ViT-g reserved 22.0 GB on an H200, for a peak of 13.9."""
+    for stage, facts in found("cached")[kind].items():
+        assert facts["reserved"] <= 1.1 * facts["used"] + 2 * 20 * 2**20, f"stage {stage}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_brought_through_pinned_memory_and_nobody_waits(kind):
     facts = found("batches")[kind]
     for source, copies in {"pageable": 1, "pinned": 1, "there": 0}.items():

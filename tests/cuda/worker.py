@@ -51,7 +51,7 @@ def measured(
     state: list[Any] = list(step.init(params, task.opt, donate=True))
     batch = mesh.local(local, task.batch_axes)
     del params, local
-    torch.cuda.empty_cache()  # of the full parameters, which no step needs
+    torch.cuda.empty_cache()  # of the full parameters that were given
     jitted = step if backend == "eager" else fzero.jit(step, backend=backend, device_graph=device_graph)
     run: Callable[..., Any] = jitted
 
