@@ -33,7 +33,7 @@ LAYERS = [
     ["checkpoint", "tuning"],
     ["nn", "errors"],
     ["plugs"],
-    ["testing", "__main__"],
+    ["testing", "examples", "__main__"],
 ]
 # Files that other packages may import: namespaces of their own, and files that are imported only when they are used.
 OPEN = {

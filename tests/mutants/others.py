@@ -17,6 +17,9 @@ MUTANTS = [
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
     ),
+    *File("examples.py", ("tests/examples/test_copies.py",)).faults(
+        Fault("a copied program replaces the user's file", "main", never("A(B).exists()")),
+    ),
     *File("tree.py", ("tests/test_remedies.py",)).faults(
         Fault("a wrong argument is printed with all its numbers", "show", always("len(A) <= B")),
         Fault("a generator is told to be registered", "not_a_tensor", never("A.isgenerator(B)")),

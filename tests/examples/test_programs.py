@@ -1,0 +1,45 @@
+"""The ready programs learn, evaluate, go on after a stop to the last bit, and run alike on real ranks."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import fzero
+from tests.examples.helpers import run
+
+PROGRAMS = {"pretrain": "held-out loss"}  # and what each prints of its evaluation
+
+
+def rows(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step."""
+    found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if name != "steps/s"} for row in found]
+
+
+def bits(checkpoint: pathlib.Path) -> dict[str, Any]:
+    return {name: fzero.checkpoint.read(checkpoint, name).tolist() for name in fzero.checkpoint.leaves(checkpoint)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_learns_and_goes_on_to_the_last_bit(name, tmp_path):
+    whole, rest, world = (tmp_path / folder for folder in ("whole", "rest", "world"))
+    words = [f"examples/{name}.py", "--steps", "6", "--every", "3", "--out"]
+    printed = run(*words, str(whole))
+    uninterrupted = rows(whole)
+    assert [row["step"] for row in uninterrupted] == [1, 2, 3, 4, 5, 6]
+    assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"]
+    assert printed.count(PROGRAMS[name]) == 1 and PROGRAMS[name] in uninterrupted[2]  # progress prints the newest row
+
+    (rest / "checkpoints").mkdir(parents=True)  # as a run that was stopped after step 3 leaves them
+    (whole / "checkpoints" / "step-00000003").rename(rest / "checkpoints" / "step-00000003")
+    run(*words, str(rest))
+    assert rows(rest) == uninterrupted[3:]
+    newest = pathlib.Path("checkpoints", "step-00000006")
+    assert bits(rest / newest) == bits(whole / newest) != {}
+
+    run(*words, str(world), ranks=2)
+    for real, simulated in zip(rows(world), uninterrupted, strict=True):
+        assert real == pytest.approx(simulated, rel=2e-3)
