@@ -5,23 +5,28 @@
 
 A value in an attribute of the copy never reaches the user's module, and a replaced parameter has no gradient. So the
 tensors and attributes are compared before and after a call. A written parameter is an error; written attributes are
-named in a notice.
+refused or named in a notice.
 """
 
 import copy
 import dis
 import functools
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
+from dataclasses import is_dataclass
+from fnmatch import fnmatchcase
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero._notice import warn_once
+from fzero._notice import trouble_link, warn_once
+from fzero._torch.levels import is_differentiated
 from fzero._torch.modules import attributes, forward_hooks, version_of
 
 __all__ = [
+    "LeftoverCheck",
     "ModuleContents",
     "Versions",
     "check_functions",
@@ -166,6 +171,7 @@ def _globals_of(code: CodeType) -> set[str]:
 
 
 CONTAINERS = (list, tuple, dict, set, deque)
+PLAIN = (int, float, complex, str, bytes)  # bool is an int
 
 
 # ---------------------------------------------------------------- tensors that a call receives
@@ -254,30 +260,28 @@ class ModuleContents(NamedTuple):
     """The contents of a module and its submodules that a call may add to or change.
 
     Attributes:
-        tensors: by attribute, the ids of the tensors that it is or contains.
-        numbers: by attribute, its value if that is a number.
+        tensors: by attribute, the tensors that it is or contains, by id.
+        values: by attribute, its plain values, as `_plain` copies them.
         parameters: the names of the parameters.
-        buffers: the names of the buffers.
+        buffers: the buffers by name.
     """
 
-    tensors: dict[str, set[int]]
-    numbers: dict[str, int | float]
+    tensors: dict[str, dict[int, torch.Tensor]]
+    values: dict[str, Any]
     parameters: set[str]
-    buffers: set[str]
+    buffers: dict[str, torch.Tensor]
 
 
 def record_contents(module: torch.nn.Module) -> ModuleContents:
     """Record the contents of a module and its submodules."""
-    tensors: dict[str, set[int]] = {}
-    numbers: dict[str, int | float] = {}
+    tensors: dict[str, dict[int, torch.Tensor]] = {}
+    values: dict[str, Any] = {}
     for prefix, m in module.named_modules():
         for name, x in _stored_attributes(m).items():
             path = f"{prefix}.{name}" if prefix else name
-            if isinstance(x, int | float):
-                numbers[path] = x
-            else:
-                tensors[path] = {id(y) for y in tensors_in(x)}
-    return ModuleContents(tensors, numbers, set(dict(module.named_parameters())), set(dict(module.named_buffers())))
+            tensors[path] = {id(y): y for y in tensors_in(x)}
+            values[path] = _plain(x, set())
+    return ModuleContents(tensors, values, set(dict(module.named_parameters())), dict(module.named_buffers()))
 
 
 def _stored_attributes(module: torch.nn.Module) -> dict[str, object]:
@@ -299,29 +303,113 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(y)
 
 
-def check_leftovers(before: ModuleContents, module: torch.nn.Module) -> None:
-    """Give a notice for each attribute in which a forward pass left a value.
+_NOT_PLAIN = object()
+
+
+def _plain(x: object, seen: set[int]) -> Any:
+    """Copy the numbers, strings and flags of a value, which may be a container; anything else is left out."""
+    if x is None or isinstance(x, PLAIN):
+        return x
+    if id(x) in seen:
+        return _NOT_PLAIN
+    seen.add(id(x))
+    if isinstance(x, SimpleNamespace) or (is_dataclass(x) and not isinstance(x, type)):
+        x = vars(x)
+    if isinstance(x, dict):
+        copied = {key: _plain(y, seen) for key, y in x.items()}
+        return {key: y for key, y in copied.items() if y is not _NOT_PLAIN}
+    if isinstance(x, set):
+        return {y for y in x if isinstance(y, PLAIN)}
+    if isinstance(x, CONTAINERS):
+        return [y for y in [_plain(y, seen) for y in x] if y is not _NOT_PLAIN]
+    return _NOT_PLAIN
+
+
+class LeftoverCheck(NamedTuple):
+    """What a check of leftovers knows of the module and the call.
+
+    Attributes:
+        kind: the name of the module's class.
+        prefix: the module's name in the user's module, which begins each path: "h.0." or "".
+        ignored: patterns of the attributes that the user declared.
+        is_traced: whether the call is traced, so that it will not run again.
+        has_program: whether the call ran a program on the module, which may itself read the attributes.
+    """
+
+    kind: str
+    prefix: str
+    ignored: tuple[str, ...]
+    is_traced: bool
+    has_program: bool
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether the user said that nothing reads this attribute later."""
+        return any(fnmatchcase(self.prefix + name, pattern) for pattern in self.ignored)
+
+
+def check_leftovers(before: ModuleContents, module: torch.nn.Module, check: LeftoverCheck) -> None:
+    """Refuse what a forward pass left in attributes if a later reader would miss it, and give a notice otherwise.
 
     Raises:
-        RuntimeError: if the pass made a parameter, which would not be trained.
+        RuntimeError: if the pass made a parameter, which would not be trained. Also if it left a tensor that depends on
+            parameters, or, in a trace, changed a plain value. The message names the attribute.
     """
-    after, kind = record_contents(module), type(module).__name__
+    after = record_contents(module)
     for name in sorted(after.parameters - before.parameters):
         raise RuntimeError(
-            f"{kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the constructor, "
-            "or run the module once on a batch before fzero.nn.functional(module)"
+            f"{check.kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the "
+            "constructor, or run the module once on a batch before fzero.nn.functional(module)"
         )
-    changed = [name for name, ids in after.tensors.items() if ids - before.tensors.get(name, set())]
-    for name in [*changed, *sorted(after.buffers - before.buffers)]:
-        warn_once(
-            f"fzero.nn: {kind}'s forward pass left a tensor in its attribute {name!r}. apply runs a copy of the "
-            "module, so your module does not get it: have forward return it. A cache belongs in a buffer that the "
-            "constructor makes"
+    left = {
+        name: [x for at, x in xs.items() if at not in before.tensors.get(name, {})]
+        for name, xs in after.tensors.items()
+    }
+    left |= {name: [x] for name, x in after.buffers.items() if name not in before.buffers}
+    for name, xs in left.items():
+        if xs and not check.is_ignored(name):
+            _report_tensors(name, xs, check)
+    for name, value in after.values.items():
+        old = before.values.get(name)
+        # an attribute that was absent or None is filled in once: a cache, and no counter
+        if old is not None and old != value and not check.is_ignored(name):
+            _report_value(name, old, value, check)
+
+
+def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck) -> None:
+    if check.has_program:
+        return  # the program may read the attribute itself
+    holder, _, attribute = name.rpartition(".")
+    label = f"{check.kind}'s forward pass left a tensor in its attribute {check.prefix + name!r}"
+    if any(map(is_differentiated, tensors)):
+        read = f"module.get_submodule({holder!r}).{attribute}" if holder else f"module.{attribute}"
+        raise RuntimeError(
+            f"fzero.nn: {label}, which depends on the parameters. apply runs a copy of the module, so code that reads "
+            "the attribute after the call gets an old value or none: have forward return it, or call apply.method("
+            f"lambda module, *args: (module(*args), {read})) in place of apply. {_ignoring(name, check, 'reads it')}"
         )
-    for name, value in after.numbers.items():
-        if before.numbers.get(name, value) != value:
-            warn_once(
-                f"fzero.nn: {kind}'s forward pass changed the number in its attribute {name!r}. apply runs a copy of "
-                "the module, so your module does not see it, and a jitted step always uses the number at its trace: "
-                "make it a 0-d integer buffer, which apply returns"
-            )
+    warn_once(
+        f"fzero.nn: {label}. apply runs a copy of the module, so your module does not get it: have forward return it. "
+        "A cache belongs in a buffer that the constructor makes"
+    )
+
+
+def _report_value(name: str, old: Any, new: Any, check: LeftoverCheck) -> None:
+    label = (
+        f"fzero.nn: {check.kind}'s forward pass changed its attribute {check.prefix + name!r} from "
+        f"{reprlib.repr(old)} to {reprlib.repr(new)}"
+    )
+    if check.is_traced:
+        raise RuntimeError(
+            f"{label}, and a jitted step would keep the value and the branches of its trace: make it a 0-d integer "
+            "buffer, which apply returns and the step carries, and choose by torch.where; or pass it as an argument. "
+            f"{_ignoring(name, check, 'depends on it')}"
+        )
+    warn_once(
+        f"{label}. apply runs a copy of the module, so your module does not see it, and a jitted step refuses it: make "
+        "it a 0-d integer buffer, which apply returns"
+    )
+
+
+def _ignoring(name: str, check: LeftoverCheck, reader: str) -> str:
+    call = f"fzero.nn.functional(module, ignore_writes=[{check.prefix + name!r}])"
+    return f"If nothing {reader}: {call}{trouble_link('a-module-that-writes-to-itself')}"

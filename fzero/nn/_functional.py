@@ -1,6 +1,6 @@
 """functional: a module as a pure function of its parameters and buffers, and the checks of its arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,12 +8,14 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_old_function_error, is_tracing
+from fzero._torch.levels import is_differentiated
 from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, persistent_buffers
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, in_lockstep, loss_axes
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._copy import (
+    LeftoverCheck,
     check_functions,
     check_leftovers,
     check_writes,
@@ -179,7 +181,11 @@ class Functional(NamedTuple):
 
 @api_boundary
 def functional(
-    module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False, tp: Layers | None = None
+    module: torch.nn.Module,
+    remat: bool | str | Callable[[Any], bool] = False,
+    tp: Layers | None = None,
+    *,
+    ignore_writes: Sequence[str] = (),
 ) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 
@@ -190,7 +196,8 @@ def functional(
     `apply` is a snapshot of the module: its training or evaluation mode, its tied and frozen parameters, its forward
     hooks and the objects whose methods these are. A later `module.eval()` or `head.weight = embed.weight` does not
     change it: call `functional` again, as in `functional(module.eval()).apply`. Likewise, a value that forward stores
-    in an attribute (`self.aux = ...`) does not reach the module: have forward return it.
+    in an attribute (`self.aux = ...`) does not reach the module: have forward return it, or read it in a program of
+    `apply.method`. A tensor that depends on parameters is refused there, and in a trace also a changed number or flag.
 
     Experts of transformers run by default with "grouped_mm", an operator that `torch.func` refuses. In `apply` they
     run with fzero's implementation instead.
@@ -204,6 +211,8 @@ def functional(
             both passes. A language model needs `use_cache=False`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
             rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
+        ignore_writes: the paths of attributes that forward may write although the writes are lost, as "layers.0.seen"
+            or by a pattern of `fnmatch`, "layers.*.seen". They must be constants for every result of the module.
 
     Returns:
         `(apply, params, buffers)`.
@@ -227,6 +236,8 @@ def functional(
     """
     check_module(module)
     check_functions(module)
+    if isinstance(ignore_writes, str):
+        raise TypeError(f"ignore_writes={ignore_writes!r} is a str: expected a list of paths, [{ignore_writes!r}]")
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items() if p.requires_grad}
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
@@ -238,7 +249,7 @@ def functional(
         params, constants = tp.unpack(params), tp.unpack(constants)
         install(copied, tp)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
-    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp)
+    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
     return Functional(apply, params, constants)
 
 
@@ -247,7 +258,8 @@ class _ApplyCache:
 
     Attributes:
         copies: in lockstep, each rank's copy of the module, by the rank's coordinates on the mesh.
-        structures: the functions and structures of arguments for which a call was checked for leftovers.
+        structures: the calls that were checked for leftovers: function, structure of the arguments, and whether
+            the parameters are differentiated.
     """
 
     def __init__(self) -> None:
@@ -266,6 +278,8 @@ class Apply:
         mutable: the names of the buffers that its forward pass may write in place.
         blocks: the names of the submodules that run again in the backward pass.
         tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
+        ignore_writes: patterns of the attributes that forward may write although the writes are lost.
+        prefix: the module's name in a larger module, with a dot; it begins the paths of attributes.
     """
 
     module: torch.nn.Module
@@ -274,6 +288,8 @@ class Apply:
     mutable: frozenset[str]
     blocks: tuple[str, ...] = ()
     tp: Layers | None = None
+    ignore_writes: tuple[str, ...] = ()
+    prefix: str = ""
     _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
     def __call__(
@@ -281,7 +297,8 @@ class Apply:
     ) -> tuple[Any, NamedTensors]:
         """Run the module's forward pass.
 
-        The first call gives a notice for each attribute in which forward left a value, since that value is lost.
+        The first call looks for attributes in which forward left a value, since that value is lost. A number that it
+        changed, and a tensor that does not depend on parameters, get a notice.
 
         Args:
             params: the full parameters by name; with `remat` they may be boxes.
@@ -299,7 +316,8 @@ class Apply:
             ValueError: if names are missing or unknown, or a buffer lies on another device than the parameters. If
                 layers are split over an axis, also if the arguments of forward are known to differ by rank along it.
             RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in `mutable`.
-                Also if it applies an `autograd.Function` that `torch.func` cannot differentiate.
+                Also if it applies an `autograd.Function` that `torch.func` cannot differentiate. Also if it left a
+                tensor that depends on parameters in an attribute, or in a trace changed a number, string or flag there.
         """
         return self._call(None, params, buffers, args, kwargs)
 
@@ -349,21 +367,24 @@ class Apply:
             return _call_on(module, f, state, args, kwargs)
         # Calls with equal structures leave the same values behind. A function's code stands for it: the function may
         # be made anew at each call, and hold tensors.
-        structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1]
-        is_new = structure not in self._cache.structures
+        is_traced, differentiated = is_tracing(), any(map(is_differentiated, state.values()))
+        structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1], differentiated
+        is_new = is_traced or structure not in self._cache.structures
         versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)
         try:
             out = _call_on(module, f, state, args, kwargs)
             check_writes(versions, state, self.params, self.mutable)
             if before is not None:
-                check_leftovers(before, module)
+                kind = type(module).__name__
+                check = LeftoverCheck(kind, self.prefix, self.ignore_writes, is_traced, has_program=f is not None)
+                check_leftovers(before, module, check)
                 self._cache.structures.add(structure)
         except RuntimeError as error:
             explain_old_function(error, type(module).__name__)
             raise
         finally:
-            restore_modules(stand_ins, traced=is_tracing())
+            restore_modules(stand_ins, traced=is_traced)
         return out
 
     def _own_module(self) -> torch.nn.Module:

@@ -61,6 +61,7 @@ def pipeline(
     inputs: Callable[[Any], Any] | None = None,
     split: SplitRules | None = None,
     tp: Layers | None = None,
+    ignore_writes: Sequence[str] = (),
 ) -> ModulePipeline:
     """Make a loss function that runs a module's repeated blocks as a pipeline. The module is not edited.
 
@@ -90,6 +91,7 @@ def pipeline(
         split: one or several rules for leaves that are split along other axes, by their paths in `params`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split`
             includes their rule.
+        ignore_writes: the paths of attributes that forward may write; see `fzero.nn.functional`.
 
     Returns:
         `(loss, params, join)`.
@@ -121,7 +123,7 @@ def pipeline(
     """
     if not callable(loss):
         raise TypeError(f"fzero.nn.pipeline: loss={loss!r}: expected a function (output, batch) -> (total, weight)")
-    split_model, params = split_module(module, blocks, tp)
+    split_model, params = split_module(module, blocks, tp, ignore_writes)
     inputs_of = inputs or (lambda batch: batch)
 
     def first(params: Any, batch: Any) -> Any:

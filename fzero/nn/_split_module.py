@@ -1,6 +1,6 @@
 """Split a module at its repeated blocks into pure functions: the part before them, a block, and the part after."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -306,7 +306,12 @@ class SplitModule:
 
 
 @api_boundary
-def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = None) -> ModuleSplit:
+def split_module(
+    module: torch.nn.Module,
+    blocks: str | None = None,
+    tp: Layers | None = None,
+    ignore_writes: Sequence[str] = (),
+) -> ModuleSplit:
     """Split a module at its repeated blocks into pure functions, without editing it.
 
     The blocks are the children of a ModuleList or Sequential: at least two modules of one class, whose parameters have
@@ -320,6 +325,7 @@ def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers 
         module: any module that `fzero.nn.functional` accepts.
         blocks: the name of the list of blocks, if the module has several.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them.
+        ignore_writes: the paths of attributes that forward may write; see `fzero.nn.functional`.
 
     Returns:
         `(split, params)`.
@@ -346,22 +352,23 @@ def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers 
     check_ownership(module, names)
     block_modules = [module.get_submodule(name) for name in names]
     parts = [
-        functional(block, tp=None if tp is None else of_block(tp, name))
+        functional(block, tp=None if tp is None else of_block(tp, name), ignore_writes=ignore_writes)
         for name, block in zip(names, block_modules, strict=True)
     ]
     shells = {
         id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(block_modules, parts, strict=True))
     }
     shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy shares the module's tensors
-    plain = functional(copy_module(module, {**shells, **shared}))
+    plain = functional(copy_module(module, {**shells, **shared}), ignore_writes=ignore_writes)
     rest = plain
     if tp is not None:
-        rest = functional(copy_module(module, {**shells, **shared}), tp=outside(tp, names))
+        copied = copy_module(module, {**shells, **shared})
+        rest = functional(copied, tp=outside(tp, names), ignore_writes=ignore_writes)
     split = SplitModule(
         shell=_read_only(rest.apply),
         constants=rest.buffers,
         param_meta={name: (p.shape, p.dtype) for name, p in plain.params.items()},
-        blocks=tuple([_read_only(part.apply) for part in parts]),
+        blocks=tuple([_read_only(part.apply, f"{name}.") for name, part in zip(names, parts, strict=True)]),
         block_constants=tuple([_share_constants(part.buffers, parts[0].buffers) for part in parts]),
         names=names,
         plain=_read_only(plain.apply),
@@ -381,13 +388,13 @@ def _share_constants(constants: NamedTensors, first: NamedTensors) -> NamedTenso
     return {name: share(name, x) for name, x in constants.items()}
 
 
-def _read_only(apply: Apply) -> Apply:
+def _read_only(apply: Apply, prefix: str = "") -> Apply:
     """Make a forward pass refuse to write statistics, which each micro-batch would write, some of them on other ranks.
 
     `tp` is removed because the pipeline checks the whole batch for differences along that axis. A block's input cannot
     be checked: it may be its rank's part of the tokens.
     """
-    return replace(apply, mutable=frozenset(), tp=None)
+    return replace(apply, mutable=frozenset(), tp=None, prefix=prefix)
 
 
 def _check_constants(before: NamedTensors, after: NamedTensors, prefix: str) -> None:

@@ -1,6 +1,6 @@
 """Faults in fzero/nn."""
 
-from tests.mutants.changes import always, bare, becomes, never, skipped
+from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped
 from tests.mutants.mutant import REMAT, STEP, Fault, File
 
 WRITTEN = ("tests/nn/test_writes.py",)
@@ -24,10 +24,17 @@ MUTANTS = [
             becomes("A not in self.B.C", "not self.B.C"),
             WRITTEN,
         ),
+        Fault("a trace after other calls is not checked for leftovers", "Apply._run", bare("B or A"), WRITTEN),
+        Fault(
+            "a call that is differentiated after others is not checked for leftovers",
+            "Apply._run",
+            becomes("any(map(A, B.values()))", "False"),
+            WRITTEN,
+        ),
         Fault(
             "stand-ins that a trace leaves in a module are not removed",
             "Apply._run",
-            becomes("A(B, traced=C())", "A(B, traced=False)"),
+            becomes("A(B, traced=C)", "A(B, traced=False)"),
             LEFT,
         ),
     ),
@@ -48,8 +55,20 @@ MUTANTS = [
         Fault(
             "a tensor that a call leaves in an attribute is not reported",
             "check_leftovers",
-            never("A - B.C.get(D, set())"),
+            never("A and not B.is_ignored(C)"),
         ),
+        Fault(
+            "an auxiliary loss in an attribute is named only in a notice",
+            "_report_tensors",
+            never("any(map(A, B))"),
+        ),
+        Fault("a program on a module may not leave tensors in it", "_report_tensors", never("A.has_program")),
+        Fault("a counter is kept at its number at the trace", "_report_value", never("A.is_traced")),
+        Fault(
+            "an attribute that is filled in once is taken for a counter", "check_leftovers", dropped("A is not None")
+        ),
+        Fault("a value in an object in an attribute is not seen", "_plain", never("isinstance(x, A) or B")),
+        Fault("attributes that the user declares constant are refused", "LeftoverCheck.is_ignored", returns("False")),
         Fault("tensors in a list in an attribute are not found", "tensors_in", never("isinstance(A, B)", at="2 of 3")),
         Fault("a parameter that a call replaces is not reported", "check_writes", never("A[B] is not C")),
         Fault("a module is not restored after a call", "restore_modules", becomes("before", "()"), LEFT),
