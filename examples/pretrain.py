@@ -97,12 +97,10 @@ def train_step(params: Any, opt_state: Any, buffers: Any, windows: torch.Tensor)
 
 step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
 evaluate = fzero.jit(fzero.evaluate(step, token_losses, weighted=True, gather=False), backend=args.backend)
-params, opt_state = step.init(params, opt)
-step = fzero.jit(step, backend=args.backend)
 runs = fzero.checkpoint.checkpoints(f"{args.out}/checkpoints", mesh)
-params, opt_state, done = runs.restore(like=(params, opt_state, 0))
-writers = observe.progress(args.steps), observe.jsonl(f"{args.out}/log.jsonl")
-with runs, observe.log(*writers, mesh=mesh) as log:
+params, opt_state, done = runs.restore(like=(*step.init(params, opt), 0))
+step = fzero.jit(step, backend=args.backend)
+with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/log.jsonl"), mesh=mesh) as log:
     for i, windows in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, buffers, windows)
         log(i + 1, found)
@@ -112,6 +110,7 @@ with runs, observe.log(*writers, mesh=mesh) as log:
             log(i + 1, {"held-out loss": data.mean(evaluate(params, buffers, *batch) for batch in batches)})
 
 fzero.checkpoint.hf.write(f"{args.out}/model", optim.master_params(params, opt_state), mesh)
-config.save_pretrained(f"{args.out}/model")
+if mesh.rank == 0:
+    config.save_pretrained(f"{args.out}/model")
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ import pytest
 import fzero
 from tests.examples.helpers import run
 
-PROGRAMS = {"pretrain": "held-out loss"}  # and what each prints of its evaluation
+PROGRAMS = {"pretrain": "held-out loss", "sft": "held-out loss"}  # and what each prints of its evaluation
 
 
 def rows(folder: pathlib.Path) -> list[dict[str, Any]]:
