@@ -2,6 +2,7 @@
 
 from fzero.nn._blocks import repeated_blocks
 from fzero.nn._functional import Apply, Functional, functional
+from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._pipeline import ModulePipeline, pipeline
 from fzero.zero import initializer
 
@@ -9,5 +10,8 @@ __all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer",
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "full_copy",
+    "functional_in_place",
+    "put_back",
     "repeated_blocks",
 ]

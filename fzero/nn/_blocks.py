@@ -9,7 +9,7 @@ import torch
 from fzero.sharding import is_box, sharded_units, traced_spec
 from fzero.transforms import gather, remat
 
-__all__ = ["boxes_to_blocks", "rematerialise", "repeated_blocks"]
+__all__ = ["boxes_to_blocks", "rematerialise", "repeated_blocks", "undo_rematerialise"]
 
 Save = str | Callable[[Any], bool] | None
 
@@ -44,6 +44,15 @@ def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) 
         buffer_names = frozenset([key.removeprefix(f"{name}.") for key in mutable if key.startswith(f"{name}.")])
         m.forward = _Forward(m, save, buffer_names, m.__dict__.get("forward"))
     return tuple(blocks)
+
+
+def undo_rematerialise(module: torch.nn.Module, blocks: Sequence[str]) -> None:
+    """Let blocks run once again."""
+    for name in blocks:
+        m = module.get_submodule(name)
+        forward: Any = m.__dict__.pop("forward")
+        if forward.run is not None:
+            m.forward = forward.run
 
 
 class _Forward:

@@ -31,7 +31,16 @@ from fzero.parallel.tensor import Layers, install
 from fzero.sharding import is_box
 from fzero.zero import stand_ins
 
-__all__ = ["Apply", "Functional", "check_module", "check_tensors", "explain_old_function", "functional"]
+__all__ = [
+    "Apply",
+    "Functional",
+    "check_module",
+    "check_tensors",
+    "explain_old_function",
+    "functional",
+    "mutable_buffers",
+    "tensors_of",
+]
 
 # Checks of the arguments of `functional` and `apply`: modules that can become pure functions, and dicts of tensors.
 
@@ -234,16 +243,11 @@ def functional(
         >>> y.shape
         torch.Size([4, 2])
     """
-    check_module(module)
-    check_functions(module)
     if isinstance(ignore_writes, str):
         raise TypeError(f"ignore_writes={ignore_writes!r} is a str: expected a list of paths, [{ignore_writes!r}]")
-    named = dict(module.named_parameters())
-    params = {name: p.detach() for name, p in named.items() if p.requires_grad}
-    frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    constants = {**buffers, **frozen}
-    copied, mutable = copy_module(module, stand_ins(module)), _mutable(module)
+    params, frozen, buffers = tensors_of(module)
+    buffers = {name: x.clone() for name, x in buffers.items()}
+    constants, copied, mutable = {**buffers, **frozen}, copy_module(module, stand_ins(module)), mutable_buffers(module)
     use_differentiable(copied)
     if tp is not None:
         params, constants = tp.unpack(params), tp.unpack(constants)
@@ -251,6 +255,16 @@ def functional(
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
     return Functional(apply, params, constants)
+
+
+def tensors_of(module: torch.nn.Module) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
+    """Check a module, and return its trainable parameters, its frozen parameters and its buffers, by name."""
+    check_module(module)
+    check_functions(module)
+    named = dict(module.named_parameters())
+    params = {name: p.detach() for name, p in named.items() if p.requires_grad}
+    frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
+    return params, frozen, {name: b.detach() for name, b in module.named_buffers()}
 
 
 class _ApplyCache:
@@ -280,6 +294,7 @@ class Apply:
         tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
         ignore_writes: patterns of the attributes that forward may write although the writes are lost.
         prefix: the module's name in a larger module, with a dot; it begins the paths of attributes.
+        is_own: whether `module` is the caller's, which gets what a call leaves in an attribute.
     """
 
     module: torch.nn.Module
@@ -290,6 +305,7 @@ class Apply:
     tp: Layers | None = None
     ignore_writes: tuple[str, ...] = ()
     prefix: str = ""
+    is_own: bool = False
     _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
     def __call__(
@@ -369,7 +385,7 @@ class Apply:
         # be made anew at each call, and hold tensors.
         is_traced, differentiated = is_tracing(), any(map(is_differentiated, state.values()))
         structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1], differentiated
-        is_new = is_traced or structure not in self._cache.structures
+        is_new = not self.is_own and (is_traced or structure not in self._cache.structures)
         versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)
         try:
@@ -430,7 +446,7 @@ def _own_copy(x: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def _mutable(module: torch.nn.Module) -> frozenset[str]:
+def mutable_buffers(module: torch.nn.Module) -> frozenset[str]:
     """Return the names of buffers that forward may write: a training module's persistent statistics and counters."""
     names = set()
     for prefix, m in module.named_modules():

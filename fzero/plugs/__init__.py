@@ -1,12 +1,12 @@
-"""Training loops of other libraries, sharded: `fzero.plugs.transformers` for Trainer and TRL."""
+"""Training loops of other libraries, sharded: `transformers` for Trainer and TRL, `lightning` for Lightning."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero.plugs import transformers
+    from fzero.plugs import lightning, transformers
 
-__all__ = ["transformers"]
+__all__ = ["lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Engine: the models, loss and optimizer of another library's training loop, as one sharded step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from fzero.graph import jit
 from fzero.plugs._param_groups import ParamGroups
 from fzero.ranks import Mesh
 from fzero.sharding import sharded_units
-from fzero.transforms import gather, scaled_value_and_grad, value_and_grad
+from fzero.transforms import gather, partition, scaled_value_and_grad, value_and_grad
 from fzero.zero import ShardedStep, shard
 
 __all__ = ["Backend", "Engine", "LoopStep", "MicroBatch", "Models", "make_engine", "stack"]
@@ -119,7 +119,7 @@ class LoopStep:
         loss: `loss(model, batch, count, items)` returns the loss of one micro-batch of `count`, a 0-d tensor.
         groups: the optimizer.
         ranks: the number of ranks, over which the loss is averaged.
-        max_norm: the largest norm of the gradients; None for no clipping.
+        clip: how the gradients are clipped; None if they are not.
         precision: the dtypes of half precision; None to train in the parameters' own.
         loss_scale: whether the loss is scaled, as for float16.
         autograd: whether torch.autograd differentiates, in place of torch.func; see `fzero.value_and_grad`.
@@ -129,15 +129,14 @@ class LoopStep:
     loss: Callable[..., torch.Tensor]
     groups: ParamGroups
     ranks: int
-    max_norm: float | None
+    clip: optim.Optimizer | None
     precision: optim.Precision | None
     loss_scale: bool
     autograd: bool
 
     def optimizer(self, rates: Sequence[Any]) -> optim.Optimizer:
         """Make the whole optimizer, with a learning rate for each group."""
-        clip = [] if self.max_norm is None else [optim.clip_by_global_norm(self.max_norm)]
-        opt = optim.chain(*clip, self.groups.optimizer(rates))
+        opt = optim.chain(*([] if self.clip is None else [self.clip]), self.groups.optimizer(rates))
         opt = opt if self.precision is None else optim.master_weights(opt, self.precision)
         return optim.dynamic_loss_scale(opt) if self.loss_scale else opt
 
@@ -162,20 +161,24 @@ class LoopStep:
         total: Any = None
         grads: Any = None
         for batch in batches:
-            scale = optim.loss_scale(opt_state).scale if self.loss_scale else 1.0
-            value, new, buffers = self._gradients(params, buffers, others, batch, items, count, scale)
+            value, new, buffers = self.gradients(params, opt_state, buffers, others, batch, items, count)
             total = value if total is None else total + value
             grads = new if grads is None else tree.elementwise(torch.add, grads, new)
         metrics = {"loss": total, "norm": optim.global_norm(grads)}
-        updates, opt_state = self.optimizer(rates).update(grads, opt_state, params)
+        params, opt_state = self.update(params, opt_state, grads, rates)
         if self.loss_scale:
             metrics["skipped"] = optim.loss_scale(opt_state).skipped
-        return optim.apply_updates(params, updates), opt_state, buffers, metrics
+        return params, opt_state, buffers, metrics
 
-    def _gradients(
-        self, params: Any, buffers: Any, others: Any, batch: MicroBatch, items: Any, count: int, scale: Any
+    def update(self, params: Any, opt_state: Any, grads: Any, rates: Any) -> tuple[Any, Any]:
+        """Return the parameters and the optimizer's state after an update by gradients."""
+        updates, opt_state = self.optimizer(rates).update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state
+
+    def gradients(
+        self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch, items: Any, count: int
     ) -> tuple[torch.Tensor, Any, Any]:
-        """Return the loss, the gradients and the new buffers of stacked micro-batches."""
+        """Return the loss, the gradients and the new buffers of stacked micro-batches, of `count` in the step."""
         is_mutable = bool(self.models.apply.mutable)
 
         def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
@@ -189,7 +192,7 @@ class LoopStep:
         options |= {"precision": self.precision, "gather": False, "has_aux": is_mutable}
         options |= {"autograd": self.autograd}
         make = scaled_value_and_grad if self.loss_scale else value_and_grad
-        scaling = (scale,) if self.loss_scale else ()
+        scaling: Any = (optim.loss_scale(opt_state).scale,) if self.loss_scale else ()
         out, grads = make(loss_fn, *scaling, **options)(params, others, batch.tensors)
         loss, new = out if is_mutable else (out, buffers)
         return loss, grads, pmean(new) if is_mutable else buffers
@@ -199,7 +202,7 @@ class Engine:
     """What a sharded training loop holds between steps, and what it does with it.
 
     Attributes:
-        step: the sharded step.
+        step: the sharded step, whose `train_step` is a `LoopStep`.
         models: the models with which `call` runs a function; its blocks gather their own parameters.
         params: the trained parameters, in the stage's layout.
         opt_state: the optimizer's state.
@@ -245,10 +248,41 @@ class Engine:
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         if isinstance(items, torch.Tensor):
             items = self.mesh.local(lambda rank: items)
-        tensors = [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
         state = self.params, self.opt_state, self.buffers
-        self.params, self.opt_state, self.buffers, self.metrics = self._run(*state, self.others, local, items, tensors)
+        new = self._run(*state, self.others, local, items, _tensors(rates))
+        self.params, self.opt_state, self.buffers, self.metrics = new
         return self.metrics
+
+    def gradients(self, batch: dict[str, Any], count: int) -> Any:
+        """Return the gradients of one of `count` micro-batches, which may hold any values. It runs eagerly.
+
+        A loop that takes its micro-batches one by one adds them up, and calls `update`. The buffers are new at once.
+        """
+        loop_step, layout = self._loop_step, self.step.layout
+
+        def program(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any]:
+            if layout.shards_within_step:
+                params = partition(params, reduce_grads=layout.grads)
+            one = MicroBatch({}, batch, 1)
+            return loop_step.gradients(params, opt_state, buffers, others, one, None, count)[1:]
+
+        grads, self.buffers = self.step.program(program)(self.params, self.opt_state, self.buffers, self.others)
+        return grads
+
+    def update(self, grads: Any, rates: Sequence[float]) -> None:
+        """Update the parameters by gradients, the sum of those of a step's micro-batches."""
+        step = replace(self.step, train_step=self._loop_step.update)
+        state = self.params, self.opt_state
+        self.params, self.opt_state = step.program(step.rank_step)(*state, grads, _tensors(rates))
+
+    @property
+    def groups(self) -> ParamGroups:
+        """The optimizer."""
+        return self._loop_step.groups
+
+    @property
+    def _loop_step(self) -> LoopStep:
+        return self.step.train_step  # pyright: ignore[reportReturnType]
 
     def call(self, f: Callable[..., Any], batch: dict[str, Any]) -> Any:
         """Run `f(model, batch)` on every rank, without gradients, and return this rank's result."""
@@ -273,6 +307,25 @@ class Engine:
             yield from [(name, x.cpu()) for name, x in unit.items()]
         yield from [(name, x.cpu()) for name, x in values.items() if name not in in_units]
 
+    def full_model(self) -> torch.nn.Module:
+        """Return a copy of the trained model with all its weights, on the host. All ranks call it."""
+        return nn.full_copy(self.models.apply, dict(self.tensors()))
+
+    def put_back(self) -> None:
+        """Give full weights, on the host, to the model that steps run in place. All ranks call it."""
+        nn.put_back(self.models.apply, dict(self.tensors()))
+
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """Return the trained model's state dict, on the host; if not `keep`, an empty dict. All ranks call it."""
+        full = {name: x for name, x in self.tensors() if keep}
+        if not keep:
+            return {}
+        model = self.models.apply.module
+        names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+        # tied weights stay one tensor; a metric has tensors that are no buffers
+        state = model.state_dict(keep_vars=True)
+        return {key: full[names[id(x)]] if id(x) in names else x for key, x in state.items()}
+
     def _exact_params(self) -> Any:
         return optim.master_params(self.params, self.opt_state) if self.keeps_masters else self.params
 
@@ -289,6 +342,10 @@ class Engine:
         return {"params": self.params, "opt_state": self.opt_state, "buffers": self.buffers}
 
 
+def _tensors(rates: Sequence[float]) -> list[torch.Tensor]:
+    return [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
+
+
 def make_engine(
     model: torch.nn.Module,
     others: Sequence[torch.nn.Module],
@@ -300,8 +357,9 @@ def make_engine(
     mesh: Mesh,
     backend: Backend | None,
     remat: bool,
-    max_norm: float | None,
+    clip: optim.Optimizer | None,
     precision: optim.Precision | None,
+    in_place: bool = False,
 ) -> Engine:
     """Shard models and their optimizer. The memory of their tensors goes to the engine, and they are left on meta.
 
@@ -315,15 +373,16 @@ def make_engine(
         mesh: the ranks; all axes are data-parallel.
         backend: the backend of `fzero.jit`; None to run steps eagerly, for a loss that is not pure.
         remat: whether blocks run again in the backward pass.
-        max_norm: the largest norm of the gradients; None for no clipping.
+        clip: how the gradients are clipped; None if they are not.
         precision: the dtypes of half precision; None to train in the parameters' own.
+        in_place: whether steps run `model` itself, so that it keeps what they leave in attributes. They run eagerly.
     """
-    by_block = _by_block(model)
+    by_block = nn.functional_in_place(model, mesh.device) if in_place else _by_block(model)
     rest = [_by_block(other.requires_grad_(False)) for other in others]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
     in_step = models if remat or backend is None else Models(nn.functional(model).apply, models.others)
     loss_scale = precision is not None and precision.param is torch.float16
-    train_step = LoopStep(in_step, loss, groups, mesh.size, max_norm, precision, loss_scale, backend is None)
+    train_step = LoopStep(in_step, loss, groups, mesh.size, clip, precision, loss_scale, backend is None)
     step = shard(train_step, stage=stage, mesh=mesh)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
@@ -334,7 +393,7 @@ def make_engine(
         return step.partition(frozen), mesh.device_put(buffers)
 
     state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
-    for module in (model, *others):  # callers hold their model on, and its memory with it
+    for module in others if in_place else (model, *others):  # callers hold their model on, and its memory with it
         module.to("meta")
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
 

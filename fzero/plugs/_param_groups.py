@@ -8,7 +8,7 @@ import torch
 
 from fzero import optim
 
-__all__ = ["ParamGroups", "param_groups"]
+__all__ = ["ParamGroups", "hold_stand_ins", "param_groups"]
 
 Group = Mapping[str, Any]
 
@@ -44,6 +44,21 @@ class ParamGroups:
         links = [*decays, base] if coupled else [base, *decays]
         scales = [self._of_group(i, optim.scale_by_learning_rate(rate)) for i, rate in enumerate(rates)]
         return optim.chain(*links, *scales)
+
+    def rates(self, opt: torch.optim.Optimizer) -> list[Any]:
+        """Return the learning rates that the groups of the torch optimizer have now.
+
+        Raises:
+            ValueError: if another hyperparameter has changed.
+        """
+        for i, (first, group) in enumerate(zip(self.hyperparams, opt.param_groups, strict=True)):
+            for name, value in first.items():
+                if group[name] != value:
+                    raise ValueError(
+                        f"{name} of the optimizer's group {i} was {value!r} and is {group[name]!r} now: a sharded step "
+                        "reads only the learning rates anew. Pass cycle_momentum=False to OneCycleLR or CyclicLR"
+                    )
+        return [group["lr"] for group in opt.param_groups]
 
     def _of_group(self, i: int, opt: optim.Optimizer) -> optim.Optimizer:
         members = frozenset(self.names[i])
@@ -93,9 +108,7 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
             + (f" and {len(missing) - 1} other trainable parameters" if missing[1:] else ", a trainable parameter")
             + ": add them to a group, or freeze them with requires_grad_(False)"
         )
-    hyperparams = [
-        {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")} for group in opt.param_groups
-    ]
+    hyperparams = [{k: group[k] for k in opt.defaults if k != "lr"} for group in opt.param_groups]
     for i, group in enumerate(hyperparams):
         differing = [k for k, v in group.items() if k != "weight_decay" and v != hyperparams[0].get(k)]
         if differing:
@@ -105,6 +118,17 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
             )
     OPTIMIZERS[kind](hyperparams[0])  # so that an option without a counterpart is refused now
     return ParamGroups(kind, tuple(groups), tuple(hyperparams))
+
+
+def hold_stand_ins(opt: torch.optim.Optimizer, names: Mapping[int, str], model: torch.nn.Module) -> None:
+    """Let a torch optimizer hold a model's stand-ins, in place of parameters with these names by id, and no state.
+
+    Without gradients it steps over nothing. Schedulers change its learning rates.
+    """
+    parameters = dict(model.named_parameters())
+    for group in opt.param_groups:
+        group["params"] = [parameters[names[id(p)]] for p in group["params"] if id(p) in names]
+    opt.state.clear()
 
 
 Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient

@@ -13,7 +13,7 @@ from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
-from fzero.plugs._param_groups import param_groups
+from fzero.plugs._param_groups import hold_stand_ins, param_groups
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
@@ -110,11 +110,7 @@ def full_model(trainer: Trainer) -> torch.nn.Module:
     """
     if not isinstance(trainer, _ShardedTrainer):
         raise TypeError(f"trainer is a {type(trainer).__name__} that is not sharded: use its model")
-    full = dict(trainer._fzero.engine.tensors())
-    shell: Any = trainer.model
-    parameters = {id(p): torch.nn.Parameter(full[name], p.requires_grad) for name, p in shell.named_parameters()}
-    buffers = {id(x): full[name] for name, x in shell.named_buffers()}
-    return copy.deepcopy(shell, {**parameters, **buffers})
+    return trainer._fzero.engine.full_model()
 
 
 def _check_settings(trainer: Trainer) -> None:
@@ -186,14 +182,12 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         mesh=mesh,
         backend=backend,
         remat=remat,
-        max_norm=trainer.args.max_grad_norm or None,
+        clip=optim.clip_by_global_norm(trainer.args.max_grad_norm) if trainer.args.max_grad_norm else None,
         precision=precision,
     )
     trainer._fzero = _Sharding(engine, precision)
     shell: Any = engine.models.apply.module
-    parameters = dict(shell.named_parameters())
-    for group in opt.param_groups:  # without gradients it steps over nothing: schedulers change its learning rates
-        group["params"] = [parameters[names[id(p)]] for p in group["params"] if id(p) in names]
+    hold_stand_ins(opt, names, shell)
     opt.step_was_skipped = False
     for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
         prepared._is_accelerate_prepared = True
@@ -263,7 +257,7 @@ class _ShardedTrainer(Trainer):
         skipped = engine.metrics.get("skipped", 0)
         batches = list(micro_batches)
         micro_batches.clear()  # before the step, which may raise an error
-        metrics = engine.train(batches, num_items_in_batch, [group["lr"] for group in optimizer.param_groups])
+        metrics = engine.train(batches, num_items_in_batch, engine.groups.rates(optimizer))
         if "skipped" in metrics:
             optimizer.step_was_skipped = bool(metrics["skipped"] > skipped)
         return metrics["loss"]
@@ -276,8 +270,7 @@ class _ShardedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None:
-            full = {name: x for name, x in self._fzero.engine.tensors() if self.args.should_save}  # all ranks gather
-            state_dict = _as_state_dict(self.model, full) if self.args.should_save else {}
+            state_dict = self._fzero.engine.state_dict(keep=self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -298,9 +291,3 @@ class _ShardedTrainer(Trainer):
         if not os.path.isdir(folder):
             raise ValueError(f"load_best_model_at_end=True needs save_only_model=False, which saves {folder}")
         self._fzero.engine.load(folder)  # master weights are in the optimizer's state
-
-
-def _as_state_dict(model: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Arrange full tensors as the model's state dict; tied weights stay one tensor."""
-    names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
-    return {key: full[names[id(x)]] for key, x in model.state_dict(keep_vars=True).items()}

@@ -12,7 +12,7 @@ MUTANTS = [
         Fault(
             "functional returns the module's own buffers, not copies",
             "functional",
-            bare("A().clone"),
+            becomes("x.clone()", "x"),
             ("tests/nn/test_nn.py",),
         ),
         Fault("ranks share a module's cached copy", "Apply._own_module", bare("B(A, C)")),

@@ -4,6 +4,7 @@ from tests.mutants.changes import becomes, skipped
 from tests.mutants.mutant import Fault, File
 
 TRAINER = ("tests/plugs/test_transformers.py",)
+LIGHTNING = ("tests/plugs/test_lightning.py", "-k", "not processes")
 AUTOGRAD = ("tests/transforms/test_autograd.py",)
 
 MUTANTS = [
@@ -18,7 +19,7 @@ MUTANTS = [
     ),
     *File("plugs/_engine.py", TRAINER).faults(
         Fault(
-            "running statistics of a micro-batch are dropped", "LoopStep._gradients", becomes("pmean(new)", "buffers")
+            "running statistics of a micro-batch are dropped", "LoopStep.gradients", becomes("pmean(new)", "buffers")
         ),
         Fault(
             "a resumed run does not read its state",
@@ -30,13 +31,55 @@ MUTANTS = [
             "Engine._exact_params",
             becomes("self.keeps_masters", "False"),
         ),
-        Fault("the losses of ranks are summed", "LoopStep._gradients", becomes("loss / self.ranks", "loss")),
+        Fault("the losses of ranks are summed", "LoopStep.gradients", becomes("loss / self.ranks", "loss")),
+    ),
+    *File("plugs/lightning.py", LIGHTNING).faults(
+        Fault(
+            "a Lightning step forgets its earlier micro-batches",
+            "Strategy.backward",
+            becomes("self._grads is None", "True"),
+        ),
+        Fault("gradients outlive zero_grad", "Strategy._zero_grad", skipped("self._grads = None")),
+        Fault(
+            "a Lightning loss is not divided by the number of batches",
+            "Strategy._loss",
+            becomes("loss / count", "loss"),
+        ),
+        Fault(
+            "the shards of a removed checkpoint stay",
+            "Strategy.remove_checkpoint",
+            skipped("self.checkpoint_io.remove_checkpoint(A)"),
+        ),
+        Fault(
+            "the shards of a linked checkpoint are not found",
+            "Strategy.load_checkpoint",
+            becomes("os.path.realpath(path)", "path"),
+        ),
+        Fault("a Lightning module gets no weights back", "Strategy.teardown", skipped("self._engine.put_back()")),
+    ),
+    *File("plugs/_lightning_processes.py", ("tests/plugs/test_lightning.py", "-k", "processes")).faults(
+        Fault("each rank keeps its own first weights", "Processes.copy_from_first_rank", skipped("x.data.copy_(sent)")),
+    ),
+    *File("plugs/_lightning_settings.py", LIGHTNING).faults(
+        Fault(
+            "clipping by value is by norm", "clipping", becomes('trainer.gradient_clip_algorithm == "value"', "False")
+        ),
+    ),
+    *File("nn/_in_place.py", LIGHTNING).faults(
+        Fault(
+            "blocks run twice in a module that has its weights again",
+            "put_back",
+            skipped("undo_rematerialise(apply.module, apply.blocks)"),
+        ),
     ),
     *File("plugs/_engine.py", TRAINER).faults(
         Fault("the given model keeps its memory", "make_engine", skipped('module.to("meta")')),
     ),
     *File("plugs/_param_groups.py", TRAINER).faults(
         Fault("a group's weight decay reaches all groups", "ParamGroups._of_group", becomes("name in members", "True")),
+        Fault(
+            "a schedule of betas is not seen", "ParamGroups.rates", becomes("group[name] != value", "False"), LIGHTNING
+        ),
         Fault("Adam's weight decay is decoupled", "_adam", becomes('not group.get("decoupled_weight_decay")', "False")),
     ),
     *File("transforms/_accumulate.py", AUTOGRAD).faults(

@@ -1,0 +1,65 @@
+"""A module that is taken apart in place: its own attributes stay, and its parameters and buffers go and come back."""
+
+from typing import Any
+
+import torch
+
+from fzero._torch.types import NamedTensors
+from fzero.nn._blocks import rematerialise, repeated_blocks, undo_rematerialise
+from fzero.nn._copy import copy_module
+from fzero.nn._functional import Apply, Functional, mutable_buffers, tensors_of
+from fzero.parallel.experts import use_differentiable
+from fzero.zero import stand_ins
+
+__all__ = ["full_copy", "functional_in_place", "put_back"]
+
+
+def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functional:
+    """Take a module apart as `functional` does, with remat if it has repeated blocks; `apply` runs the module itself.
+
+    So what a call leaves in an attribute is there. The module holds no parameter and no buffer until `put_back`.
+
+    Args:
+        module: the module.
+        device: where other tensors of the module go, such as the state of metrics.
+    """
+    params, frozen, buffers = tensors_of(module)
+    mutable, places, memo = mutable_buffers(module), _places(module), stand_ins(module)
+    for m, name, _ in places:
+        setattr(m, name, None)
+    module.to(device)
+    for m, name, x in places:
+        setattr(m, name, memo[id(x)])
+    use_differentiable(module)
+    blocks = rematerialise(module, None, mutable) if repeated_blocks(module) else ()
+    constants = {**buffers, **frozen}
+    apply = Apply(module, frozenset(params), frozenset(constants), mutable, blocks, is_own=True)
+    return Functional(apply, params, constants)
+
+
+def put_back(apply: Apply, tensors: NamedTensors) -> None:
+    """Give the module of `functional_in_place` full parameters and buffers, and let its blocks run as before."""
+    memo = _full_tensors(apply, tensors)
+    for m, name, x in _places(apply.module):
+        setattr(m, name, memo[id(x)])
+    undo_rematerialise(apply.module, apply.blocks)
+
+
+def full_copy(apply: Apply, tensors: NamedTensors) -> torch.nn.Module:
+    """Copy the module of `apply`, with full parameters and buffers in place of its stand-ins."""
+    copied = copy_module(apply.module, _full_tensors(apply, tensors))
+    undo_rematerialise(copied, apply.blocks)
+    return copied
+
+
+def _full_tensors(apply: Apply, tensors: NamedTensors) -> dict[int, Any]:
+    """Map the ids of a module's stand-ins to parameters and buffers with values."""
+    named = dict(apply.module.named_parameters())
+    memo: dict[int, Any] = {id(p): torch.nn.Parameter(tensors[name], p.requires_grad) for name, p in named.items()}
+    return memo | {id(x): tensors[name] for name, x in apply.module.named_buffers()}
+
+
+def _places(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """List the submodules, names and tensors of a module's parameters and buffers; a tied one has several places."""
+    pairs = [(m, name, x) for m in module.modules() for name, x in [*m._parameters.items(), *m._buffers.items()]]
+    return [(m, name, x) for m, name, x in pairs if x is not None]
