@@ -9,7 +9,15 @@ import pytest
 import fzero
 from tests.examples.helpers import run
 
-PROGRAMS = {"pretrain": "held-out loss", "sft": "held-out loss"}  # and what each prints of its evaluation
+PROGRAMS = {  # and what each prints of its evaluation
+    "pretrain": "held-out loss",
+    "sft": "held-out loss",
+    "lora": "held-out loss",
+    "dpo": "held-out accuracy",
+    "distill": "held-out agreement",
+    "vit": "held-out accuracy",
+}
+PEFT = ("-W", "ignore::FutureWarning")  # it asks a model for a name that is deprecated
 
 
 def rows(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -25,8 +33,9 @@ def bits(checkpoint: pathlib.Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_learns_and_goes_on_to_the_last_bit(name, tmp_path):
+    pytest.importorskip("peft" if name == "lora" else "transformers")
     whole, rest, world = (tmp_path / folder for folder in ("whole", "rest", "world"))
-    words = [f"examples/{name}.py", "--steps", "6", "--every", "3", "--out"]
+    words = [*PEFT, f"examples/{name}.py", "--steps", "6", "--every", "3", "--out"]
     printed = run(*words, str(whole))
     uninterrupted = rows(whole)
     assert [row["step"] for row in uninterrupted] == [1, 2, 3, 4, 5, 6]
@@ -42,4 +51,4 @@ def test_a_program_learns_and_goes_on_to_the_last_bit(name, tmp_path):
 
     run(*words, str(world), ranks=2)
     for real, simulated in zip(rows(world), uninterrupted, strict=True):
-        assert real == pytest.approx(simulated, rel=2e-3)
+        assert real == pytest.approx(simulated, rel=1e-2)  # in bfloat16, whose last bit is 4e-3
