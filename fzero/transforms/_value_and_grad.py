@@ -11,7 +11,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_choice, check_int
 from fzero._dtypes import sum_dtype
-from fzero._notice import warn_once
+from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, in_transform, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
@@ -21,6 +21,7 @@ from fzero.axes import (
     InvariantLoss,
     bound_axes,
     call_as_invariant_loss,
+    in_lockstep,
     in_loss,
     join_axes,
     resolve_axes,
@@ -28,7 +29,7 @@ from fzero.axes import (
 from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision
-from fzero.sharding import unwrap_per_rank
+from fzero.sharding import is_box, unwrap_per_rank
 from fzero.transforms._accumulate import MicroBatches, accumulate, find_micro_batches
 from fzero.transforms._gradient_groups import Argument, PerRankGroup, open_argument
 from fzero.transforms._stage_transforms import gather as gather_tree
@@ -186,7 +187,7 @@ def value_and_grad(
     as a rank's part of the batch, is differentiated in a box: for `fzero.PerRank(x)`, `f` receives `x`. The gradient
     is a `PerRank` of this rank's gradient, which is not summed over ranks. Outside any mesh this is
     `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call the function as often as you
-    like in a step, on any trees. A notice appears if a loss depends on no differentiated argument.
+    like in a step, on any trees.
 
     Args:
         f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
@@ -222,7 +223,9 @@ def value_and_grad(
         Leaves that are one tensor object (tied) get one gradient.
 
     Raises:
-        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
+        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. Also if
+            the loss depends on no differentiated leaf in any micro-batch; where each rank runs its own Python, that is
+            a notice. In a
             simulation, if a differentiated plain tensor differs by rank; the message names the argument and the leaf.
             Also if a psum over an axis outside the mean would count a gradient once for each rank; the message names
             the line.
@@ -278,8 +281,11 @@ def value_and_grad(
             is_fenced=gather and _runs_in_eager_order(axes),
             invariant_axes=_invariant_axes(axes, arguments),
             name=getattr(f, "__name__", "f"),
+            reached=[is_invariant],  # a derivative of the gradient may be of anything
         )
         value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
+        if not loss.is_reached:
+            _report_unreached(loss.name, {i: args[i] for i in nums}, axes)
         value = psum(value, axis)
         value = mark_invariant(value, join_axes(axes)) if is_invariant else value
         remaining = _drain(gradients)
@@ -326,6 +332,31 @@ def _sum_micro_batches(loss: "_Loss", in_float32: bool, autograd: bool) -> tuple
         torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
     )
     return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32, autograd)
+
+
+def _report_unreached(name: str, arguments: dict[int, Any], axes: Sequence[Axis]) -> None:
+    """Refuse a loss that depends on none of the leaves that are differentiated.
+
+    It is only a notice where each rank runs its own Python: a rank without examples may return a constant loss there.
+
+    Raises:
+        ValueError: if all ranks run this call. The message names the leaves.
+    """
+    texts = []
+    for i, argument in arguments.items():
+        paths, entries, _ = tree.flatten_with_paths(argument, is_box)
+        named = [repr(path) for path, x in zip(paths, entries, strict=True) if path and x is not None]
+        shown = [*named[:3], f"and {len(named) - 3} more"] if len(named) > 4 else named
+        texts.append(f"argument {i}" + (f" ({', '.join(shown)})" if named else ""))
+    text = (
+        f"fzero.value_and_grad: the loss of {name} depends on no leaf of {' or '.join(texts)}, so its gradients are "
+        "zero: let it read the parameters in its arguments, as apply(params, buffers, x) does, not a module's own or "
+        f"detached ones. If zero is meant, add 0 * leaf.sum(){trouble_link('a-loss-that-trains-nothing')}"
+    )
+    if any(a.size > 1 and (a.group or in_lockstep()) for a in axes) and not is_tracing():
+        warn_once(text)
+    else:
+        raise ValueError(text)
 
 
 def _drain(values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -376,6 +407,7 @@ class _Loss:
         is_fenced: whether units are reduced in the order of the tree.
         invariant_axes: the axes along which the loss is one value.
         name: the name of the user's function.
+        reached: by call, whether the loss depends on a variable.
     """
 
     loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
@@ -387,6 +419,12 @@ class _Loss:
     is_fenced: bool
     invariant_axes: tuple[str, ...]
     name: str
+    reached: list[bool]
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the loss of any micro-batch depends on a variable."""
+        return any(self.reached)
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
         """Return the loss of micro-batch j, a function `variables -> (loss, aux)`."""
@@ -413,7 +451,8 @@ class _Loss:
                 raise RuntimeError(
                     f"f wrote into its parameters in place (argument {i}): let it compute new values (p = p * mask)"
                 )
-        self._check_dependence(variables, loss)
+        is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
+        self.reached.append(loss.requires_grad or not is_known)
         loss = loss if self.divisor == 1 else loss / self.divisor
         return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
 
@@ -431,13 +470,3 @@ class _Loss:
                 {a: {id(x) for v, xs in varying if a in v for x in xs} for a in self.invariant_axes},
             )
         return loss, aux
-
-    def _check_dependence(self, variables: list[torch.Tensor], loss: torch.Tensor) -> None:
-        """Notify if a loss depends on no differentiated argument; this may be intended on a rank without examples."""
-        if torch.compiler.is_dynamo_compiling() or not variables or loss.requires_grad:
-            return
-        names = " or ".join([f"argument {i}" for i in self.arguments])
-        warn_once(
-            f"fzero.value_and_grad: the loss of {self.name} does not depend on {names}, so its gradients are zero: let "
-            "it read the parameters in its arguments, not a module's parameters or detached tensors"
-        )

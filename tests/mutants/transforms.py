@@ -7,14 +7,26 @@ MUTANTS = [
     *File("transforms/_value_and_grad.py").faults(
         Fault(
             "a loss that depends on no parameter is not reported",
-            "_Loss._check_dependence",
-            becomes("A or not B or C.requires_grad", "A or True"),
+            "_Loss._of",
+            becomes("A.requires_grad or not B", "True"),
             ("tests/transforms/test_independent_losses.py",),
         ),
         Fault(
             "a loss that depends on its parameters is reported",
-            "_Loss._check_dependence",
+            "_Loss._of",
             dropped("A.requires_grad"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "a micro-batch without examples is refused",
+            "_Loss.is_reached",
+            becomes("any(A)", "all(A)"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "a rank without examples is refused",
+            "_report_unreached",
+            never("any(A) and not B()"),
             ("tests/transforms/test_independent_losses.py",),
         ),
         Fault(

@@ -89,8 +89,14 @@ def test_aux_and_unused_parameters():
     assert_trees_close(
         (found[0][0], found[0][1]["mean"], found[1]), (expected[0][0], expected[0][1]["mean"], expected[1])
     )
-    constant = fzero.value_and_grad(lambda params, batch: batch.sum(), autograd=True)(params, batch)
-    assert all(not g.any() for g in constant[1].values())
+
+    def late(params, batch):
+        return (batch @ params["w"]).sum() if batch[0, 0] > 0 else batch.sum()
+
+    batch[:2] = -batch[:2].abs()
+    batch[2:] = batch[2:].abs()
+    grads = fzero.value_and_grad(late, autograd=True, micro_batches=2)(params, batch)[1]
+    assert torch.equal(grads["w"][:, 0], batch[2:].sum(0) / 2) and not grads["b"].any()
 
 
 def test_it_is_refused_within_a_transform():
