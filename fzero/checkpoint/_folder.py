@@ -1,6 +1,7 @@
 """The checkpoints of a run in one folder: background saves, the removal of old ones, and a restore of the newest."""
 
 import hashlib
+import math
 import re
 import secrets
 from collections.abc import Callable, Container
@@ -8,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fzero import tree
 from fzero._arguments import check_int
-from fzero._notice import warn_once
+from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
@@ -19,6 +21,7 @@ from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._memory import Machines, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
+from fzero.sharding import is_box
 
 __all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
 
@@ -72,6 +75,21 @@ def checkpoints(
     return Checkpoints(files, mesh, keep, every, timeout, shared)
 
 
+def _check_finite(step: int, values: Any) -> None:
+    """Check that metrics are finite, and flags true."""
+    paths, leaves, _ = tree.flatten_with_paths(values, is_box)
+    for path, x in zip(paths, leaves, strict=True):
+        name = tree.leaf_name("finite", path)
+        if not (isinstance(x, int | float) or (isinstance(x, torch.Tensor) and x.numel() == 1)):
+            raise TypeError(f"save: {name} is {tree.show(x)}: expected one number that is equal on all ranks")
+        number = x.item() if isinstance(x, torch.Tensor) else x
+        if number is False or not math.isfinite(number):
+            raise FloatingPointError(
+                f"save: {name} is {number} after step {step}, so the checkpoint is not saved, and older ones remain: "
+                "restore one of them, and run the step under fzero.observe.nonfinite" + trouble_link("nan-on-one-rank")
+            )
+
+
 def _run_of(files: Files, mesh: Mesh | None) -> str:
     """Return an id of this run, from a random text in its folder. A new folder of the same name gets another id."""
 
@@ -113,7 +131,7 @@ class Checkpoints:
             self.wait()
 
     @api_boundary
-    def save(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
+    def save(self, step: int, values: Any, *, background: bool = True, finite: Any = ()) -> SaveHandle:
         """Save a tree as the checkpoint of a step, and remove the checkpoints that need not be kept.
 
         It returns when the tree is copied; the tree may then be changed or donated. The next save waits for this one.
@@ -122,11 +140,17 @@ class Checkpoints:
             step: the number of steps done.
             values: the tree, as `fzero.save` takes it.
             background: whether to return before the save is committed.
+            finite: a tree of metrics, equal on all ranks, such as `{"loss": loss}` or the flag of `optim.all_finite`.
+                If one is nan, infinite or False, nothing is saved and nothing removed. Without it, a save after a nan
+                succeeds.
 
         Raises:
             CheckpointError: if this save or the previous one failed.
+            FloatingPointError: if a value of `finite` is not finite. The message names it.
+            TypeError: if a value of `finite` is no number, or is in a box.
             ValueError: if the step is not an int of 0 or more.
         """
+        _check_finite(step, finite)
         return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
     def remember(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:

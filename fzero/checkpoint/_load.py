@@ -148,6 +148,11 @@ def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bo
             problems.append(f"it has no {_leaf(path)} ({text})")
         elif theirs[path] != text:
             problems.append(_differs(path, saved, local, theirs[path], text))
+        elif (there := _rows_of(saved, path)) and (here := _rows_of(local, path)) and there != here:
+            problems.append(
+                f"leaf {path!r} is a PerRank value that differs along {there} there, and along {here} here: give "
+                f"`like` a value of the saved axes, fzero.PerRank(x, {there})"
+            )
     problems += (
         [] if partial else [f"the tree has no {_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
     )
@@ -159,6 +164,17 @@ def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bo
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
         hint += trouble_link("a-checkpoint-that-does-not-load")
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+
+
+def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
+    """Return the axes along which a `PerRank` leaf differs, or None if its rows are those of all ranks, in order."""
+    number = layout.number.get(path)
+    if number is None or not layout.leaves[number].per_rank:
+        return None
+    axes = layout.groups[layout.home[number][0]].axes
+    if layout.size(axes) == layout.ranks:
+        return None
+    return tuple([axis for axis in axes if layout.size((axis,)) > 1])
 
 
 def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fzero
-from fzero import tree
+from fzero import optim, tree
 from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
 from fzero.checkpoint._manifest import MANIFEST
@@ -55,6 +55,24 @@ def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch
 def test_without_a_checkpoint_the_state_is_what_was_given(tmp_path):
     state = numbered(0)
     assert fzero.checkpoint.checkpoints(tmp_path / "none").restore(state) is state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_must_be_finite_stops_a_save_and_lets_go_of_nothing(bad, dtype, tmp_path):
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
+    runs.save(1, numbered(1), finite={"loss": torch.tensor(1.0, dtype=dtype), "norm": 0.5, "steps": 3}).wait()
+    message = rf"finite leaf 'loss' is {bad} after step 2, so the checkpoint is not saved.*#nan-on-one-rank"
+    with pytest.raises(FloatingPointError, match=message):
+        runs.save(2, numbered(2), finite={"norm": 0.5, "loss": torch.tensor(bad, dtype=dtype)})
+    with pytest.raises(FloatingPointError, match=f"finite is {bad}"):
+        runs.save(2, numbered(2), finite=bad)
+    with pytest.raises(FloatingPointError, match="finite is False"):
+        runs.save(2, numbered(2), finite=optim.all_finite(torch.tensor([1.0, bad], dtype=dtype)))
+    with pytest.raises(TypeError, match=r"finite leaf 'each' is PerRank\(.*: expected one number that is equal on all"):
+        runs.save(2, numbered(2), finite={"each": fzero.PerRank(torch.ones(2))})
+    runs.wait()
+    assert runs.steps() == [1] and runs.restore(numbered(0))["step"] == 1
 
 
 def spoil(path: Any, how: str) -> None:

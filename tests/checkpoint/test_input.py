@@ -132,6 +132,24 @@ def test_values_by_rank_of_one_axis(simulate, tmp_path):
         assert torch.equal(loaded.value["x"], box.value["x"]) and torch.equal(loaded.value["y"], box.value["y"])
 
 
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_values_by_rank_of_one_axis_are_not_read_as_those_of_another(simulate, tmp_path):
+    mesh = fzero.mesh(a=2, b=2, c=1, simulate=simulate)
+    rows = torch.arange(4).view(2, 2)
+    fzero.save(tmp_path, {"v": PerRank(rows, "a")}, mesh)
+    message = r"'v' is a PerRank value that differs along \('a',\) there, and along \('b',\) here: .*PerRank\(x, \('a',"
+    with pytest.raises(fzero.errors.CheckpointError, match=message):
+        fzero.load(tmp_path, like={"v": PerRank(torch.zeros_like(rows), "b")}, mesh=mesh)
+    same = fzero.load(tmp_path, like={"v": PerRank(torch.zeros_like(rows), ("a", "c"))}, mesh=mesh)["v"]
+    assert torch.equal(same.value, rows)
+    plain = fzero.load(tmp_path, like={"v": torch.zeros_like(rows)}, mesh=mesh)["v"]  # all rows, on every rank
+    assert torch.equal(plain, rows)
+    every = torch.arange(4)
+    fzero.save(tmp_path, {"v": PerRank(every)}, mesh)
+    other = fzero.mesh(data=4, simulate=simulate)
+    assert torch.equal(fzero.load(tmp_path, like={"v": PerRank(torch.zeros(4).long())}, mesh=other)["v"].value, every)
+
+
 def test_values_that_are_no_tensors_are_the_checkpoints(tmp_path):
     Point = collections.namedtuple("Point", "x name")
     values = {"point": Point(1.5, "a"), "data": {"files": ["a", "b"], "n": None}, "big": 2**80, "t": (1, True)}

@@ -36,6 +36,8 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(
+        Fault("a run that is nan saves over its good checkpoints", "Checkpoints.save", skipped("A(step, finite)")),
+        Fault("a flag that says what is not finite saves", "_check_finite", dropped("A is False")),
         Fault(
             "a run whose checkpoint in memory is lost starts anew, not from disk",
             "Checkpoints.restore",
@@ -80,6 +82,9 @@ MUTANTS = [
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
+        Fault("a value by rank along one axis is read as one of another", "check_leaves", never("there != here")),
+        Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
+        Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
         Fault("checksums of blocks are not compared", "read_blocks", never("A(B) != C.sum(D)"), DAMAGE),
         Fault("the bytes between leaves are not in the checksum", "_views", becomes("A += B", "A += 0 * B"), DAMAGE),
