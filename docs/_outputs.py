@@ -15,7 +15,7 @@ COMMANDS = {
     "train_gpt": "--steps 60 --stage 3 --out {folder}/curve.png",
     "parallel_mlp": "",
     "hf_model": "--steps 4",
-    "finetune_hf": "--steps 20",  # finetune.py needs a model of yours
+    "finetune_hf": "--steps 20 --out {folder}/run",  # finetune.py needs a model of yours
 }
 
 

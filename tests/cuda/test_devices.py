@@ -74,8 +74,8 @@ def test_what_is_left_on_the_cpu_is_named(kind):
         "moe.py --steps 2 --no-jit",
         "moe.py --steps 2 --backend fx",
         "parallel_mlp.py --steps 1",
-        "finetune_hf.py --steps 2 --backend fx --eval-every 99",
-        "finetune_hf.py --steps 2 --no-jit --eval-every 99",
+        "finetune_hf.py --steps 2 --backend fx --every 99",
+        "finetune_hf.py --steps 2 --backend eager --every 99",
     ],
 )
 def test_an_example_runs(command, tmp_path):

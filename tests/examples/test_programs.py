@@ -12,6 +12,7 @@ from tests.examples.helpers import run
 PROGRAMS = {  # and what each prints of its evaluation
     "pretrain": "held-out loss",
     "sft": "held-out loss",
+    "finetune_hf": "held-out loss",
     "lora": "held-out loss",
     "dpo": "held-out accuracy",
     "distill": "held-out agreement",
