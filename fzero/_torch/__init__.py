@@ -12,6 +12,8 @@ from fzero._torch.accelerator import (
     is_accelerator,
     local_accelerator,
     wait_for_device,
+    without_autocast,
+    without_autocast_cache,
 )
 from fzero._torch.compiler import (
     Form,

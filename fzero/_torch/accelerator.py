@@ -1,7 +1,7 @@
 """This machine's accelerator, a GPU of any maker, by `torch.accelerator`, which torch 2.11 to 2.15 have."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -12,6 +12,8 @@ __all__ = [
     "is_accelerator",
     "local_accelerator",
     "wait_for_device",
+    "without_autocast",
+    "without_autocast_cache",
 ]
 
 
@@ -47,6 +49,31 @@ def autocast_kinds() -> tuple[str, str]:
     """Return the types of the devices whose autocast settings a trace notes: the host's and the accelerator's."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu", "cuda" if accelerator is None else accelerator.type)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run code with autocast off, as a graph that holds its casts; it costs nothing where autocast is off."""
+    with ExitStack() as stack:
+        for kind in autocast_kinds():
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast cast a tensor at each use, so that the gradients of its uses are summed in its own dtype.
+
+    With the cache they are summed in half precision, but only for tensors that autograd takes for leaves. So the
+    numbers would depend on how a step runs: with remat, simulated, or in a trace.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def fork_random_state(devices: Iterable[torch.device]) -> AbstractContextManager[None]:

@@ -128,20 +128,15 @@ class Entry:
         check_not_donated(captured)
         if self.reused_tensors:
             check_separate(arguments, self.reused_tensors, captured)
-        if self.executable is None:
-            arguments.check_real()  # the device is part of an entry's key
-            options = LoweringOptions(
-                self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
-            )
-            self.executable = self._recorded(lower(self.best.graph, self.options.backend, options), arguments)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
-        try:
-            with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
-                out = list(self.executable([*inputs, *captured]))
-        except BaseException:
-            for i, note in self.donation_notes.items():
-                donate_memory(tensors[i], f"{note}, which failed midway")
-            raise
+        with _torch.without_autocast():  # the graph holds the casts of the trace
+            if self.executable is None:
+                arguments.check_real()  # the device is part of an entry's key
+                options = LoweringOptions(
+                    self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
+                )
+                self.executable = self._recorded(lower(self.best.graph, self.options.backend, options), arguments)
+            out = self._run_graph(self.executable, [*inputs, *captured], tensors)
         aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
         for i in self.passthrough:
             out[i] = aliases[id(out[i])]
@@ -150,6 +145,18 @@ class Entry:
             out[i] = buffers[j]
         self._mark_boxes_donated(args)
         return tree.unflatten(self.structure, out)
+
+    def _run_graph(
+        self, executable: Executable | RecordedStep, inputs: list[torch.Tensor], tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run the graph; if it fails midway, the donated tensors are lost."""
+        try:
+            with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
+                return list(executable(inputs))
+        except BaseException:
+            for i, note in self.donation_notes.items():
+                donate_memory(tensors[i], f"{note}, which failed midway")
+            raise
 
     def _recorded(self, executable: Executable, arguments: Arguments) -> Executable | RecordedStep:
         """Return the step as one that records itself, if that is asked for and its arguments lie on a GPU.

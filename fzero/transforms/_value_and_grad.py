@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -12,7 +13,7 @@ from fzero import tree
 from fzero._arguments import check_choice, check_int
 from fzero._dtypes import sum_dtype
 from fzero._notice import trouble_link, warn_once
-from fzero._torch import is_tracing, raise_priority
+from fzero._torch import is_tracing, raise_priority, without_autocast_cache
 from fzero._torch.levels import differentiates_now, in_transform, is_differentiated, version_key
 from fzero._tracebacks import api_boundary
 from fzero.axes import (
@@ -283,7 +284,8 @@ def value_and_grad(
             name=getattr(f, "__name__", "f"),
             reached=[is_invariant],  # a derivative of the gradient may be of anything
         )
-        value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
+            value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
         if not loss.is_reached:
             _report_unreached(loss.name, {i: args[i] for i in nums}, axes)
         value = psum(value, axis)

@@ -40,6 +40,19 @@ WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
+    *File("_torch/accelerator.py", ("tests/graph/test_autocast.py",)).faults(
+        Fault("a graph casts again where it runs", "without_autocast", never("torch.is_autocast_enabled(A)")),
+        Fault(
+            "gradients of a weight used twice are summed in half precision",
+            "without_autocast_cache",
+            skipped("torch.set_autocast_cache_enabled(False)"),
+        ),
+        Fault(
+            "autocast's cache stays off",
+            "without_autocast_cache",
+            skipped("torch.set_autocast_cache_enabled(cached)"),
+        ),
+    ),
     *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
         Fault(
             "a result shares the argument's memory when its collective has one rank",
