@@ -1,12 +1,12 @@
-"""Training loops of other libraries, sharded: `transformers` for Trainer and TRL, `lightning` for Lightning."""
+"""Training loops of other libraries, sharded: those of transformers and TRL, of Lightning, and of Accelerate."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero.plugs import lightning, transformers
+    from fzero.plugs import accelerate, lightning, transformers
 
-__all__ = ["lightning", "transformers"]
+__all__ = ["accelerate", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

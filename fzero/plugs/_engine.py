@@ -377,6 +377,8 @@ def make_engine(
         precision: the dtypes of half precision; None to train in the parameters' own.
         in_place: whether steps run `model` itself, so that it keeps what they leave in attributes. They run eagerly.
     """
+    for module in (model, *others):
+        _copy_from_first_rank(module, mesh)
     by_block = nn.functional_in_place(model, mesh.device) if in_place else _by_block(model)
     rest = [_by_block(other.requires_grad_(False)) for other in others]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
@@ -396,6 +398,14 @@ def make_engine(
     for module in others if in_place else (model, *others):  # callers hold their model on, and its memory with it
         module.to("meta")
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
+
+
+def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:
+    """Give all ranks the first rank's weights, as DDP does: their random numbers may differ."""
+    for x in [*module.parameters(), *module.buffers()] if mesh.distributed else ():
+        sent = x.detach().to(mesh.device)
+        torch.distributed.broadcast(sent, 0)
+        x.data.copy_(sent)
 
 
 def _by_block(module: torch.nn.Module) -> nn.Functional:

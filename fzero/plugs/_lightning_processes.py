@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 __all__ = ["Processes"]
@@ -44,13 +43,6 @@ class Processes(ParallelStrategy):
         super().setup_environment()
         if self.num_nodes * self.num_processes > 1:
             self.setup_distributed()
-
-    def copy_from_first_rank(self, module: torch.nn.Module) -> None:
-        """Give all ranks the first rank's weights, as DDP does: their random numbers may differ."""
-        for x in [*module.parameters(), *module.buffers()] if self.world_size > 1 else ():
-            sent = x.detach().to(self.root_device)
-            torch.distributed.broadcast(sent, 0)
-            x.data.copy_(sent)
 
     def model_to_device(self) -> None:
         """Leave the module where it is: its shards are on the device."""

@@ -95,7 +95,6 @@ class Strategy(Processes):
         accelerator.setup(trainer)
         self._engine, self._new, self._grads, self._has_failed = None, None, None, False
         self.model = self.precision_plugin.convert_module(module)
-        self.copy_from_first_rank(module)
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         opt, groups, rates = None, ParamGroups("SGD", (tuple(names.values()),), (EVALUATION,)), [0.0]
         if is_fitting:

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Fault, File
 
 TRAINER = ("tests/plugs/test_transformers.py",)
 LIGHTNING = ("tests/plugs/test_lightning.py", "-k", "not processes")
+ACCELERATE = ("tests/plugs/test_accelerate.py", "-k", "not processes")
 AUTOGRAD = ("tests/transforms/test_autograd.py",)
 
 MUTANTS = [
@@ -57,8 +58,27 @@ MUTANTS = [
         ),
         Fault("a Lightning module gets no weights back", "Strategy.teardown", skipped("self._engine.put_back()")),
     ),
-    *File("plugs/_lightning_processes.py", ("tests/plugs/test_lightning.py", "-k", "processes")).faults(
-        Fault("each rank keeps its own first weights", "Processes.copy_from_first_rank", skipped("x.data.copy_(sent)")),
+    *File("plugs/_engine.py", ("tests/plugs/test_lightning.py", "-k", "processes")).faults(
+        Fault(
+            "each rank keeps its own first weights",
+            "_copy_from_first_rank",
+            skipped("torch.distributed.broadcast(sent, 0)"),
+        ),
+    ),
+    *File("plugs/accelerate.py", ACCELERATE).faults(
+        Fault("a step of Accelerate keeps its micro-batches", "Step.__call__", skipped("self._micro_batches.clear()")),
+        Fault("evaluation turns dropout off for good", "Step.evaluate", skipped("m.training = mode")),
+        Fault(
+            "the mean loss counts absent micro-batches",
+            "Step.__call__",
+            becomes("self._accelerator.gradient_accumulation_steps / len(batches)", "1"),
+        ),
+        Fault(
+            "a loss of Accelerate is not divided",
+            "shard",
+            becomes("loss(A, B) / accelerator.gradient_accumulation_steps", "loss(A, B)"),
+        ),
+        Fault("load_state loads no shards", "_load", skipped("engine.load(folder)")),
     ),
     *File("plugs/_lightning_settings.py", LIGHTNING).faults(
         Fault(

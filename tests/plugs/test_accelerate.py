@@ -1,0 +1,96 @@
+"""A loop of Accelerate with a sharded step: the numbers of accelerate unsharded; and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from fzero.plugs import accelerate as plug
+from tests.distributed.launch import world
+from tests.plugs.accelerate_helpers import assert_alike, loss_of, make, with_accelerate, with_fzero
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+QUICK = [(3, "fx"), (1, None)]
+OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if (stage, backend) not in QUICK]
+
+
+@pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])
+def test_every_stage_has_the_numbers_of_the_loop_and_its_dropout(stage, backend):
+    # 10 batches an epoch: 3 steps of 3, and one of 1
+    plain, sharded = with_accelerate(5, 0.1), with_fzero(5, 0.1, stage, backend)
+    assert len(plain.losses) == len(plain.norms) == 20 and len(plain.predictions) == 14
+    assert_alike(sharded, plain)
+
+
+def test_a_state_is_saved_and_goes_on_at_another_stage(tmp_path):
+    whole = with_accelerate(3, 0.0, shuffle=False)
+    first = with_fzero(2, 0.0, 3, save=str(tmp_path), shuffle=False)
+    rest = with_fzero(1, 0.0, 1, "fx", load=str(tmp_path), shuffle=False)
+    assert first.losses == pytest.approx(whole.losses[:8], abs=1e-5)
+    assert rest.rates == whole.rates[8:]
+    assert rest.losses == pytest.approx(whole.losses[8:], abs=1e-5)
+
+
+def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
+    done = world(2, "-m", "tests.plugs.train_accelerate", str(tmp_path), "1", "3")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    options: dict[str, Any] = {"rows": 80, "batch": 8, "shuffle": False}
+    resumed = with_fzero(1, 0.0, 2, load=str(tmp_path / "state"), **options)
+    whole = with_accelerate(2, 0.0, **options)
+    assert resumed.rates == whole.rates[4:]
+    assert resumed.losses == pytest.approx(whole.losses[4:], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_have_ddps_numbers_over_twenty_steps(tmp_path):
+    done = world(2, "-m", "tests.plugs.train_accelerate", str(tmp_path), "5", "0123")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_bf16_keeps_master_weights():
+    plain, sharded = with_accelerate(1, 0.0), with_fzero(1, 0.0, 3, "fx", mixed_precision="bf16")
+    assert {x.dtype for x in sharded.weights.values()} == {torch.float32}
+    torch.testing.assert_close(sharded.losses, plain.losses, rtol=2e-2, atol=2e-2)
+
+
+def test_refusals(tmp_path):
+    accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
+
+    def shard(*args: Any, **options: Any) -> Any:
+        return plug.shard(*args, loss_of, **{"stage": 3, **options})
+
+    with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator"):
+        shard(None, model, optimizer)
+    with pytest.raises(ValueError, match="backend='eager': expected"):
+        shard(accelerator, model, optimizer, backend="eager")
+    prepared = accelerator.prepare(optimizer)
+    with pytest.raises(TypeError, match="optimizer is prepared by accelerate already"):
+        shard(accelerator, model, prepared)
+    with pytest.raises(TypeError, match="model is prepared by accelerate already"):
+        shard(accelerator, accelerator.prepare(model), optimizer)
+    with pytest.raises(ValueError, match=r"optimizer: torch\.optim\.rmsprop\.RMSprop owns its parameters"):
+        _, other, _, _, _ = make(0.0, 8, 4)
+        shard(accelerator, other, torch.optim.RMSprop(other.parameters()))
+    accelerator, model, optimizer, _, _ = make(0.0, 8, 4, dynamo_backend="eager")
+    with pytest.raises(ValueError, match=r"dynamo_backend=\.\.\.\) cannot hold"):
+        shard(accelerator, model, optimizer)
+    assert not any(p.is_meta for p in model.parameters())  # nothing that was refused has used it up
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*make(0.0, 8, 4)[1:3])
+    accelerator.save_state(str(tmp_path))
+    accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
+    shard(accelerator, model, optimizer)
+    with pytest.raises(ValueError, match=r"load_state: .* has no folder 'fzero'"):
+        accelerator.load_state(str(tmp_path))
