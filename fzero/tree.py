@@ -227,7 +227,8 @@ def difference(
                 f"trees are sharded differently at {path!r}: {a} against {b}. "
                 "Both must come from one partition: make the state with step.init, or partition it the same way; "
                 "convert a state of another stage by "
-                "step.partition(other.gather(state), like=step.init(params, opt)[1])"
+                "step.partition(other.gather(state), like=step.init(params, opt)[1]). A second tree of parameters in "
+                "a step, such as a moving average, needs its position too: fzero.shard(..., param_argnums=(0, 2))"
                 + trouble_link("trees-that-are-sharded-differently")
             )
     return f"trees differ in structure: {structure} against {other_structure}"

@@ -314,7 +314,7 @@ class Mesh:
         return f"Mesh({axes}, {label}{'' if self.device == CPU else f', {self.device}'})"
 
     @api_boundary
-    def split(self, batch: Any, axis: AxisName = None) -> PerRank:
+    def split(self, batch: Any, axis: AxisName = None) -> Any:
         """Split a global batch along dimension 0 into one equal part per rank, in rank order, on the mesh's device.
 
         A part that lies elsewhere is copied there through pinned memory, and the host does not wait for the copy.
@@ -322,10 +322,12 @@ class Mesh:
         Args:
             batch: a tree of tensors `[N b, ...]`, the same on every process.
             axis: the axes whose N ranks get different parts; by default all. Ranks along other axes get the same part:
-                use `mesh.split(batch, "dp")` if the ranks of an axis "tp" compute one loss together.
+                use `mesh.split(batch, "dp")` if the ranks of an axis "tp" compute one loss together. `()` splits
+                nothing, for programs that compute the axes of their data.
 
         Returns:
-            A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
+            A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`); for `axis=()` the batch itself,
+            on the mesh's device, which all ranks share.
 
         Raises:
             ValueError: if a leaf's dimension 0 is missing, or not divisible by N. The message names the leaf.
@@ -335,6 +337,8 @@ class Mesh:
             >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
             PerRank({'x': 'torch.float32 [2, 3, 3]'})
         """
+        if isinstance(axis, tuple | list) and not axis:
+            return self.device_put(batch)
         names = self.names(axis)
         n, mine = self._ranks(names), self.index(names)
 

@@ -40,7 +40,7 @@ def trained(around: bool, remat: bool, micro_batches: int, stage: int, simulate:
         updates, state = OPT.update(grads, state, p)
         return optim.apply_updates(p, updates), state, loss
 
-    mesh = fzero.mesh(dp=2, simulate=simulate)  # pyright: ignore[reportArgumentType]
+    loss, mesh = None, fzero.mesh(dp=2, simulate=simulate)  # pyright: ignore[reportArgumentType]
     with autocast() if around else nullcontext():
         step = fzero.shard(train_step, stage, mesh)
         state = step.init(params(), OPT)

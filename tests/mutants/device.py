@@ -27,6 +27,12 @@ MUTANTS = [
         ),
     ),
     *File("ranks/_mesh.py", DEVICE).faults(
+        Fault(
+            "a batch cannot be split over no axis",
+            "Mesh.split",
+            never("isinstance(axis, A) and not axis"),
+            ("tests/ranks/test_mesh.py",),
+        ),
         Fault("mesh.split does not move the batch to the device", "Mesh.split", bare("device_put(A, self.device)")),
         Fault("mesh.local does not move the batch to the device", "Mesh.local", bare("device_put(A, self.device)")),
         Fault("a tensor on the right device is copied", "device_put", dropped("x.device == device")),

@@ -141,3 +141,15 @@ def test_what_is_left_times_the_rest_is_all(rest, left, data):
     assert mesh.simulated and mesh.size == ranks and dict(mesh.shape)[f"a{place}"] == left
     assert fzero.mesh(**sizes, simulated_ranks=ranks, simulate="lockstep").shape == mesh.shape
     assert fzero.mesh(**sizes).size == math.prod(rest)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("axis", [(), []])
+def test_a_batch_that_is_split_over_no_axis_is_that_of_all_ranks(simulate, axis):
+    mesh = fzero.mesh(pp=2, simulate=simulate)
+    batch = {"x": torch.arange(3)}  # it need not divide
+    shared = mesh.split(batch, axis)
+    assert not isinstance(shared, fzero.PerRank) and torch.equal(shared["x"], batch["x"])
+    assert mesh.spmd(lambda batch: batch["x"].sum())(shared) == 3
+    with pytest.raises(ValueError, match="names no axis"):
+        mesh.local(batch, axis)
