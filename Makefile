@@ -30,7 +30,7 @@ help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4", or "--experts 8 --ep 2"
-	$(BIN)/python examples/$(if $(findstring --experts,$(ARGS)),moe,train_gpt).py $(ARGS)
+	$(BIN)/python examples/$(if $(findstring --experts,$(ARGS)),moe,train_gpt).py --out "$$(mktemp -d)" $(ARGS)
 
 test: lint types tests ## lint, types and tests; TORCH=2.15.0 for another torch than the pinned one
 

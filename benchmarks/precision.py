@@ -7,20 +7,18 @@ precision with float32 masters, norms and sums of gradients, and a dynamic loss 
 precision.md and the curves in docs/precision.png; a few minutes.
 """
 
-import argparse
+import json
 import pathlib
+import subprocess
 import sys
-from typing import Any
+import tempfile
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-import fzero
 from benchmarks.report import publish, table
-from examples.train_gpt import load_text, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS, GOAL, LAST = 200, 0.01, 20
@@ -28,10 +26,10 @@ STEPS, GOAL, LAST = 200, 0.01, 20
 
 def curve(precision: str) -> list[float]:
     """Train, and return the loss of each step."""
-    options: dict[str, Any] = {"steps": STEPS, "lr": 1.5e-3, "accumulate": 2, "stage": 2, "batch": 16}
-    args = argparse.Namespace(**options, precision=precision, remat=False, jit=True, plan=False)
-    text = load_text(None)
-    return train(args, text[: len(text) * 9 // 10], fzero.mesh(dp=4), Console(stderr=True))[1]
+    with tempfile.TemporaryDirectory() as out:
+        words = f"--steps {STEPS} --accumulate 2 --stage 2 --precision {precision} --backend inductor --out {out}"
+        subprocess.run([sys.executable, str(ROOT / "examples" / "train_gpt.py"), *words.split()], check=True)
+        return [json.loads(line)["loss"] for line in (pathlib.Path(out) / "log.jsonl").read_text().splitlines()]
 
 
 def apart(losses: list[float], reference: list[float]) -> float:
@@ -42,7 +40,6 @@ def apart(losses: list[float], reference: list[float]) -> float:
 
 def main() -> None:
     """Train, print and plot."""
-    torch.set_num_threads(1)
     curves = {name: curve(name) for name in ("float32", "bfloat16", "float16")}
     rows = []
     for name, losses in curves.items():

@@ -22,7 +22,7 @@ import fzero
 from benchmarks.allocator import peak_bytes
 from benchmarks.one_rank import alone
 from benchmarks.report import publish, table
-from examples.train_gpt import init, loss_fn
+from examples.train_gpt import init, losses_of
 from fzero import optim, tree
 
 RANKS, MB, BATCH = 8, 1e6, 4
@@ -54,7 +54,7 @@ def measure(k: int, remat: bool, stage: int, mesh: fzero.ranks.Mesh) -> Row:
     opt = optim.master_weights(optim.scale_by_adam(), PRECISION)
 
     def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return loss_fn(params, (tokens[:, :-1], tokens[:, 1:]), remat)
+        return losses_of(params, tokens, remat).mean()
 
     def train_step(params: Any, opt_state: Any, tokens: torch.Tensor) -> Any:
         value, grads = fzero.value_and_grad(loss, micro_batches=k, precision=PRECISION)(params, tokens)

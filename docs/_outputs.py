@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "_outputs"
 COMMANDS = {
     "zero_by_hand": "",
-    "train_gpt": "--steps 60 --stage 3 --out {folder}/curve.png",
+    "train_gpt": "--steps 60 --stage 3 --out {folder}/run",
     "parallel_mlp": "",
     "hf_model": "--steps 4",
     "finetune_hf": "--steps 20 --out {folder}/run",  # finetune.py needs a model of yours

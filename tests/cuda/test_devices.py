@@ -70,9 +70,8 @@ def test_what_is_left_on_the_cpu_is_named(kind):
 @pytest.mark.parametrize(
     "command",
     [
-        "train_gpt.py --stage 2 --steps 2 --no-jit",
-        "moe.py --steps 2 --no-jit",
-        "moe.py --steps 2 --backend fx",
+        "train_gpt.py --stage 2 --steps 2",
+        "moe.py --steps 2",
         "parallel_mlp.py --steps 1",
         "finetune_hf.py --steps 2 --backend fx --every 99",
         "finetune_hf.py --steps 2 --backend eager --every 99",
@@ -81,7 +80,7 @@ def test_what_is_left_on_the_cpu_is_named(kind):
 def test_an_example_runs(command, tmp_path):
     script, *options = command.split()
     pytest.importorskip("transformers" if "hf" in script else "matplotlib")
-    out = ["--out", str(tmp_path / "out.png")] if "--steps" in options and script in ("train_gpt.py", "moe.py") else []
+    out = [] if script == "parallel_mlp.py" else ["--out", str(tmp_path)]
     try:
         lane.run([sys.executable, "-m", "tests.cuda.devices", f"examples/{script}", *options, *out])
     except AssertionError as error:  # a kernel of the lane computes nothing, so its mean may be of no token

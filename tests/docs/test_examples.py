@@ -10,3 +10,8 @@ def test_each_is_a_row_of_the_guide_and_a_page_of_the_site():
     for path in (ROOT / "examples").glob("*.py"):
         assert GUIDE.count(f"[`python {path.name}") == 1, path
         assert SITE.count(f" {path.name}: examples/{path.stem}.md") == 1, path
+
+
+def test_a_program_has_at_most_120_lines():
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 120, path

@@ -9,14 +9,16 @@ import pytest
 import fzero
 from tests.examples.helpers import run
 
-PROGRAMS = {  # and what each prints of its evaluation
-    "pretrain": "held-out loss",
-    "sft": "held-out loss",
-    "finetune_hf": "held-out loss",
-    "lora": "held-out loss",
-    "dpo": "held-out accuracy",
-    "distill": "held-out agreement",
-    "vit": "held-out accuracy",
+PROGRAMS = {  # what each prints of its evaluation, and the options with which a simulation has two ranks
+    "pretrain": ("held-out loss",),
+    "sft": ("held-out loss",),
+    "finetune_hf": ("held-out loss",),
+    "lora": ("held-out loss",),
+    "dpo": ("held-out accuracy",),
+    "distill": ("held-out agreement",),
+    "vit": ("held-out accuracy",),
+    "train_gpt": ("held-out loss", "--ranks", "2"),
+    "moe": ("held-out loss", "--dp", "1"),
 }
 PEFT = ("-W", "ignore::FutureWarning")  # it asks a model for a name that is deprecated
 
@@ -36,12 +38,13 @@ def bits(checkpoint: pathlib.Path) -> dict[str, Any]:
 def test_a_program_learns_and_goes_on_to_the_last_bit(name, tmp_path):
     pytest.importorskip("peft" if name == "lora" else "transformers")
     whole, rest, world = (tmp_path / folder for folder in ("whole", "rest", "world"))
-    words = [*PEFT, f"examples/{name}.py", "--steps", "6", "--every", "3", "--out"]
+    evaluated, *options = PROGRAMS[name]
+    words = [*PEFT, f"examples/{name}.py", *options, "--steps", "6", "--every", "3", "--out"]
     printed = run(*words, str(whole))
     uninterrupted = rows(whole)
     assert [row["step"] for row in uninterrupted] == [1, 2, 3, 4, 5, 6]
     assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"]
-    assert printed.count(PROGRAMS[name]) == 1 and PROGRAMS[name] in uninterrupted[2]  # progress prints the newest row
+    assert printed.count(evaluated) == 1 and evaluated in uninterrupted[2]  # progress prints the newest row
 
     (rest / "checkpoints").mkdir(parents=True)  # as a run that was stopped after step 3 leaves them
     (whole / "checkpoints" / "step-00000003").rename(rest / "checkpoints" / "step-00000003")
