@@ -126,12 +126,13 @@ class Entry:
         """
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
+        if self.executable is None:
+            arguments.check_real()  # the device is part of an entry's key
         if self.reused_tensors:
             check_separate(arguments, self.reused_tensors, captured)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         with _torch.without_autocast():  # the graph holds the casts of the trace
             if self.executable is None:
-                arguments.check_real()  # the device is part of an entry's key
                 options = LoweringOptions(
                     self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
                 )

@@ -387,6 +387,21 @@ def test_init_and_gather_give_memory_of_their_own(stage):
     bitwise(best, before)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_without_memory_are_named_and_not_taken_to_share_it(stage):
+    mesh, opt = fzero.mesh(dp=2), optim.adamw(0.1)
+
+    def train_step(params: Any, state: Any, x: Any) -> Any:
+        loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"] @ p["v"]).mean())(params, x)
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    step = fzero.shard(train_step, stage, mesh)
+    state = step.init({name: torch.zeros(4, 4, device="meta") for name in ("w", "v")}, opt)
+    with pytest.raises(ValueError, match=r"argument 0, .*'[wv]' is on the meta device and has no memory"):
+        fzero.jit(step, backend="fx")(*state, mesh.split(torch.ones(4, 4)))
+
+
 def test_overlapping_and_inference_tensors_are_not_written_into():
     p, a = torch.arange(5.0).unfold(0, 3, 1), torch.arange(9.0).reshape(3, 3)
     expected = p + a

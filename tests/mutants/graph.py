@@ -40,6 +40,9 @@ WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
+    *File("graph/_entry.py", ("tests/graph/test_jit.py", "-k", "without_memory")).faults(
+        Fault("tensors without memory are said to share it", "Entry.run", skipped("A.check_real()")),
+    ),
     *File("_torch/accelerator.py", ("tests/graph/test_autocast.py",)).faults(
         Fault("a graph casts again where it runs", "without_autocast", never("torch.is_autocast_enabled(A)")),
         Fault(
