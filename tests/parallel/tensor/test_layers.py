@@ -340,3 +340,15 @@ def test_ranks_of_a_pipeline_that_are_given_different_examples_are_refused(simul
     with pytest.raises(ValueError, match="the module's input differs by rank along 'tp'"):
         grads_of(params, mesh.split(X, "tp"))
     grads_of(params, X)
+
+
+def test_layers_along_the_axis_of_the_data_are_told_their_axis():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    wrong = tp.layers(module, {"0": "colwise", "1": "rowwise"}, axis="dp")
+    apply, params, buffers = fzero.nn.functional(module, tp=wrong)
+    mesh = fzero.mesh(dp=2, tp=2)
+    program = mesh.spmd(lambda x: apply(params, buffers, x)[0].sum())
+    with pytest.raises(
+        ValueError, match=r"along 'dp', the axis of tp\.layers\(\.\.\., axis='dp'\).*or give tp\.layers the"
+    ):
+        program(mesh.split(torch.ones(4, 4), "dp"))
