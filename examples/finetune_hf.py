@@ -48,8 +48,9 @@ def load() -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(args.model)
     vocabulary: Any = {byte: i for i, byte in enumerate([*sorted(ByteLevel.alphabet()), "</s>"])}
-    config = AutoConfig.for_model("llama", vocab_size=len(vocabulary), attention_dropout=0.1, **TINY)
-    return AutoModelForCausalLM.from_config(config), GPT2Tokenizer(vocabulary, merges=[], eos_token="</s>")
+    tokenizer = GPT2Tokenizer(vocabulary, merges=[], eos_token="</s>")
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), attention_dropout=0.1, **TINY)
+    return AutoModelForCausalLM.from_config(config), tokenizer
 
 
 def collate(documents: list[str]) -> torch.Tensor:
