@@ -15,6 +15,7 @@ from fzero.optim._base import (
     check_has_method,
     torch_optimizer_message,
 )
+from fzero.optim._groups import by_group
 from fzero.optim._half_precision import (
     LossScaleState,
     MasterState,
@@ -83,6 +84,7 @@ __all__ = [
     "add_decayed_weights",
     "all_finite",
     "apply_updates",
+    "by_group",
     "chain",
     "clip",
     "clip_by_block_rms",

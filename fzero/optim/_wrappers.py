@@ -29,7 +29,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked", "on_full_leaves"]
+__all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked", "on_full_leaves", "where"]
 
 # An optimizer on some leaves.
 
@@ -40,8 +40,8 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     The numbers are those of `optax.masked`, on any layout: a shard may hold leaves of both kinds. The optimizer sees
     zeros as the gradients and parameters of masked-out leaves. So they count in no norm, and their state stays as
     `init` made it. That state exists (optax leaves it out), because a tree's structure must not depend on how it is
-    sharded. So mask links without state, such as `scale_by_learning_rate`, after one `scale_by_adam`: two masked
-    `adamw` hold the moments twice. Leaves that must cost no memory belong in another tree.
+    sharded. So two masked `adamw` hold the moments twice: `by_group` holds them once. Leaves that must cost no memory
+    belong in another tree.
 
     Args:
         opt: an (init, update) pair.
@@ -70,7 +70,7 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
         )
 
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
-        return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, leaf_mask)
+        return tree.map(lambda x, m: where(m, x, torch.zeros_like(x)), values, leaf_mask)
 
     def init(params: Params) -> OptState:
         return opt.init(zero_outside(params, per_leaf(params, mask)))
@@ -79,12 +79,12 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
         leaf_mask = per_leaf(grads, mask)
         inner = None if params is None else zero_outside(params, leaf_mask)
         updates, state = opt.update(zero_outside(grads, leaf_mask), state, params=inner)
-        return tree.map(lambda g, m, u: _where(m, u, g), grads, leaf_mask, updates), state
+        return tree.map(lambda g, m, u: where(m, u, g), grads, leaf_mask, updates), state
 
     return wrap_optimizers(init, update, opt)
 
 
-def _where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return `x` where a mask is true, else `y`; the mask is one number, or a tensor with a number per element."""
     if isinstance(mask, torch.Tensor):
         return torch.where(mask != 0, x, y)

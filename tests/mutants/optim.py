@@ -6,6 +6,15 @@ from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault,
 REMEDIES = ("tests/test_remedies.py",)
 
 MUTANTS = [
+    *File("optim/_groups.py", ("tests/optim/test_groups.py",)).faults(
+        Fault(
+            "a group writes its moments over those of other groups",
+            "_merge_states",
+            becomes("where(m, b, a)", "b"),
+        ),
+        Fault("a leaf may be in several groups", "_check_groups", swapped("sum(A) != 1", "<")),
+        Fault("groups share a state whose elements belong to no leaf", "_check_group_state", never("not A and any(B)")),
+    ),
     *File("optim/_base.py", REMEDIES).faults(
         Fault("a chain takes the state of another chain", "chain.update", never("len(A) != len(B)")),
         Fault(
@@ -67,7 +76,7 @@ MUTANTS = [
     ),
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
-        Fault("a mask selects whole units, not elements", "_where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
+        Fault("a mask selects whole units, not elements", "where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
