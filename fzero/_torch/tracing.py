@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # pyright: ignore[reportPrivateUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from fzero._torch.levels import unwrap
@@ -36,11 +36,13 @@ __all__ = [
     "TRACING",
     "DataDependentError",
     "OpOverload",
+    "chunk_of",
     "count_holders",
     "fake_like",
     "fakes_on",
     "functionalize",
     "graph_of",
+    "in_chunk",
     "is_backward",
     "is_fake",
     "line_of",
@@ -117,6 +119,16 @@ def line_of(node: torch.fx.Node) -> str:
 def is_backward(node: torch.fx.Node) -> bool:
     """Return whether autograd's engine ran a node's operation when it was traced."""
     return (node.meta.get("custom") or {}).get("backward", False)
+
+
+def in_chunk(number: int) -> AbstractContextManager[None]:
+    """Mark the operations of a `with` block as those of a chunk, which is compiled apart from other chunks."""
+    return annotate({"chunk": number})
+
+
+def chunk_of(node: torch.fx.Node) -> int | None:
+    """Return the chunk that a node's operation was marked with, if any."""
+    return (node.meta.get("custom") or {}).get("chunk")
 
 
 def fake_like(

@@ -3,10 +3,11 @@
 from fzero.nn._blocks import repeated_blocks
 from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
+from fzero.nn._linear_cross_entropy import linear_cross_entropy
 from fzero.nn._pipeline import ModulePipeline, pipeline
 from fzero.zero import initializer
 
-__all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer", "pipeline"]
+__all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer", "linear_cross_entropy", "pipeline"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [

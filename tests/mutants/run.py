@@ -20,6 +20,11 @@ MUTANTS = [
             "split_into_subgraphs",
             skipped("A.move_to_readers(B)"),
         ),
+        Fault(
+            "chunks are compiled together",
+            "split_into_subgraphs",
+            never("A(B) not in (None, C)"),
+        ),
         Fault("a node that reads an overwritten value is moved later", "_may_run_later", never("A(B) in C")),
         Fault(
             "a node is moved later although its operands are larger than its result",

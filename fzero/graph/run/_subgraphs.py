@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch.fx import Graph, Node
 
-from fzero._torch import storage_id
+from fzero._torch import chunk_of, storage_id
 from fzero.collectives import wait_to_host
 from fzero.graph._ir import (
     CASTS,
@@ -82,7 +82,8 @@ def split_into_subgraphs(
 ) -> list[list[Node]]:
     """Split a graph into subgraphs at collectives, their packing and moves, and where the parameters of a block begin.
 
-    So blocks of one shape give equal segments. A subgraph lies in one memory, so it runs on one device. Aliases are in
+    So blocks of one shape give equal segments. Each chunk of a value that is computed in parts begins a subgraph, too.
+    A subgraph lies in one memory, so it runs on one device. Aliases are in
     no subgraph: each subgraph recomputes the aliases that it uses. Scalars that depend on no large value of their
     segment run before it, in subgraphs of their own: an optimizer's bias corrections, a learning rate. Otherwise
     Inductor would compute them again for every few elements of a kernel that reads them.
@@ -100,6 +101,7 @@ def split_into_subgraphs(
     host = on_host(nodes) if host is None else host
     builder = _SubgraphBuilder()
     block = ""  # the block whose arguments the open subgraph reads
+    chunk: int | None = None  # the latest chunk that an operation belongs to
     is_host = False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
@@ -116,6 +118,9 @@ def split_into_subgraphs(
                 builder.is_open and _overwrites_unseen(n, builder.subgraphs[-1])
             ):
                 block = argument_block
+                builder.is_open = False
+            if chunk_of(n) not in (None, chunk):  # Inductor would keep the values of several chunks at once
+                chunk = chunk_of(n)
                 builder.is_open = False
             if is_host != (n in host):
                 is_host = n in host

@@ -1,7 +1,18 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
 from fzero.parallel.tensor._forwards import install
-from fzero.parallel.tensor._functions import column, cross_entropy, embed, enter, gather, leave, row, scatter
+from fzero.parallel.tensor._functions import (
+    along,
+    check_part,
+    column,
+    cross_entropy,
+    embed,
+    enter,
+    gather,
+    leave,
+    row,
+    scatter,
+)
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside, split
 from fzero.parallel.tensor._styles import divided, packed
 
@@ -23,6 +34,8 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "along",
+    "check_part",
     "install",
     "of_block",
     "outside",

@@ -19,6 +19,7 @@ from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 __all__ = [
     "SEQUENCE",
     "along",
+    "check_part",
     "column",
     "cross_entropy",
     "embed",

@@ -1,0 +1,178 @@
+"""linear_cross_entropy: the cross entropy of a linear head, whose logits never exist as a whole.
+
+The classes are taken chunk by chunk. A chunk's logits become three numbers a token: the log of their sum of
+exponentials, the target's logit, and their sum. `remat` computes the logits again for the backward pass. So memory
+holds one chunk of logits, and each chunk of the head's gradient is written once.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from fzero._arguments import check_choice, check_int
+from fzero._dtypes import at_least_float32
+from fzero._torch import in_chunk
+from fzero.axes import axis_if_bound, axis_index, axis_size
+from fzero.parallel.tensor import along, check_part, enter, leave
+from fzero.transforms import remat
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    chunk: int = 4096,
+    axis: str | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute the cross entropy of `hidden @ weight.mT + bias`, without the whole of these logits in memory.
+
+    The result and its gradients are those of `torch.nn.functional.cross_entropy` but for rounding. The logits of
+    `chunk` classes exist at a time, in the forward and in the backward pass, which computes them again. That is a
+    third more work for the head, and derivatives of any order work.
+
+    Labels are not shifted: for a language model pass `hidden[:, :-1]` and `tokens[:, 1:]`.
+
+    Args:
+        hidden: `[.., d]`, the input of the head.
+        weight: `[v, d]`, as in `torch.nn.Linear`; it may be the embedding's. With `axis` `[v / n, d]`, this rank's
+            classes.
+        labels: int64 `[..]`: numbers below v, or `ignore_index`.
+        bias: `[v]`, or with `axis` `[v / n]`; None for none.
+        chunk: the number of classes whose logits exist at a time. They take `4 * chunk` bytes a token.
+        axis: the axis along which the classes are split, such as "tp"; None if `weight` is full.
+        ignore_index: the label that is neither added nor counted.
+        reduction: "mean" over the labels that are not ignored, "sum", or "none".
+        label_smoothing: the share of a uniform distribution in the targets, from 0 to 1.
+        z_loss: the factor of the square of the log of the sum of exponentials, which is added to the loss of each
+            token (arXiv:2204.02311, section 5).
+        softcap: replaces the logits by `softcap * tanh(logits / softcap)` (arXiv:2408.00118); None to leave them.
+
+    Returns:
+        A 0-d tensor, or `[..]` with "none"; in float32 for half precision. It is nan where a label is not a class.
+
+    Raises:
+        ValueError: if the shapes do not match, or an option is invalid.
+        TypeError: if `labels` are not integers.
+
+    Example:
+        >>> hidden, weight, labels = torch.randn(5, 8), torch.randn(100, 8), torch.tensor([0, 99, 3, -100, 1])
+        >>> loss = linear_cross_entropy(hidden, weight, labels, chunk=32)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT, labels))
+        True
+    """
+    _check(hidden, weight, labels, bias, reduction, label_smoothing, softcap)
+    check_int("chunk", chunk, 1)
+    bound = () if axis is None else axis_if_bound(axis)
+    if axis is not None:
+        check_part("linear_cross_entropy", weight, axis)
+        hidden = enter(hidden, axis)
+    local = labels - axis_index(bound).to(labels.device) * len(weight)
+    log_sum, target, total = _combined(hidden, weight, local, bias, chunk, label_smoothing > 0, softcap)
+    if axis is not None:
+        log_sum, target, total = _over_ranks(log_sum, target, total, axis)
+    classes = len(weight) * axis_size(bound)
+    nll = log_sum - target
+    if total is not None:
+        nll = (1 - label_smoothing) * nll + label_smoothing * (log_sum - total / classes)
+    if z_loss:
+        nll = nll + z_loss * log_sum.square()
+    ignored = labels == ignore_index
+    nll = torch.where((labels >= 0) & (labels < classes), nll, math.nan)
+    nll = torch.where(ignored, 0.0, nll)
+    if reduction == "none":
+        return nll
+    return nll.sum() if reduction == "sum" else nll.sum() / (~ignored).sum()
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+) -> None:
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
+    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has the shape {list(hidden.shape)}, and weight {list(weight.shape)}: expected [.., d] and [v, d]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{len(weight)}], one number for each class")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels have the shape {list(labels.shape)}, and hidden {list(hidden.shape)}: expected one label for each "
+            "row of hidden; for the next token pass hidden[:, :-1] and tokens[:, 1:]"
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels are {labels.dtype}: expected int64, the number of a class for each token")
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _combined(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunk: int,
+    smooth: bool,
+    softcap: float | None,
+) -> Sums:
+    """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
+    run: Callable[..., torch.Tensor] = remat(_of_chunk)
+    # split, not slices: the gradients of the parts are concatenated once
+    weights = weight.split(chunk)
+    biases = [None] * len(weights) if bias is None else bias.split(chunk)
+    own = enumerate(zip(weights, biases, strict=True))
+    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, softcap) for i, (w, b) in own])
+    return sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None
+
+
+def _of_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chunk: int,
+    number: int,
+    smooth: bool,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Return `[2 or 3, ..]`: what the logits of some classes add to a token's numbers."""
+    with in_chunk(number):
+        logits = at_least_float32(F.linear(hidden, weight, bias))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        k = len(weight)
+        labels = labels - number * chunk
+        target = logits.gather(-1, labels.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
+        target = torch.where((labels >= 0) & (labels < k), target, 0.0)
+        return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if smooth else [])])
+
+
+def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> Sums:
+    """Combine the numbers of the ranks, each of which holds part of the classes."""
+    # Detached, since the result does not depend on the maximum.
+    maximum = along("all_gather", log_sum.detach().unsqueeze(-1), axis, -1).amax(-1)
+    rest = [] if total is None else [total]
+    sums = leave(torch.stack([(log_sum - maximum).exp(), target, *rest]), axis)
+    return sums[0].log() + maximum, sums[1], None if total is None else sums[2]
