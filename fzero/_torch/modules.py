@@ -172,6 +172,13 @@ def attributes(module: torch.nn.Module) -> dict[str, object]:
     return {name: x for name, x in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
+def refresh_flat_weights(module: torch.nn.Module) -> None:
+    """Let recurrent modules see parameters that were None for a while."""
+    for m in module.modules():
+        if isinstance(m, torch.nn.RNNBase):
+            m._init_flat_weights()
+
+
 def version_of(x: torch.Tensor) -> int | None:
     """Return a number that grows with each in-place write into a tensor; None for inference tensors."""
     return None if x.is_inference() else x._version

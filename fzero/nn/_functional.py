@@ -48,8 +48,12 @@ __all__ = [
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
 
 
-def check_module(module: object) -> None:
+def check_module(module: object, is_copied: bool = True) -> None:
     """Check that a module can be taken apart.
+
+    Args:
+        module: the module.
+        is_copied: whether `apply` runs a copy of it.
 
     Raises:
         TypeError: if it is not a module. Also if a module in it is wrapped or compiled, or holds a DTensor.
@@ -61,7 +65,8 @@ def check_module(module: object) -> None:
     for name, m in module.named_modules():
         _check_kind(name, m)
         _check_backward_hook(name, m)
-        _check_attributes(name, m)
+        if is_copied:
+            _check_attributes(name, m)
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if torch.nn.parameter.is_lazy(x):
             raise ValueError(f"{name!r} is not initialised: run the lazy module once on a batch first")
@@ -257,9 +262,9 @@ def functional(
     return Functional(apply, params, constants)
 
 
-def tensors_of(module: torch.nn.Module) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
+def tensors_of(module: torch.nn.Module, is_copied: bool = True) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
     """Check a module, and return its trainable parameters, its frozen parameters and its buffers, by name."""
-    check_module(module)
+    check_module(module, is_copied)
     check_functions(module)
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items() if p.requires_grad}

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
+from fzero._torch.modules import attributes, refresh_flat_weights
 from fzero._torch.types import NamedTensors
 from fzero.nn._blocks import rematerialise, repeated_blocks, undo_rematerialise
-from fzero.nn._copy import copy_module
+from fzero.nn._copy import copy_module, tensors_in
 from fzero.nn._functional import Apply, Functional, mutable_buffers, tensors_of
 from fzero.parallel.experts import use_differentiable
 from fzero.zero import stand_ins
@@ -23,13 +24,14 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         module: the module.
         device: where other tensors of the module go, such as the state of metrics.
     """
-    params, frozen, buffers = tensors_of(module)
+    params, frozen, buffers = tensors_of(module, is_copied=False)
     mutable, places, memo = mutable_buffers(module), _places(module), stand_ins(module)
     for m, name, _ in places:
         setattr(m, name, None)
     module.to(device)
     for m, name, x in places:
         setattr(m, name, memo[id(x)])
+    refresh_flat_weights(module)
     use_differentiable(module)
     blocks = rematerialise(module, None, mutable) if repeated_blocks(module) else ()
     constants = {**buffers, **frozen}
@@ -47,7 +49,9 @@ def put_back(apply: Apply, tensors: NamedTensors) -> None:
 
 def full_copy(apply: Apply, tensors: NamedTensors) -> torch.nn.Module:
     """Copy the module of `apply`, with full parameters and buffers in place of its stand-ins."""
-    copied = copy_module(apply.module, _full_tensors(apply, tensors))
+    memo, values = _full_tensors(apply, tensors), [x for m in apply.module.modules() for x in attributes(m).values()]
+    memo |= {id(x): x.detach() for value in values for x in tensors_in(value) if not x.is_leaf}  # deepcopy refuses it
+    copied = copy_module(apply.module, memo)
     undo_rematerialise(copied, apply.blocks)
     return copied
 

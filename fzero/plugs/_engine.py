@@ -290,10 +290,10 @@ class Engine:
 
         def program(params: Any, buffers: Any, others: Any) -> None:
             state = ((others[0], buffers), *others[1:])
-            results.append(self.models.run(f, params, state, batch)[0])
+            with torch.no_grad():  # here, for a rank in lockstep is a thread of its own
+                results.append(self.models.run(f, params, state, batch)[0])
 
-        with torch.no_grad():
-            self.step.program(program)(self.params, self.buffers, self.others)
+        self.step.program(program)(self.params, self.buffers, self.others)
         return results[0]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

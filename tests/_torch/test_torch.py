@@ -443,3 +443,15 @@ def test_a_function_mode_can_be_left_out():
         with _torch.without_function_modes():
             torch.ones(2) + 1
     assert before and len(seen) == before
+
+
+def test_recurrent_modules_see_parameters_that_were_none():
+    rnn, x = torch.nn.LSTM(2, 2), torch.ones(1, 1, 2)
+    weight, expected = rnn.weight_ih_l0, rnn(x)[0]
+    rnn.weight_ih_l0 = None
+    rnn.to("cpu")  # which forgets what it holds
+    rnn.weight_ih_l0 = weight
+    _torch_modules.refresh_flat_weights(rnn)
+    torch.testing.assert_close(torch.func.functional_call(rnn, {"weight_ih_l0": weight.clone()}, (x,))[0], expected)
+    other = torch.func.functional_call(rnn, {"weight_ih_l0": weight + 1}, (x,))[0]
+    assert not torch.equal(other, expected)

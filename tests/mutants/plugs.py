@@ -6,6 +6,7 @@ from tests.mutants.mutant import Fault, File
 TRAINER = ("tests/plugs/test_transformers.py",)
 LIGHTNING = ("tests/plugs/test_lightning.py", "-k", "not processes")
 ACCELERATE = ("tests/plugs/test_accelerate.py", "-k", "not processes")
+IN_PLACE = ("tests/nn/test_in_place.py",)
 AUTOGRAD = ("tests/transforms/test_autograd.py",)
 
 MUTANTS = [
@@ -80,16 +81,24 @@ MUTANTS = [
         ),
         Fault("load_state loads no shards", "_load", skipped("engine.load(folder)")),
     ),
+    *File("plugs/_engine.py", LIGHTNING).faults(
+        Fault("evaluation is recorded by autograd", "Engine.call", becomes("torch.no_grad()", "torch.enable_grad()")),
+    ),
     *File("plugs/_lightning_settings.py", LIGHTNING).faults(
         Fault(
             "clipping by value is by norm", "clipping", becomes('trainer.gradient_clip_algorithm == "value"', "False")
         ),
     ),
-    *File("nn/_in_place.py", LIGHTNING).faults(
+    *File("nn/_in_place.py", IN_PLACE).faults(
         Fault(
             "blocks run twice in a module that has its weights again",
             "put_back",
             skipped("undo_rematerialise(apply.module, apply.blocks)"),
+        ),
+        Fault(
+            "a recurrent module in place keeps no weights",
+            "functional_in_place",
+            skipped("refresh_flat_weights(module)"),
         ),
     ),
     *File("plugs/_engine.py", TRAINER).faults(

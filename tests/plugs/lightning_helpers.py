@@ -36,6 +36,7 @@ class Regression(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.losses.append(float(loss))
+        self.latest = loss  # with its graph
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("batch", float(batch_idx), sync_dist=True)
         return {"loss": loss, "scaled": 2 * loss}

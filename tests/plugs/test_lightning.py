@@ -13,10 +13,12 @@ from lightning.pytorch import callbacks as callbacks_of_lightning
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader
 
 import fzero
 from fzero.plugs import lightning as plug
 from tests.distributed.launch import python, torchrun, world
+from tests.plugs.helpers import documents, llama
 from tests.plugs.lightning_helpers import Recorder, Regression, loader, make_trainer, train, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -268,6 +270,39 @@ def test_mixed_precisions_keep_master_weights(tmp_path, precision, monkeypatch):
     monkeypatch.setattr(SkipsFirst, "skipped", skipped)
     _, _, plain = train(tmp_path, "auto", make, max_steps=8)
     torch.testing.assert_close(recorder.outputs, plain.outputs[:8], rtol=2e-2, atol=2e-2)
+
+
+class LanguageModel(lightning.LightningModule):
+    """A model of transformers, which generates in validation, with its cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama(0.1)
+        self.model.config.use_cache = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids = batch["input_ids"][:, :4]
+        self.generated = self.model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_language_model_of_transformers(tmp_path, stage):
+    results = []
+    for strategy in ("auto", plug.Strategy(stage)):
+        lightning.seed_everything(0, verbose=False)
+        module, recorder = LanguageModel(), Recorder()
+        options: dict[str, Any] = {"callbacks": [recorder], "accumulate_grad_batches": 2, "max_steps": 5}
+        trainer = make_trainer(tmp_path, strategy, **options)
+        trainer.fit(module, DataLoader(documents(40), 4), DataLoader(documents(4), 4))
+        results.append((recorder.outputs, weights(module), module.generated))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert len(results[0][0]) == 10 and results[0][2].shape == (4, 7)
 
 
 class FailsOnce(Regression):
