@@ -154,7 +154,7 @@ def _is_vmap_error(error: RuntimeError, mesh: Any) -> bool:
     # an in-place write of a value that differs by rank into one that does not: [*shape] and [ranks, *shape]
     match = re.match(r"output with shape \[(.*)\] doesn't match the broadcast shape \[(\d+)(?:, )?(.*)\]", text)
     in_place = match is not None and match[1] == match[3] and int(match[2]) in [size for _, size in mesh.shape]
-    return in_place or "vmap" in text
+    return in_place or "vmap" in text or "Batching rule not implemented" in text
 
 
 def _vmapped(

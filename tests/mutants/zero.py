@@ -52,6 +52,13 @@ MUTANTS = [
     *File("ranks/_spmd.py", ("tests/test_errors.py", "-k", "shape_error")).faults(
         Fault("a shape error does not say that it counts ranks", "Spmd.__call__", swapped(">", "<")),
     ),
+    *File("ranks/_spmd.py", ("tests/axes/test_vmap_limits.py",)).faults(
+        Fault(
+            "an operation without a batching rule names no way to run it",
+            "_is_vmap_error",
+            dropped("'Batching rule not implemented' in A"),
+        ),
+    ),
     *File("zero/_build.py", SIDE_BY_SIDE).faults(
         Fault(
             "every leaf of a unit is copied to the buffer's start",
