@@ -71,8 +71,7 @@ def checkpoints(
         if n is not None:
             check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
     files = files_at(root)
-    shared = None if memory is None else SharedMemory.of(memory, _run_of(files, mesh), Machines(mesh, timeout))
-    return Checkpoints(files, mesh, keep, every, timeout, shared)
+    return Checkpoints(files, mesh, keep, every, timeout, memory)
 
 
 def _check_finite(step: int, values: Any) -> None:
@@ -90,13 +89,18 @@ def _check_finite(step: int, values: Any) -> None:
             )
 
 
-def _run_of(files: Files, mesh: Mesh | None) -> str:
-    """Return an id of this run, from a random text in its folder. A new folder of the same name gets another id."""
+def _run_of(files: Files, mesh: Mesh | None, make: bool) -> str:
+    """Return an id of this run, from a random text in its folder. A new folder of the same name gets another id.
+
+    A run without a text gets one with `make`, and else the id "".
+    """
 
     def run_id() -> str:
         if mesh is not None and mesh.rank:
             return ""
         if files.size("run") is None:
+            if not make:
+                return ""
             files.put("run", secrets.token_hex(8).encode())
         # a copy of the folder is a different run, so the path is hashed too
         return hashlib.sha256(files.get("run") + files.path.encode()).hexdigest()[:16]
@@ -115,10 +119,17 @@ class Checkpoints:
         keep: int,
         every: int | None,
         timeout: float,
-        shared: SharedMemory | None = None,
+        memory: str | None = None,
     ) -> None:
         self._files, self._mesh, self._keep, self._every, self._timeout = files, mesh, keep, every, timeout
-        self._shared, self._staging, self._saving = shared, Staging(), None
+        self._memory, self._staging, self._saving = memory, Staging(), None
+        self._shared = self._shared_memory(make=False)
+
+    def _shared_memory(self, make: bool) -> SharedMemory | None:
+        """Return the run's memory; None without `memory`, or if nothing was remembered and `make` is not set."""
+        run = "" if self._memory is None else _run_of(self._files, self._mesh, make)
+        machines = Machines(self._mesh, self._timeout) if run else None
+        return None if self._memory is None or machines is None else SharedMemory.of(self._memory, run, machines)
 
     def __repr__(self) -> str:
         return f"Checkpoints({self._files.path!r}, keep={self._keep}, every={self._every})"
@@ -168,7 +179,7 @@ class Checkpoints:
             CheckpointError: if this save or the previous one failed.
             ValueError: if the step is not an int of 0 or more, or `checkpoints` was called without `memory`.
         """
-        shared = self._shared
+        self._shared = shared = self._shared or self._shared_memory(make=True)
         if shared is None:
             raise ValueError(
                 'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'

@@ -75,6 +75,14 @@ def test_what_must_be_finite_stops_a_save_and_lets_go_of_nothing(bad, dtype, tmp
     assert runs.steps() == [1] and runs.restore(numbered(0))["step"] == 1
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_folder_that_is_only_read_is_not_made(memory, tmp_path):
+    shared = str(tmp_path / "shared") if memory else None
+    with fzero.checkpoint.checkpoints(tmp_path / "typo", memory=shared) as runs:
+        assert runs.steps() == [] and runs.restore(numbered(3))["step"] == 3
+    assert not (tmp_path / "typo").exists()
+
+
 def spoil(path: Any, how: str) -> None:
     names = sorted(os.listdir(path))
     data = next(n for n in names if n.endswith(".safetensors"))

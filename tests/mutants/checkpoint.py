@@ -35,6 +35,9 @@ MUTANTS = [
             becomes("A.index(self.B, C)", "C % len(self.pieces[0])"),
         ),
     ),
+    *File("checkpoint/_folder.py", (*FOLDER, "-k", "only_read")).faults(
+        Fault("a folder that is only read is made", "_run_of.run_id", never("not make")),
+    ),
     *File("checkpoint/_folder.py", FOLDER).faults(
         Fault("a run that is nan saves over its good checkpoints", "Checkpoints.save", skipped("A(step, finite)")),
         Fault("a flag that says what is not finite saves", "_check_finite", dropped("A is False")),
