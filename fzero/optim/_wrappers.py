@@ -15,7 +15,9 @@ from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, 
 from fzero.sharding import (
     Shard,
     ShardedUnit,
+    abstract,
     assign_units,
+    check_per_leaf,
     gather_full_leaves,
     gather_unit,
     is_box,
@@ -73,6 +75,10 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
         return tree.map(lambda x, m: where(m, x, torch.zeros_like(x)), values, leaf_mask)
 
     def init(params: Params) -> OptState:
+        full = abstract(params)
+        if not any(x.ndim for x in tree.tensors(opt.init(full))):  # of no leaf, so no zeros are needed
+            check_per_leaf(params, mask)
+            return opt.init(params)
         return opt.init(zero_outside(params, per_leaf(params, mask)))
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:

@@ -31,7 +31,15 @@ from fzero.sharding._flat import (
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
-from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, zero_padding
+from fzero.sharding._segments import (
+    abstract,
+    check_on_device,
+    check_per_leaf,
+    global_norm,
+    per_leaf,
+    segment_ids,
+    zero_padding,
+)
 from fzero.sharding._spec import (
     Spec,
     Split,
@@ -91,6 +99,7 @@ INTERNAL = [
     "box_of",
     "boxes_to_device",
     "check_on_device",
+    "check_per_leaf",
     "check_sharded_for",
     "elements",
     "flatten_by_copies",

@@ -18,7 +18,7 @@ from fzero.sharding._spec import Piece, item_of, spec_of, stacked_of, traced_spe
 from fzero.sharding._units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
-__all__ = ["abstract", "check_on_device", "global_norm", "per_leaf", "segment_ids", "zero_padding"]
+__all__ = ["abstract", "check_on_device", "check_per_leaf", "global_norm", "per_leaf", "segment_ids", "zero_padding"]
 
 
 def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
@@ -165,6 +165,21 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
         ValueError: if the structures of `values` and `params` differ, or tied leaves have different values. The message
             names the path.
     """
+    out, structure, rows = _numbers_of_leaves(params, values)
+    for position, box, spec_id, row in rows:
+        ranges = traced_spec(spec_id).pieces
+        pieces = [_spread_over_piece(row, spec_id, *x) for x in zip(ranges, box.pieces, strict=True)]
+        out[position] = box_of(spec_id, pieces)
+    return tree.unflatten(structure, out)
+
+
+def check_per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> None:
+    """Raise the errors of `per_leaf`, without the memory of its result."""
+    _numbers_of_leaves(params, values)
+
+
+def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[tuple[int, Any, int, list[float]]]]:
+    """Return the number of each leaf, the tree's structure, and for each unit its place, box, spec and numbers."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
@@ -175,16 +190,14 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
             if leaves[tied] != leaves[position]:
                 raise ValueError(_conflict(paths[tied], paths[position]))
             out[position] = out[tied]  # one object, so that a map over both trees keeps the tie
+    rows = []
     for spec_id, box, members in sharded_units(paths, entries):
         by_index: dict[int, float] = {}
         for position, index in members:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
                 raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
-        row = [by_index[i] for i in range(len(by_index))]
-        ranges = traced_spec(spec_id).pieces
-        pieces = [_spread_over_piece(row, spec_id, *x) for x in zip(ranges, box.pieces, strict=True)]
-        out[members[0][0]] = box_of(spec_id, pieces)
-    return tree.unflatten(structure, out)
+        rows.append((members[0][0], box, spec_id, [by_index[i] for i in range(len(by_index))]))
+    return out, structure, rows
 
 
 def _spread_over_piece(row: Sequence[float], spec_id: int, piece: Piece, x: torch.Tensor) -> Any:

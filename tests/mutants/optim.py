@@ -77,6 +77,7 @@ MUTANTS = [
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
         Fault("a mask selects whole units, not elements", "where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
+        Fault("a mask takes memory for a state of no leaf", "masked.init", never("not any(A)"), WRAPPERS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
@@ -86,7 +87,11 @@ MUTANTS = [
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/_segments.py", OPTIM_LAWS).faults(
-        Fault("per_leaf gives a number to the first name of a tied leaf only", "per_leaf", skipped("A[B] = A[C]")),
+        Fault(
+            "per_leaf gives a number to the first name of a tied leaf only",
+            "_numbers_of_leaves",
+            skipped("A[B] = A[C]"),
+        ),
     ),
     *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),

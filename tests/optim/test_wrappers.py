@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
+from fzero._torch import allocations
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import examples, train_step_for
 from tests.optim.helpers import (
@@ -140,6 +141,14 @@ def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units)
             assert x.any() == (x.ndim >= 2)
     for x in tree.tensors(rest):
         assert x.any() == (x.ndim >= 2)
+
+
+def test_a_masked_optimizer_without_state_starts_without_memory():
+    """The parameter groups of a Trainer are such: zeros beside the state would be a second state for a moment."""
+    params, mask = {"w": torch.ones(1000), "b": torch.ones(1000)}, {"w": True, "b": False}
+    with allocations() as found:
+        optim.masked(optim.scale_by_learning_rate(lambda count: 0.1 / count), mask).init(params)
+    assert (found.peak or 0) < 100
 
 
 def test_what_a_masked_optimizer_does_not_see_may_be_nan():
