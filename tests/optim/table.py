@@ -101,6 +101,7 @@ TABLE = {
         optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1)), optax="clip_by_global_norm"
     ),
     "masked adam": Row(optim.masked(optim.adam(1e-2), matrices), optax="masked adam"),
+    "groups of adam": Row(optim.by_group((optim.adam(1e-2), matrices), (optim.adam(1e-3), biases))),
     "masked lamb": Row(optim.masked(optim.lamb(1e-2, weight_decay=0.1, mask=matrices), biases)),
     "masked clipping": Row(
         optim.chain(optim.masked(optim.clip_by_global_norm(0.5), matrices), optim.sgd(0.1)), optax="masked clipping"
