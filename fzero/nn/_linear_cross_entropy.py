@@ -5,18 +5,17 @@ exponentials, the target's logit, and their sum. `remat` computes the logits aga
 holds one chunk of logits, and each chunk of the head's gradient is written once.
 """
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from fzero._arguments import check_choice, check_int
+from fzero._arguments import check_int
 from fzero._dtypes import at_least_float32
 from fzero._torch import in_chunk
 from fzero.axes import axis_if_bound, axis_index, axis_size
-from fzero.parallel.tensor import along, check_part, enter, leave
+from fzero.parallel.tensor import along, check_loss_options, check_part, enter, leave, logits_of, loss_of_sums
 from fzero.transforms import remat
 
 __all__ = ["linear_cross_entropy"]
@@ -72,7 +71,8 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT, labels))
         True
     """
-    _check(hidden, weight, labels, bias, reduction, label_smoothing, softcap)
+    _check(hidden, weight, labels, bias, softcap)
+    check_loss_options(reduction, label_smoothing)
     check_int("chunk", chunk, 1)
     bound = () if axis is None else axis_if_bound(axis)
     if axis is not None:
@@ -82,18 +82,10 @@ def linear_cross_entropy(
     log_sum, target, total = _combined(hidden, weight, local, bias, chunk, label_smoothing > 0, softcap)
     if axis is not None:
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
+    penalty = z_loss * log_sum.square() if z_loss else 0.0
     classes = len(weight) * axis_size(bound)
-    nll = log_sum - target
-    if total is not None:
-        nll = (1 - label_smoothing) * nll + label_smoothing * (log_sum - total / classes)
-    if z_loss:
-        nll = nll + z_loss * log_sum.square()
-    ignored = labels == ignore_index
-    nll = torch.where((labels >= 0) & (labels < classes), nll, math.nan)
-    nll = torch.where(ignored, 0.0, nll)
-    if reduction == "none":
-        return nll
-    return nll.sum() if reduction == "sum" else nll.sum() / (~ignored).sum()
+    options = ignore_index, reduction, label_smoothing, penalty
+    return loss_of_sums(log_sum, target, total, labels, classes, *options)
 
 
 def _check(
@@ -101,13 +93,8 @@ def _check(
     weight: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
-    reduction: str,
-    label_smoothing: float,
     softcap: float | None,
 ) -> None:
-    check_choice("reduction", reduction, ("mean", "sum", "none"))
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
     if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
@@ -162,10 +149,7 @@ def _of_chunk(
         logits = at_least_float32(F.linear(hidden, weight, bias))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        k = len(weight)
-        labels = labels - number * chunk
-        target = logits.gather(-1, labels.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
-        target = torch.where((labels >= 0) & (labels < k), target, 0.0)
+        target = logits_of(labels - number * chunk, logits)
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if smooth else [])])
 
 

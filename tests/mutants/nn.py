@@ -9,15 +9,17 @@ CLOSURES = ("tests/nn/test_closures.py",)
 CHUNKS = ("tests/nn/test_linear_cross_entropy.py",)
 
 MUTANTS = [
+    *File("parallel/tensor/_functions.py", CHUNKS).faults(
+        Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
+        Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
+    ),
     *File("nn/_linear_cross_entropy.py", CHUNKS).faults(
         Fault("logits are kept for the backward pass", "_combined", bare("remat(A)")),
         Fault("a chunk's labels are those of the first chunk", "_of_chunk", bare("A - B * C")),
-        Fault("a label beside a chunk counts as the chunk's last class", "_of_chunk", becomes("A < B", "True")),
         Fault("the sums of half precision are taken in half precision", "_of_chunk", bare("at_least_float32(A)")),
         Fault("logits are not capped again", "_of_chunk", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
         Fault("ranks add their sums without the maximum", "_over_ranks", becomes("A[0].log() + B", "A[0].log()")),
         Fault("smoothing divides by a rank's classes", "linear_cross_entropy", becomes("len(A) * B(C)", "len(A)")),
-        Fault("ignored labels add to the z loss", "linear_cross_entropy", skipped("A = torch.where(B, 0.0, A)")),
     ),
     *File("nn/_functional.py", STEP).faults(
         Fault(

@@ -3,6 +3,7 @@
 from fzero.parallel.tensor._forwards import install
 from fzero.parallel.tensor._functions import (
     along,
+    check_loss_options,
     check_part,
     column,
     cross_entropy,
@@ -10,6 +11,8 @@ from fzero.parallel.tensor._functions import (
     enter,
     gather,
     leave,
+    logits_of,
+    loss_of_sums,
     row,
     scatter,
 )
@@ -35,8 +38,11 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "along",
+    "check_loss_options",
     "check_part",
     "install",
+    "logits_of",
+    "loss_of_sums",
     "of_block",
     "outside",
 ]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero._arguments import check_choice
+from fzero._dtypes import at_least_float32
 from fzero._torch.levels import may_differ
 from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, bound_axis
 from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
@@ -19,6 +20,7 @@ from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 __all__ = [
     "SEQUENCE",
     "along",
+    "check_loss_options",
     "check_part",
     "column",
     "cross_entropy",
@@ -26,6 +28,8 @@ __all__ = [
     "enter",
     "gather",
     "leave",
+    "logits_of",
+    "loss_of_sums",
     "own_rows",
     "row",
     "scatter",
@@ -213,7 +217,7 @@ def column(
         >>> tp.column(torch.ones(2, 3), torch.ones(3, 4)).shape
         torch.Size([2, 4])
     """
-    check_part("column", w, axis)
+    check_part("tp.column", w, axis)
     y = _product(enter(x, axis, sequence=sequence), w, 1, b)
     return along("all_gather_invariant", y, axis, -1) if gather else y
 
@@ -245,7 +249,7 @@ def row(
         >>> tp.row(torch.tanh(tp.column(x, up)), down).shape
         torch.Size([2, 3])
     """
-    check_part("row", w, axis)
+    check_part("tp.row", w, axis)
     y = leave(_product(x, w, w.ndim - 1, None), axis, sequence=sequence)
     if b is None:
         return y
@@ -288,7 +292,7 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequen
     """
     if not axis_if_bound(axis):
         return F.embedding(tokens, table)
-    check_part("embed", table, axis)
+    check_part("tp.embed", table, axis)
     local, is_local, fill = own_rows(tokens, table, axis)
     return leave(torch.where(is_local, F.embedding(local, table), fill), axis, sequence=sequence)
 
@@ -317,7 +321,7 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
     n = axis_size(axis_if_bound(axis))
     if n > 1 and not may_differ(w, bound_axis(axis).token):
         raise ValueError(
-            f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
+            f"{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
             f"own part: split it, fzero.shard(split=fzero.parallel.tensor.split({{name: dimension}}, axis={axis!r}))"
         )
 
@@ -365,26 +369,69 @@ def cross_entropy(
     References:
         Shoeybi et al.: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    check_choice("reduction", reduction, ("mean", "sum", "none"))
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
+    check_loss_options(reduction, label_smoothing)
     if not logits.ndim or targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"targets have the shape {list(targets.shape)}, and logits {list(logits.shape)}: expected one target for "
             "each row of logits"
         )
-    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    v = x.shape[-1] * axis_size(axis_if_bound(axis))
-    total, target_logits, mean = _sums(x, targets, axis, label_smoothing > 0)
-    nll = total - target_logits
-    if mean is not None:
-        nll = (1 - label_smoothing) * nll + label_smoothing * (total - mean / v)
+    x = at_least_float32(logits)
+    classes = x.shape[-1] * axis_size(axis_if_bound(axis))
+    sums = _sums(x, targets, axis, label_smoothing > 0)
+    return loss_of_sums(*sums, targets, classes, ignore_index, reduction, label_smoothing)
+
+
+def check_loss_options(reduction: str, label_smoothing: float) -> None:
+    """Check the options that losses of classes have in common.
+
+    Raises:
+        ValueError: if one is invalid.
+    """
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
+
+
+def loss_of_sums(
+    log_sum: torch.Tensor,
+    target: torch.Tensor,
+    total: torch.Tensor | None,
+    targets: torch.Tensor,
+    classes: int,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    penalty: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
+    """Return the cross entropy, from three numbers for each token.
+
+    Args:
+        log_sum: the log of the sum of the exponentials of the logits.
+        target: the logit of the target.
+        total: the sum of the logits; None without smoothing.
+        targets: the targets.
+        classes: the number of logits.
+        ignore_index: as in `cross_entropy`.
+        reduction: as in `cross_entropy`.
+        label_smoothing: as in `cross_entropy`.
+        penalty: what is added to the loss of each token that is not ignored.
+    """
+    nll = log_sum - target
+    if total is not None:
+        nll = (1 - label_smoothing) * nll + label_smoothing * (log_sum - total / classes)
+    nll = torch.where((targets >= 0) & (targets < classes), nll + penalty, math.nan)
     ignored = targets == ignore_index
-    nll = torch.where(ignored | (targets >= 0) & (targets < v), nll, math.nan)
     nll = torch.where(ignored, 0.0, nll)
     if reduction == "none":
         return nll
     return nll.sum() if reduction == "sum" else nll.sum() / (~ignored).sum()
+
+
+def logits_of(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Look up the targets' logits in `[.., k]`; 0 for a target that is not from 0 to k - 1."""
+    k = logits.shape[-1]
+    found = logits.gather(-1, targets.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.where((targets >= 0) & (targets < k), found, 0.0)
 
 
 def _sums(
@@ -396,7 +443,5 @@ def _sums(
     maximum = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
     x = x - maximum.unsqueeze(-1)
     local = targets - axis_index(bound).to(targets.device) * k
-    target_logits = x.gather(-1, local.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
-    target_logits = torch.where((local >= 0) & (local < k), target_logits, 0.0)
-    sums = leave(torch.stack([x.exp().sum(-1), target_logits, *([x.sum(-1)] if smooth else [])]), axis)
+    sums = leave(torch.stack([x.exp().sum(-1), logits_of(local, x), *([x.sum(-1)] if smooth else [])]), axis)
     return sums[0].log(), sums[1], sums[2] if smooth else None
