@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fzero import optim
 
-__all__ = ["check_settings", "clipping", "half_precision"]
+__all__ = ["check_settings", "clipping", "mixed_dtype"]
 
 # What cannot hold. The hooks see gradients, or weights before they are updated; the callbacks read or change weights.
 HOOKS = ("on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
@@ -69,9 +69,8 @@ def clipping(trainer: Trainer) -> optim.Optimizer | None:
     return make(trainer.gradient_clip_val)
 
 
-def half_precision(plugin: Precision, module: torch.nn.Module) -> optim.Precision | None:
-    """Return the policy of a mixed precision; None for a module whose parameters are in half precision already."""
-    floats = {p.dtype for p in module.parameters() if p.requires_grad}
-    if not isinstance(plugin, MixedPrecision) or floats != {torch.float32}:
+def mixed_dtype(plugin: Precision) -> torch.dtype | None:
+    """Return the dtype of a mixed precision; None for another precision."""
+    if not isinstance(plugin, MixedPrecision):
         return None
-    return optim.Precision(param=torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16)
+    return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16

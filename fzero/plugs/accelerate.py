@@ -13,6 +13,7 @@ from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
+from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import hold_stand_ins, param_groups
 from fzero.ranks import mesh as make_mesh
 
@@ -78,10 +79,7 @@ class Step:
     def _cast(self, batch: Any) -> Any:
         """Bring floating-point tensors to the dtype of half-precision parameters."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        if self._precision is None:
-            return batch
-        dtype = self._precision.param
-        return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch)
+        return batch if self._precision is None else tree.map(lambda x: cast(x, self._precision), batch)
 
 
 @api_boundary
@@ -135,10 +133,8 @@ def shard(
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     groups = param_groups(optimizer, names, "optimizer")
     is_lockstep = backend is None and accelerator.num_processes == 1
-    floats = {p.dtype for p in model.parameters() if p.requires_grad}
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    half = halves.get(str(accelerator.mixed_precision)) if floats == {torch.float32} else None
-    precision = None if half is None else optim.Precision(param=half)
+    precision = half_precision(model, halves.get(str(accelerator.mixed_precision)))
     engine = make_engine(
         model,
         [],

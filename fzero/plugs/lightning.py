@@ -16,8 +16,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from fzero import optim, tree
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Engine, make_engine
+from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._lightning_processes import Processes
-from fzero.plugs._lightning_settings import check_settings, clipping, half_precision
+from fzero.plugs._lightning_settings import check_settings, clipping, mixed_dtype
 from fzero.plugs._param_groups import ParamGroups, hold_stand_ins, param_groups
 from fzero.ranks import mesh as make_mesh
 
@@ -101,7 +102,7 @@ class Strategy(Processes):
             self.setup_optimizers(trainer)
             (opt,) = self.optimizers
             groups, rates = param_groups(opt, names, "configure_optimizers"), [g["lr"] for g in opt.param_groups]
-        self._precision = half_precision(self.precision_plugin, module)
+        self._precision = half_precision(module, mixed_dtype(self.precision_plugin))
         mesh = make_mesh(dp=-1, device=self.root_device.type, simulate="lockstep" if self.world_size == 1 else None)
         if mesh.device != self.root_device:
             raise ValueError(
@@ -216,8 +217,7 @@ class Strategy(Processes):
 
     def _cast(self, batch: Any) -> Any:
         """Bring floating-point tensors to the dtype of half-precision parameters."""
-        dtype = None if self._precision is None else self._precision.param
-        return apply_to_collection(batch, torch.Tensor, lambda x: x.to(dtype) if dtype and x.is_floating_point() else x)
+        return apply_to_collection(batch, torch.Tensor, lambda x: cast(x, self._precision))
 
     @property
     def _trainer(self) -> Any:

@@ -13,6 +13,7 @@ from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
+from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import hold_stand_ins, param_groups
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
@@ -143,15 +144,6 @@ def _check_settings(trainer: Trainer) -> None:
             )
 
 
-def _precision(trainer: Trainer) -> optim.Precision | None:
-    """Return the policy of bf16=True or fp16=True; None for a model whose parameters are in half precision already."""
-    model: Any = trainer.model
-    floats = {p.dtype for p in model.parameters() if p.requires_grad}
-    if floats != {torch.float32} or not (trainer.args.bf16 or trainer.args.fp16):
-        return None
-    return optim.Precision(param=torch.bfloat16 if trainer.args.bf16 else torch.float16)
-
-
 @dataclass
 class _Sharding:
     """What a sharded trainer holds besides the attributes of the given trainer."""
@@ -171,7 +163,8 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     attributes = {name: x for name, x in vars(trainer).items() if isinstance(x, torch.nn.Module)}
     others = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}
-    precision = _precision(trainer)
+    args = trainer.args
+    precision = half_precision(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
     engine = make_engine(
         model.train(),
         list(others.values()),
@@ -215,11 +208,7 @@ def _batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
     """Bring a batch to the device, and its floating-point tensors to the dtype of the parameters."""
     batch = dict(trainer._prepare_inputs(inputs))
     precision = trainer._fzero.precision
-    if precision is None:
-        return batch
-    return tree.map(
-        lambda x: x.to(precision.param) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch
-    )
+    return batch if precision is None else tree.map(lambda x: cast(x, precision), batch)
 
 
 def _loss(trainer: Any, model: Any, batch: dict[str, Any], count: int, items: Any) -> torch.Tensor:
