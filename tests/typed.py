@@ -36,6 +36,8 @@ def script() -> None:
     assert_type(value, tuple[torch.Tensor, dict[str, torch.Tensor]])
     mesh = fzero.mesh(dp=2, simulate="lockstep")
     assert_type(mesh, fzero.ranks.Mesh)
+    assert_type(mesh.split(x), fzero.PerRank)
+    assert_type(mesh.split(x, ()), torch.Tensor)
     opt = optim.adamw(1e-3)
     step = fzero.shard(train_step, 3, mesh)
     assert_type(step, fzero.zero.ShardedStep)

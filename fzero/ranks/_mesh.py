@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +27,7 @@ __all__ = ["Mesh", "check_axes", "device_put", "fill_shape", "mesh"]
 
 
 Shape = tuple[tuple[str, int], ...]
+T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -313,6 +314,10 @@ class Mesh:
         label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
         return f"Mesh({axes}, {label}{'' if self.device == CPU else f', {self.device}'})"
 
+    @overload
+    def split(self, batch: T, axis: tuple[()]) -> T: ...
+    @overload
+    def split(self, batch: Any, axis: AxisName = None) -> PerRank: ...
     @api_boundary
     def split(self, batch: Any, axis: AxisName = None) -> Any:
         """Split a global batch along dimension 0 into one equal part per rank, in rank order, on the mesh's device.

@@ -68,9 +68,9 @@ def within(above: tuple[ast.AST, ...]) -> Iterator[Place]:
 
 
 def names(node: ast.AST) -> list[str]:
-    """List what a definition or an assignment gives a value to."""
+    """List what a definition or an assignment gives a value to; an overload declares types only."""
     if isinstance(node, Scope):
-        return [node.name]
+        return [] if any(ast.unparse(d) == "overload" for d in getattr(node, "decorator_list", ())) else [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
