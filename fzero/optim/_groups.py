@@ -19,7 +19,7 @@ def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
 
     The groups' optimizers are of one kind, such as two `adamw` with other rates and decays. Each leaf's moments are
     held once, so the state is one optimizer's at every stage and in checkpoints. The numbers are those of a chain of
-    `masked` optimizers, which hold a state for each group.
+    `masked` optimizers, which hold a state for each group. Each group's update runs over all leaves.
 
     Args:
         *groups: pairs `(opt, mask)`; a mask is as in `masked`. Each leaf belongs to exactly one group.

@@ -226,8 +226,8 @@ def value_and_grad(
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. Also if
             the loss depends on no differentiated leaf in any micro-batch; where each rank runs its own Python, that is
-            a notice. In a
-            simulation, if a differentiated plain tensor differs by rank; the message names the argument and the leaf.
+            a notice. In a simulation, if a differentiated plain tensor differs by rank; the message names the argument
+            and the leaf.
             Also if a psum over an axis outside the mean would count a gradient once for each rank; the message names
             the line.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.

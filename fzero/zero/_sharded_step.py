@@ -198,13 +198,12 @@ class ShardedStep:
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
         """Put parameters into the stage's layout, and make the optimizer's state for them, on the mesh's device.
 
-        Leaves that lie elsewhere are copied there one after the other; leaves on the meta device stay there. At stage 3
-        and on an accelerator, a function, or a module on the meta device, is run leaf by leaf: each leaf is computed,
-        copied and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0
-        to 2 a rank holds all parameters anyway: on a CPU a function computes them at once, and a tree is copied, unless
-        it is donated. An accelerator gets the memory back that only full leaves needed. At stages 1 and 2 the
-        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards
-        only.
+        Leaves that lie elsewhere are copied there one after the other; leaves on the meta device stay there. At stage
+        3 and on an accelerator, a function, or a module on the meta device, is run leaf by leaf: each leaf is
+        computed, copied and freed. So at stage 3 a rank never holds more than its shards and one leaf. At stages 0 to
+        2 a rank holds all parameters anyway: on a CPU a function computes them at once, and a tree is copied, unless
+        it is donated. An accelerator gets the memory back that only full leaves needed. At stages 1 and 2 the leaves
+        of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards only.
 
         Args:
             params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or a

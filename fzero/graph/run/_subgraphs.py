@@ -83,10 +83,10 @@ def split_into_subgraphs(
     """Split a graph into subgraphs at collectives, their packing and moves, and where the parameters of a block begin.
 
     So blocks of one shape give equal segments. Each chunk of a value that is computed in parts begins a subgraph, too.
-    A subgraph lies in one memory, so it runs on one device. Aliases are in
-    no subgraph: each subgraph recomputes the aliases that it uses. Scalars that depend on no large value of their
-    segment run before it, in subgraphs of their own: an optimizer's bias corrections, a learning rate. Otherwise
-    Inductor would compute them again for every few elements of a kernel that reads them.
+    A subgraph lies in one memory, so it runs on one device. Aliases are in no subgraph: each subgraph recomputes the
+    aliases that it uses. Scalars that depend on no large value of their segment run before it, in subgraphs of their
+    own: an optimizer's bias corrections, a learning rate. Otherwise Inductor would compute them again for every few
+    elements of a kernel that reads them.
 
     Args:
         nodes: the nodes of a graph, in an order in which they can run.
