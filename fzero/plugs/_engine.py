@@ -157,6 +157,14 @@ class LoopStep:
         Returns:
             `(params, opt_state, buffers, metrics)`.
         """
+        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, others, batches, items)
+        params, opt_state = self.update(params, opt_state, grads, rates)
+        return params, opt_state, buffers, {**metrics, **self.skipped(opt_state)}
+
+    def accumulate(
+        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, items: Any
+    ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """Return the sum of the gradients of the micro-batches, the new buffers, the loss and the norm."""
         count = sum([batch.count for batch in batches])
         total: Any = None
         grads: Any = None
@@ -164,11 +172,11 @@ class LoopStep:
             value, new, buffers = self.gradients(params, opt_state, buffers, others, batch, items, count)
             total = value if total is None else total + value
             grads = new if grads is None else tree.elementwise(torch.add, grads, new)
-        metrics = {"loss": total, "norm": optim.global_norm(grads)}
-        params, opt_state = self.update(params, opt_state, grads, rates)
-        if self.loss_scale:
-            metrics["skipped"] = optim.loss_scale(opt_state).skipped
-        return params, opt_state, buffers, metrics
+        return grads, buffers, {"loss": total, "norm": optim.global_norm(grads)}
+
+    def skipped(self, opt_state: Any) -> dict[str, torch.Tensor]:
+        """Return the metric of the steps that were skipped, if the loss is scaled."""
+        return {"skipped": optim.loss_scale(opt_state).skipped} if self.loss_scale else {}
 
     def update(self, params: Any, opt_state: Any, grads: Any, rates: Any) -> tuple[Any, Any]:
         """Return the parameters and the optimizer's state after an update by gradients."""
@@ -230,12 +238,15 @@ class Engine:
         self.others = (frozen, *rest)
         self.metrics: dict[str, torch.Tensor] = {}
         self.keeps_masters = keeps_masters
-        self._run = step if backend is None else jit(step, backend=backend)
+        self._run = None if backend is None else jit(step, backend=backend)
+        # An eager update of the whole tree would hold the state three times. The parameters are not donated: a user's
+        # module may keep a loss with its graph, which holds them.
+        self._update = jit(replace(step, train_step=self._loop_step.update), backend="fx", donate=(1, 2))
 
     @property
     def is_jitted(self) -> bool:
         """Whether steps are compiled."""
-        return self._run is not self.step
+        return self._run is not None
 
     @property
     def mesh(self) -> Mesh:
@@ -248,9 +259,15 @@ class Engine:
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         if isinstance(items, torch.Tensor):
             items = self.mesh.local(lambda rank: items)
-        state = self.params, self.opt_state, self.buffers
-        new = self._run(*state, self.others, local, items, _tensors(rates))
-        self.params, self.opt_state, self.buffers, self.metrics = new
+        state = self.params, self.opt_state, self.buffers, self.others
+        if self._run is not None:
+            new = self._run(*state, local, items, _tensors(rates))
+            self.params, self.opt_state, self.buffers, self.metrics = new
+            return self.metrics
+        grads, self.buffers, metrics = self._program(self._loop_step.accumulate)(*state, local, items)
+        del state  # the old optimizer's state is donated
+        self.update(grads, rates)
+        self.metrics = {**metrics, **self._loop_step.skipped(self.opt_state)}
         return self.metrics
 
     def gradients(self, batch: dict[str, Any], count: int) -> Any:
@@ -258,22 +275,27 @@ class Engine:
 
         A loop that takes its micro-batches one by one adds them up, and calls `update`. The buffers are new at once.
         """
-        loop_step, layout = self._loop_step, self.step.layout
 
-        def program(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any]:
-            if layout.shards_within_step:
-                params = partition(params, reduce_grads=layout.grads)
+        def run(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any]:
             one = MicroBatch({}, batch, 1)
-            return loop_step.gradients(params, opt_state, buffers, others, one, None, count)[1:]
+            return self._loop_step.gradients(params, opt_state, buffers, others, one, None, count)[1:]
 
-        grads, self.buffers = self.step.program(program)(self.params, self.opt_state, self.buffers, self.others)
+        grads, self.buffers = self._program(run)(self.params, self.opt_state, self.buffers, self.others)
         return grads
+
+    def _program(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a rank program of `f(params, ...)`, in which parameters have the layout that they have within a step."""
+        layout = self.step.layout
+
+        def program(params: Any, *args: Any) -> Any:
+            within = partition(params, reduce_grads=layout.grads) if layout.shards_within_step else params
+            return f(within, *args)
+
+        return self.step.program(program)
 
     def update(self, grads: Any, rates: Sequence[float]) -> None:
         """Update the parameters by gradients, the sum of those of a step's micro-batches."""
-        step = replace(self.step, train_step=self._loop_step.update)
-        state = self.params, self.opt_state
-        self.params, self.opt_state = step.program(step.rank_step)(*state, grads, _tensors(rates))
+        self.params, self.opt_state = self._update(self.params, self.opt_state, grads, _tensors(rates))
 
     @property
     def groups(self) -> ParamGroups:
