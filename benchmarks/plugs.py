@@ -65,7 +65,7 @@ GOALS = "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of
 FLOOR = (
     "The peak's goal beside FSDP2 lies below what must be alive here without remat: state 167 MB, gradients of "
     "the first micro-batch 56, activations 73, one gathered block 12, together 308 MB or 0.88. An eager step, the "
-    "default for a class that overrides `compute_loss`, misses both goals by far; pass a backend if its code is "
+    "default for a class that overrides `compute_loss`, runs each block twice; pass a backend if its code is "
     "pure."
 )
 
