@@ -108,7 +108,7 @@ def _check(
             f"labels have the shape {list(labels.shape)}, and hidden {list(hidden.shape)}: expected one label for each "
             "row of hidden; for the next token pass hidden[:, :-1] and tokens[:, 1:]"
         )
-    if labels.is_floating_point() or labels.is_complex():
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise TypeError(f"labels are {labels.dtype}: expected int64, the number of a class for each token")
 
 

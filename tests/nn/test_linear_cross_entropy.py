@@ -188,9 +188,10 @@ def test_bad_input_is_named(name):
         linear_cross_entropy(**{**arguments, **changed})
 
 
-def test_labels_that_are_no_integers_are_named():
-    with pytest.raises(TypeError, match=r"labels are torch\.float32: expected int64"):
-        linear_cross_entropy(normal(4, WIDTH), WEIGHT, torch.zeros(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_labels_that_are_no_integers_are_named(dtype):
+    with pytest.raises(TypeError, match=re.escape(f"labels are {dtype}: expected int64")):
+        linear_cross_entropy(normal(4, WIDTH), WEIGHT, torch.zeros(4, dtype=dtype))
 
 
 def test_a_label_that_is_no_class_gives_nan():
