@@ -27,7 +27,6 @@ from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
-from fzero.zero._build import build, in_unit_buffers, supply_like
 from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
@@ -43,8 +42,11 @@ from fzero.zero._checks import (
     is_like,
     notes_of,
 )
+from fzero.zero._fill import fill_template
+from fzero.zero._leaf_supply import supply_like
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
+from fzero.zero._unit_buffers import in_unit_buffers
 
 __all__ = ["ShardedStep", "shard"]
 
@@ -266,7 +268,7 @@ class ShardedStep:
         source = make_source(label, values, lazy=lazy, call=call)
         del values
         between, within = self._layouts_of(tree.unflatten(source.structure, source.leaves))
-        return build(label, source, between, self.mesh), within
+        return fill_template(label, source, between, self.mesh), within
 
     def _layouts_of(self, params: Any) -> tuple[Any, Any]:
         """Lay out the full leaves of a tree on the meta device, as they are between steps and within a step.
@@ -358,7 +360,7 @@ class ShardedStep:
                 result, within = self._shard_values("values", values, call)
             else:
                 check_tree(like, self.mesh)
-                result = build("values", supply_like("values", values, like, call), like, self.mesh, like)
+                result = fill_template("values", supply_like("values", values, like, call), like, self.mesh, like)
                 within = self._layouts_of(result)[1] if self.layout.shards_within_step else like
             del values
             leaves, structure = tree.flatten(result, is_box)

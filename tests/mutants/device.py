@@ -38,11 +38,17 @@ MUTANTS = [
         Fault("a tensor on the right device is copied", "device_put", dropped("x.device == device")),
         Fault("a real process may have the meta device", "mesh", never("own.type == 'meta'")),
     ),
-    *File("zero/_build.py", DEVICE).faults(
-        Fault("init does not move replicated leaves to the device", "build", bare("device_put(A, B[C])")),
-        Fault("init shards a leaf on the leaf's device, not the mesh's", "build", bare("A if B else mesh.device")),
+    *File("zero/_fill.py", DEVICE).faults(
+        Fault("init does not move replicated leaves to the device", "fill_template", bare("device_put(A, B[C])")),
+        Fault(
+            "init shards a leaf on the leaf's device, not the mesh's", "fill_template", bare("A if B else mesh.device")
+        ),
         Fault("partition(like=) moves 0-d counts to the device", "_device_like", bare("A if B.ndim else C")),
-        Fault("partition(like=) puts leaves on the mesh's device, not on like's", "build", never("like is not None")),
+        Fault(
+            "partition(like=) puts leaves on the mesh's device, not on like's",
+            "fill_template",
+            never("like is not None"),
+        ),
     ),
     *File("zero/_checks.py", DEVICE).faults(
         Fault("an argument on another device is accepted", "_check_device", never("A.device != mesh.device")),

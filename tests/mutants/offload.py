@@ -163,7 +163,7 @@ MUTANTS = [
             becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
         ),
     ),
-    *File("zero/_build.py", OFFLOAD).faults(
+    *File("zero/_fill.py", OFFLOAD).faults(
         Fault("init fills the host's piece from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
     *File("graph/passes/_rematerialize.py", SPACES).faults(

@@ -68,36 +68,40 @@ MUTANTS = [
         Fault("a schedule's table is used although the gradient is differentiated", "run_on_ranks", dropped("A > 1")),
         Fault("an evaluation runs the backward pass", "run_on_ranks", always("A == 1")),
         Fault("a schedule's table ignores the loss scale", "run_table", becomes("A = B()", "A = None")),
-        Fault(
-            "gradients of a table are not divided by the loss scale",
-            "_RowExecutor.scaled_grads",
-            always("self.A is None", at="2 of 2"),
-        ),
+    ),
+    *File("parallel/pipeline/_row_recorder.py", LAWS).faults(
         Fault(
             "a jitted pipeline ignores the loss scale",
             "RowRecorder._stage",
             becomes("A(B, self.C)", "A(B, None)"),
             PROCESSES,
         ),
-        Fault("a micro-batch's gradient replaces the others", "_RowExecutor._add", bare("self.grads[B].add_(A)")),
+    ),
+    *File("parallel/pipeline/_row_executor.py", LAWS).faults(
         Fault(
-            "gradients of a table ignore the outer derivative", "_RowExecutor.scaled_grads", bare("A * B.to(A.dtype)")
+            "gradients of a table are not divided by the loss scale",
+            "RowExecutor.scaled_grads",
+            always("self.A is None", at="2 of 2"),
+        ),
+        Fault("a micro-batch's gradient replaces the others", "RowExecutor._add", bare("self.grads[B].add_(A)")),
+        Fault(
+            "gradients of a table ignore the outer derivative", "RowExecutor.scaled_grads", bare("A * B.to(A.dtype)")
         ),
         Fault(
             "residuals are kept after the backward pass",
-            "_RowExecutor._backward",
+            "RowExecutor._backward",
             becomes("self.vjp_fns.pop((A, B))", "self.vjp_fns[A, B]"),
         ),
-        Fault("the weight half of a backward pass adds no gradient", "_RowExecutor._act", skipped("self.A(stage, B)")),
-        Fault("the total is the last micro-batch's", "_RowExecutor._forward", bare("B + A")),
+        Fault("the weight half of a backward pass adds no gradient", "RowExecutor._act", skipped("self.A(stage, B)")),
+        Fault("the total is the last micro-batch's", "RowExecutor._forward", bare("B + A")),
         Fault(
             "gradients are kept after they are returned",
-            "_RowExecutor.scaled_grads",
+            "RowExecutor.scaled_grads",
             (bare("(A, self.grads)"), becomes("(self.grads, None)", "dict(self.grads)")),
             ERRORS,
         ),
     ),
-    *File("parallel/pipeline/_execution.py", LAWS).faults(
+    *File("parallel/pipeline/_ticks.py", LAWS).faults(
         Fault(
             "an unused input of a block has a gradient", "_MaskGradient.backward", bare("torch.where(condition, A, B)")
         ),

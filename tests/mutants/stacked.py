@@ -105,7 +105,7 @@ MUTANTS = [
         Fault("the norm of a stacked leaf is of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),
         Fault("a mean is over all ranks' blocks", "_leaf_norms", dropped("not A.B")),
     ),
-    *File("parallel/pipeline/_execution.py", OUTPUTS).faults(
+    *File("parallel/pipeline/_ticks.py", OUTPUTS).faults(
         Fault(
             "outputs are taken from the first pipeline stage",
             "outputs_by_ticks",

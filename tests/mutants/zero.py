@@ -14,11 +14,11 @@ from tests.mutants.changes import (
 )
 from tests.mutants.mutant import Fault, File
 
-BUILD = ("tests/zero/test_build.py",)
+SOURCE = ("tests/zero/test_source.py",)
 AGREEMENT = ("tests/ranks/test_agreement.py",)
 PARTITION = ("tests/zero/test_partition.py",)
 ERRORS = ("tests/test_errors.py",)
-SIDE_BY_SIDE = ("tests/zero/test_side_by_side.py",)
+UNIT_BUFFERS = ("tests/zero/test_unit_buffers.py",)
 SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 
 MUTANTS = [
@@ -59,7 +59,7 @@ MUTANTS = [
             dropped("'Batching rule not implemented' in A"),
         ),
     ),
-    *File("zero/_build.py", SIDE_BY_SIDE).faults(
+    *File("zero/_unit_buffers.py", UNIT_BUFFERS).faults(
         Fault(
             "every leaf of a unit is copied to the buffer's start",
             "in_unit_buffers",
@@ -67,14 +67,18 @@ MUTANTS = [
         ),
         Fault("tied leaves become two views of the buffer", "in_unit_buffers", always("A not in B")),
         Fault("the old leaves of a unit are not freed one by one", "in_unit_buffers", skipped("A.clear()")),
-        Fault("replicated leaves share the caller's memory", "build", always("A and B == C[0]"), BUILD),
-        Fault("donated leaves are copied", "build", never("may_keep"), BUILD),
-        Fault("a unit with leaves on two devices is not refused", "_check_one_device", never("A != B[0]"), BUILD),
-        Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B"), PARTITION),
-        Fault("leaves that are tied in like= may have different values", "_check_tied", never("A is not B"), PARTITION),
-        Fault("init unties tied replicated leaves", "build", always("A not in copies"), PARTITION),
     ),
-    *File("zero/_sharded_step.py", BUILD).faults(
+    *File("zero/_fill.py", SOURCE).faults(
+        Fault("replicated leaves share the caller's memory", "fill_template", always("A and B == C[0]")),
+        Fault("donated leaves are copied", "fill_template", never("may_keep")),
+        Fault("a unit with leaves on two devices is not refused", "_check_one_device", never("A != B[0]")),
+        Fault("init unties tied replicated leaves", "fill_template", always("A not in copies"), PARTITION),
+    ),
+    *File("zero/_leaf_supply.py", PARTITION).faults(
+        Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B")),
+        Fault("leaves that are tied in like= may have different values", "_check_tied", never("A is not B")),
+    ),
+    *File("zero/_sharded_step.py", SOURCE).faults(
         Fault(
             "a state on the meta device is accepted",
             "ShardedStep._make_state",
@@ -84,7 +88,7 @@ MUTANTS = [
             "stage 0 copies leaves into unit buffers",
             "ShardedStep._partition_within",
             always("self.layout.A"),
-            SIDE_BY_SIDE,
+            UNIT_BUFFERS,
         ),
         Fault(
             "init returns tensors with an autograd graph",
@@ -130,8 +134,10 @@ MUTANTS = [
         ),
         Fault("the last row of a strided tensor is left out", "_slices", never("A * B < C")),
     ),
-    *File("zero/_source.py", BUILD).faults(
+    *File("zero/_source.py", SOURCE).faults(
         Fault("a module's weights are drawn anew", "make_source", always("A(B)", at="1 of 2")),
+    ),
+    *File("zero/_leaf_supply.py", SOURCE).faults(
         Fault("a donated view is kept, not copied", "LeafSupply.run", dropped("owns_storage")),
         Fault("a donated inference tensor is kept, not copied", "LeafSupply.run", dropped("not A.is_inference()")),
         Fault("init holds all leaves until its end", "LeafSupply.run", skipped("self.A[B] = None")),
@@ -139,10 +145,10 @@ MUTANTS = [
             "PerRank values share the caller's memory", "make_supply", becomes("torch.clone", "lambda v: v"), PARTITION
         ),
     ),
-    *File("zero/_source.py", ("tests/zero/test_init.py",)).faults(
+    *File("zero/_traced_init.py", ("tests/zero/test_init.py",)).faults(
         Fault("a profiler is not started again after a trace", "_watch_seeds", skipped("restart()")),
     ),
-    *File("zero/_source.py", BUILD).faults(
+    *File("zero/_module_params.py", SOURCE).faults(
         Fault("a module that is partly on the meta device is not refused", "is_on_meta", never("A and B")),
     ),
     *File("zero/_bytes.py", PARTITION).faults(

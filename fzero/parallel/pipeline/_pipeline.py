@@ -20,7 +20,7 @@ from fzero.parallel.pipeline._checks import (
     find_block_list,
     map_blocks,
 )
-from fzero.parallel.pipeline._execution import outputs_by_ticks, run_on_ranks
+from fzero.parallel.pipeline._execution import run_on_ranks
 from fzero.parallel.pipeline._model import (
     BlockPlacement,
     MicroBatchCall,
@@ -31,6 +31,7 @@ from fzero.parallel.pipeline._model import (
     place_blocks,
 )
 from fzero.parallel.pipeline._stage_functions import PipelineCache, Stages
+from fzero.parallel.pipeline._ticks import outputs_by_ticks
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh

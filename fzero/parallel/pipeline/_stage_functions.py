@@ -13,7 +13,16 @@ from fzero.axes import Axis
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.schedules import PipelineSchedule
 
-__all__ = ["Params", "PipelineCache", "Stages", "ValueSpec", "check_same_form", "probe", "value_spec_of"]
+__all__ = [
+    "Params",
+    "PipelineCache",
+    "Stages",
+    "ValueSpec",
+    "check_same_form",
+    "loss_cotangent",
+    "probe",
+    "value_spec_of",
+]
 
 
 class Params(NamedTuple):
@@ -228,3 +237,8 @@ def check_same_form(name: str, x: Any, y: Any) -> None:
             f"fzero.pipeline: block returned {', '.join(texts[1])} for an input {', '.join(texts[0])}: a value that "
             "passes from stage to stage must keep its structure, shapes and dtypes"
         )
+
+
+def loss_cotangent(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the total, with which a backward pass begins, times the loss scale."""
+    return torch.ones_like(total) if scale is None else torch.ones_like(total) * scale.to(total.dtype)

@@ -376,11 +376,11 @@ def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
 
 def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
     """The most backward passes that a rank holds is what the schedule says is in flight."""
-    from fzero.parallel.pipeline import _execution
+    from fzero.parallel.pipeline._row_executor import RowExecutor
 
     for name, stages in NAMED.items():
         loss, most = loss_of(8, schedule=name, stages_per_rank=stages), {}
-        forward = _execution._RowExecutor._forward
+        forward = RowExecutor._forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
             found = forward(self, *args)
@@ -389,7 +389,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(_execution._RowExecutor, "_forward", counted)
+            patch.setattr(RowExecutor, "_forward", counted)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
             trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
         schedule = loss.schedule(4)

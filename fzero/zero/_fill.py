@@ -5,17 +5,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch import view_of
 from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
-from fzero.sharding import Shard, Slot, Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
-from fzero.zero._source import LeafSupply, TracedInit, make_supply
+from fzero.sharding import Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
+from fzero.zero._leaf_supply import LeafSupply
+from fzero.zero._traced_init import TracedInit
 
-__all__ = ["build", "in_unit_buffers", "supply_like"]
-
-# Filling a template with full leaves: each leaf is copied into its unit's shard and dropped.
+__all__ = ["fill_template"]
 
 
-def build(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh, like: Any = None) -> Any:
+def fill_template(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh, like: Any = None) -> Any:
     """Put the leaves of a tree into the boxes of a template, on the mesh's device.
 
     Leaves on the meta device stay there. At any time memory holds the boxes, one leaf, the inputs of this leaf, and
@@ -155,101 +153,3 @@ def _check_one_device(label: str, paths: list[str], devices: list[Any]) -> None:
                 f"{label} leaf {path!r} is on {device}, and leaf {paths[0]!r} of the same unit is on {devices[0]}: "
                 "give all leaves of a unit values, or none, or put them into different units with units="
             )
-
-
-# The leaves of a unit lie side by side in one buffer, so that a rank's part of the unit is a slice of the buffer.
-
-
-def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
-    """Empty a list of leaves, and return the leaves with those of each unit copied into one buffer.
-
-    Each leaf is dropped as soon as it is copied. So besides the leaves, memory holds one more unit, if nothing else
-    references the leaves. Units of one leaf, and boxes, stay as they are.
-
-    Args:
-        leaves: the leaves of a tree of full leaves.
-        sharded: the same tree after `partition`, on the meta device.
-    """
-    packed = [*leaves]
-    leaves.clear()
-    paths, entries, _ = tree.flatten_with_paths(sharded, is_box)
-    for spec_id, _, members in sharded_units(paths, entries):
-        kinds: set[Any] = {
-            (x.dtype, x.device) if isinstance(x, torch.Tensor) else None
-            for x in [packed[position] for position, _ in members]
-        }
-        if len({index for _, index in members}) == 1 or len(kinds) > 1 or None in kinds:
-            continue
-        spec = spec_of(spec_id)
-        dtype, device = kinds.pop()
-        buffer = torch.empty(spec.numel, dtype=dtype, device=device)
-        views: dict[int, torch.Tensor] = {}
-        for position, index in members:
-            if index not in views:  # else the leaf is tied, and copied already
-                views[index] = view_of(buffer, spec.offsets[index], spec.shapes[index])
-                views[index].copy_(packed[position])
-            packed[position] = views[index]
-    return packed
-
-
-# Full leaves for a sharded tree of the same structure: each leaf must fit its box.
-
-
-def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSupply:
-    """Flatten a tree of full leaves into a supply, in the structure of a sharded tree, where it has leaves and boxes.
-
-    Args:
-        label: the name of `values` in messages.
-        values: the tree, with the structure, shapes and dtypes of `step.gather(like)`.
-        like: the sharded tree. The contents of its tensors are not read.
-        call: if the caller donates the leaves, the call that does, for messages.
-
-    Raises:
-        ValueError: if the structures differ, or the shape or dtype of a leaf differs from `like`, or tied leaves have
-            different values. The message names the path.
-    """
-    paths, entries, structure = tree.flatten_with_paths(like, is_box)
-    try:
-        leaves = tree.leaves_up_to(tree.unflatten(structure, [_no_box(x) for x in entries]), values, is_box)
-    except ValueError as error:
-        raise ValueError(f"{label} does not match like=: {error}") from error
-    expected = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in entries]
-    owner: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # equal for tied leaves
-    for spec_id, box, members in sharded_units(paths, entries):
-        for position, index in members:
-            expected[position] = (spec_of(spec_id).full_shapes[index], box.dtype)
-            owner[position] = (id(box), index)
-    first: dict[Any, int] = {}  # owner -> position
-    for i, key in enumerate(owner):
-        if key is not None:
-            first_position = first.setdefault(key, i)
-            _check_tied(label, (paths[first_position], leaves[first_position]), (paths[i], leaves[i]))
-    for path, x, shape_and_dtype in zip(paths, leaves, expected, strict=True):
-        _check_like(label, path, x, shape_and_dtype)
-    return make_supply(label, tree.unflatten(structure, leaves), call)
-
-
-def _no_box(x: Any) -> Any:
-    """Replace a box of leaves by a tensor: `values` has a full leaf there."""
-    return torch.empty(0, device="meta") if isinstance(x, Shard | Slot) else x
-
-
-def _check_like(label: str, path: str, x: Any, expected: tuple[tuple[int, ...], torch.dtype] | None) -> None:
-    if expected is None or is_box(x):  # make_supply refuses boxes
-        return
-    shape, dtype = expected
-    if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != expected:
-        raise ValueError(
-            f"{label} leaf {path!r} is {tree.show(x)}: expected {dtype} {list(shape)}, as in like=; convert the leaf, "
-            "or pass a like= of the same model"
-        )
-
-
-def _check_tied(label: str, leaf: tuple[str, Any], other: tuple[str, Any]) -> None:
-    (path, x), (other_path, y) = leaf, other
-    tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-    if x is not y and tensors and not (x.shape == y.shape and torch.equal(x, y)):
-        raise ValueError(
-            f"{label} leaves {path!r} and {other_path!r} are tied in like=, and have different values: give them one "
-            "value, or untie them in like="
-        )

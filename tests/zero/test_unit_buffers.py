@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero._torch import buffers_of, storage_id
-from fzero.zero._build import in_unit_buffers
+from fzero.zero._unit_buffers import in_unit_buffers
 from tests.helpers import mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 

@@ -1,0 +1,160 @@
+"""Run a pipeline by one program for all ranks, tick by tick.
+
+In each tick a rank runs its stages, and a shift sends on their outputs. The program uses only torch and fzero's
+collectives. So it can be differentiated to any order and in both modes, runs under vmap, and is one graph on all ranks.
+In the backward pass the transposes of the shifts send gradients back. It costs as much memory as GPipe, the residuals
+of all micro-batches. Bubbles are computed too, and their results dropped.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import allow_in_graph
+from fzero.axes import axis_index
+from fzero.collectives import broadcast, ppermute
+from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
+from fzero.parallel.pipeline._stage_functions import Stages, check_same_form
+from fzero.parallel.schedules import PipelineSchedule
+
+__all__ = ["outputs_by_ticks", "run_ticks"]
+
+
+def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a model on all micro-batches. The schedule sets which rank runs which stage, but not the order.
+
+    Args:
+        stages: the pipeline's stages.
+        blocks: this rank's blocks by slot, with leaves `[1, ...]`.
+        rest: all other parameters, full.
+
+    Returns:
+        The sums of the totals and of the weights on the rank of the last stage; zeros on the others.
+    """
+    is_last = axis_index(stages.axis.name) == stages.schedule.rank_of_stage[stages.last]
+    total = weight = torch.zeros((), device="cpu")
+    for call, x in _run_stages(stages, blocks, rest):
+        params, x = _mask_gradients(is_last, rest), _mask_gradients(is_last, x)
+        a, w = call.run(stages.model.run_last, params, x, call, stages.placement.depth)
+        total = total + torch.where(is_last, a, torch.zeros_like(a))
+        weight = weight + torch.where(is_last, w, torch.zeros_like(w))
+    return total, weight
+
+
+def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
+    """Run a model on all micro-batches, and return the concatenated results of `last` on all ranks."""
+    last_rank = stages.schedule.rank_of_stage[stages.last]
+    parts = [
+        call.run(stages.model.run_outputs, rest, x, call, stages.placement.depth)
+        for call, x in _run_stages(stages, blocks, rest)
+    ]
+    return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=last_rank)
+
+
+def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
+    """Run all micro-batches through all stages, and yield each with the last block's output, valid on its rank."""
+    model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
+    call_of = stages.call_of
+    count, last = schedule.micro_batches, schedule.stages - 1
+    columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
+    rank = axis_index(axis)
+    stage = [_own_entry(column, rank) for column in columns]  # by chunk, this rank's stage
+    number = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
+    index = [_own_entry(column, rank) for column in number]  # by slot, the number of this rank's block
+    inputs: list[Any] = [None] * len(columns)
+    for t in range(count + last):
+        first_x = _first(model, rest, call_of(min(t, count - 1)))
+        check_same_form("first", first_x, first_x)
+        outputs = []
+        for k, slots in enumerate(placement.chunks):
+            m = t - stage[k]
+            call = call_of(m.clamp(0, count - 1))
+            is_active = (stage[k] >= 0) & (m >= 0) & (m < count)
+            use_first = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on the first stage's input
+            x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
+            for slot in slots:
+                is_used = is_active & (index[slot] >= 0)
+                p, block_x = _mask_gradients(is_used, blocks[slot]), _mask_gradients(is_used, x)
+                y = _block(model, p, block_x, index[slot], call)
+                check_same_form("block", x, y)
+                x = _where(index[slot] < 0, x, y)
+            outputs.append(x)
+        if t >= last:
+            yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
+        if t < count + last - 1:
+            inputs = _shift(outputs, schedule, placement, axis)
+
+
+def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
+    """Return this rank's entry of a list over all ranks, as a tensor. Under vmap it differs by rank."""
+    return torch.tensor(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
+
+
+def _first(model: Model, rest: Any, call: MicroBatchCall) -> Any:
+    """Run the part before the blocks, on any rank."""
+    return call.run(model.run_first, rest, call)
+
+
+def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: MicroBatchCall) -> Any:
+    return call.run(model.run_block, p, x, index.clamp(min=0), call, True)
+
+
+def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
+    return tree.map(lambda x, y: torch.where(condition, x, y), xs, ys)
+
+
+class _MaskGradient(torch.autograd.Function):
+    """The identity, with a zero gradient where a result is unused, even if the incoming gradient is not finite."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (condition,) = ctx.saved_tensors
+        return torch.where(condition, grad, torch.zeros_like(grad)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        (condition,) = ctx.saved_tensors
+        return torch.where(condition, tangent, torch.zeros_like(tangent))
+
+
+@allow_in_graph
+def _mask_gradient(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    return _MaskGradient.apply(x, condition)  # pyright: ignore[reportReturnType]
+
+
+def _mask_gradients(condition: torch.Tensor, values: Any) -> Any:
+    """Return a tree whose gradients are zero where the condition is false, whatever is computed from it."""
+
+    def mask(x: Any) -> Any:
+        is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return _mask_gradient(x, condition) if is_float else x
+
+    return tree.map(mask, values)
+
+
+def _shift(outputs: list[Any], schedule: PipelineSchedule, placement: BlockPlacement, axis: str) -> list[Any]:
+    """Send each chunk's output to the rank and chunk of the next stage."""
+    chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for s in range(schedule.stages - 1):
+        pairs.setdefault((chunk[s], chunk[s + 1]), []).append(
+            (schedule.rank_of_stage[s], schedule.rank_of_stage[s + 1])
+        )
+    inputs: list[Any] = [None] * len(outputs)
+    for (source, to), perm in pairs.items():
+        x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), outputs[source])
+        inputs[to] = x if inputs[to] is None else tree.map(torch.add, inputs[to], x)
+    return inputs

@@ -1,0 +1,155 @@
+"""Trace an init function without memory. Running the graph later computes leaf after leaf."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fzero import _torch, tree
+from fzero._notice import warn_once
+from fzero.graph import is_random, stand_ins_of
+
+__all__ = ["TracedInit", "try_trace"]
+
+
+@dataclass(frozen=True)
+class TracedInit:
+    """A tree that does not exist yet: a traced init function will compute it.
+
+    Attributes:
+        leaves: meta tensors like the leaves; tied leaves are one object.
+        devices: the device of each leaf.
+        structure: the tree's structure.
+    """
+
+    leaves: list[Any]
+    devices: list[Any]
+    structure: Any
+    _graph: GraphModule
+    _nodes: dict[Node, list[int]]  # the node that computes a leaf -> the leaf's positions
+
+    def run(self) -> Iterator[tuple[list[int], torch.Tensor, bool]]:
+        """Compute the leaves in the order of the function, random numbers included.
+
+        Yields:
+            A leaf's positions, the leaf, and False, as soon as no operation changes or reads the leaf any more. False:
+            its memory may be part of a larger tensor, or the caller's, so it must be copied.
+        """
+        expires = self._last_touches()
+        env: dict[Node, Any] = {}
+        for n in self._graph.graph.nodes:
+            if n.op == "get_attr":
+                env[n] = getattr(self._graph, str(n.target))
+            elif n.op == "call_function":
+                args, kwargs = map_arg((n.args, n.kwargs), lambda a: env[a])  # pyright: ignore
+                env[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+                del args, kwargs
+            for expired in expires.get(n, ()):
+                value = env.pop(expired, None)
+                if expired in self._nodes:
+                    yield self._nodes[expired], value, False
+                del value
+
+    def _last_touches(self) -> dict[Node, list[Node]]:
+        """Return for each node the values whose memory no later node touches, not even through a view."""
+        nodes = [n for n in self._graph.graph.nodes if n.op != "output"]
+        touched: dict[int, int] = {}  # storage -> index of the last node that touches it
+        used: dict[Node, int] = {}  # value, maybe without memory like a random generator -> index of its last use
+        for i, n in enumerate(nodes):
+            for x in (n, *n.all_input_nodes):
+                used[x] = i
+                touched.update({_torch.storage_id(v): i for v in stand_ins_of(x)})
+        expires: dict[Node, list[Node]] = {}
+        for n in nodes:
+            last = max([used[n], *[touched[_torch.storage_id(v)] for v in stand_ins_of(n)]])
+            expires.setdefault(nodes[last], []).append(n)
+        return expires
+
+
+def try_trace(init: Callable[[], Any]) -> TracedInit | None:
+    """Trace an init function. If that is not possible, print a notice with the reason, and return None."""
+    states = random.getstate(), torch.get_rng_state()
+    try:
+        return trace_init(init)
+    except Exception as error:  # an error of init itself is raised again when init is called
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
+        warn_once(
+            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
+            "while it is sharded"
+        )
+        return None
+
+
+def trace_init(init: Callable[[], Any]) -> TracedInit:
+    """Trace an init function, without memory for its results.
+
+    Raises:
+        DataDependentError: if it reads a tensor's value.
+        RuntimeError: if it seeds a random generator after drawing from it: the graph runs all draws after the seeds.
+    """
+    leaves: list[Any] = []
+    structure: Any = None  # a trace returns tensors only
+
+    def flat() -> list[torch.Tensor]:
+        nonlocal leaves, structure
+        leaves, structure = tree.flatten(init())
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+    with _torch.TRACING, _watch_seeds() as methods:
+        graph = _torch.trace(flat, [])
+    if methods:
+        raise RuntimeError("it seeds a random generator again after drawing from it")
+    output = next(n for n in graph.graph.nodes if n.op == "output")
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    nodes: dict[Node, list[int]] = {}
+    devices: list[Any] = [None] * len(leaves)
+    first: dict[int, Node] = {}  # id of a leaf -> its first node: a captured tensor has a node for each path
+    for i, n in zip(positions, output.args[0], strict=True):
+        nodes.setdefault(first.setdefault(id(leaves[i]), n), []).append(i)
+    for n, at in nodes.items():
+        x = n.meta["val"]
+        meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for i in at:
+            leaves[i], devices[i] = meta, x.device
+    return TracedInit(leaves, devices, structure, graph, nodes)
+
+
+@contextmanager
+def _watch_seeds() -> Iterator[list[str]]:
+    """Detect traced code that seeds a generator after a traced draw: the graph runs all seeds before the draws.
+
+    Yields:
+        A list, which receives the name of each method that seeds a generator again.
+    """
+    methods: list[str] = []
+    # holds the generators, so that a new one cannot have the identity of an old one
+    generators: list[torch.Generator] = [torch.default_generator]
+
+    previous: Any = sys.getprofile()
+
+    def watch(frame: Any, event: str, function: Any) -> None:
+        if callable(previous):
+            previous(frame, event, function)
+        generator = getattr(function, "__self__", None) if event == "c_call" else None
+        if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
+            is_reseed = any(g is generator for g in generators)
+            if is_reseed and any(is_random(n) for n in _torch.recorded_nodes()):
+                methods.append(function.__name__)
+            generators.append(generator)
+
+    sys.setprofile(watch)
+    try:
+        yield methods
+    finally:
+        sys.setprofile(previous if callable(previous) else None)
+        restart = getattr(previous, "enable", None)  # of cProfile, which up to Python 3.11 cannot be called
+        if restart is not None:
+            restart()
