@@ -207,9 +207,9 @@ def stages() -> st.SearchStrategy[int]:
     return st.integers(0, 3)
 
 
-def world_sizes(most: int = 8) -> st.SearchStrategy[int]:
-    """Draw a number of ranks: 1 to `most`."""
-    return st.integers(1, most)
+def world_sizes(maximum: int = 8) -> st.SearchStrategy[int]:
+    """Draw a number of ranks: 1 to `maximum`."""
+    return st.integers(1, maximum)
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:

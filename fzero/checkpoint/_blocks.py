@@ -11,7 +11,7 @@ import torch
 from fzero import tree
 from fzero._torch import in_buffers, storage_id
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, box_of, elements, is_box, spaces
+from fzero.sharding import PerRank, Shard, box_of, is_box, slice_elements, spaces
 
 __all__ = [
     "Block",
@@ -67,7 +67,7 @@ def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
         return
     step = max(CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
-        yield elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
+        yield slice_elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
 
 
 # Tensors that share memory: if two leaves were read into the same memory, both would hold the later one.

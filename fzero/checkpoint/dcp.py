@@ -42,7 +42,7 @@ from fzero.checkpoint._manifest import MANIFEST, layout_text
 from fzero.checkpoint._ranges import Leaf, TreeLayout
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
-from fzero.sharding import elements
+from fzero.sharding import slice_elements
 
 __all__ = ["load", "save"]
 
@@ -213,7 +213,7 @@ class SavePlanner(DefaultSavePlanner):
         data = self._data[index]
         if not isinstance(data, _Chunk):
             return data
-        part = elements(data.tensor, data.offset, data.offset + data.sizes.numel())
+        part = slice_elements(data.tensor, data.offset, data.offset + data.sizes.numel())
         return part.resolve_conj().resolve_neg().view(data.sizes)
 
 

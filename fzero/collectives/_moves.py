@@ -207,7 +207,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
         >>> fzero.mesh(dp=3).spmd(f)(fzero.PerRank(torch.tensor([10, 11, 12]))).value
         tensor([12, 10, 11])
     """
-    check_dim("ppermute", x, 0, least=0)
+    check_dim("ppermute", x, 0, min_ndim=0)
     axes = resolve_axes(axis)
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")

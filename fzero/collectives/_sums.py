@@ -331,11 +331,11 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
     return apply_along("psum_scatter", x, axes, options)
 
 
-def check_dim(name: str, x: Any, dim: int, least: int = 1) -> int:
+def check_dim(name: str, x: Any, dim: int, min_ndim: int = 1) -> int:
     """Check a dimension of a tensor, and count it from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes one tensor, but was given {x!r}; for a tree use tree.map")
-    if not -x.ndim <= dim < max(x.ndim, 1 - least):
+    if not -x.ndim <= dim < max(x.ndim, 1 - min_ndim):
         expected = f"expected {-x.ndim} to {x.ndim - 1}" if x.ndim else "give it one, such as by x.unsqueeze(0)"
         raise ValueError(f"{name}: dim={dim} is not a dimension of a tensor {list(x.shape)}: {expected}")
     return dim % max(x.ndim, 1)

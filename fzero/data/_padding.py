@@ -194,16 +194,16 @@ def _mean_length(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> 
 def _best_buckets(candidates: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:
     """Choose `count` of the candidates, the last among them, to minimize the expected length of a batch.
 
-    By dynamic programming: `least[j]` is the least expected length of batches up to candidate j, if j is chosen.
+    By dynamic programming: `best[j]` is the least expected length of batches up to candidate j, if j is chosen.
     """
     n = torch.tensor([0, *candidates], dtype=torch.float64, device="cpu")
     below = torch.tensor([0.0, *accumulate(chances)], dtype=torch.float64, device="cpu")
     cost = n[None, :] * (below[None, :] - below[:, None])  # [i, j]: batches above candidate i, rounded up to j
     cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(1), cost, torch.inf)
-    least = cost[0]
+    best = cost[0]
     before = []
     for _ in range(min(count, len(candidates)) - 1):
-        least, last = (least[:, None] + cost).min(0)
+        best, last = (best[:, None] + cost).min(0)
         before.append(last)
     choice, j = [len(candidates)], len(candidates)
     for last in reversed(before):

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from fzero import _torch
+from fzero._arguments import check_choice
 from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
@@ -108,11 +109,9 @@ def jit(
         raise TypeError(f"step is {step!r}: expected a function")
     if isinstance(step, Jitted):
         raise TypeError(f"step is jitted already: {step!r}; call it, or jit the function that it was made from")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
+    check_choice("backend", backend, tuple(BACKENDS))
     for name, value in (("loop", loop), ("strict", strict), ("dynamic", dynamic), ("device_graph", device_graph)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: expected True or False")
+        check_choice(name, value, (True, False))
     if device_graph and backend == "auto":
         raise ValueError(
             'device_graph=True: backend="auto" changes its code while the step runs; use "inductor" or "fx"'

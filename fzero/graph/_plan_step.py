@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fzero._arguments import check_choice, is_int
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
@@ -117,8 +118,7 @@ def step_of_rank(
 def _hardware_of(hardware: str | Hardware) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware not in HARDWARE:
-        raise ValueError(f"hardware={hardware!r}: expected one of {', '.join(map(repr, HARDWARE))}")
+    check_choice("hardware", hardware, tuple(HARDWARE))
     return HARDWARE[hardware]
 
 
@@ -132,7 +132,7 @@ def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     request = world_size if isinstance(world_size, Mapping) else {mesh.axis_names[0]: world_size}
     sizes = {**dict(mesh.shape), **request}
     for name, size in sizes.items():
-        if name not in mesh.axis_names or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if name not in mesh.axis_names or not is_int(size) or size < 1:
             raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
     return tuple(sizes.items())
 
@@ -146,7 +146,7 @@ def _coordinates_of(rank: int | Mapping[str, int], shape: Shape) -> Shape:
     coordinates = rank if isinstance(rank, Mapping) else _coordinates_of_number(rank, shape)
     sizes = dict(shape)
     for name, coordinate in coordinates.items():
-        if name not in sizes or not isinstance(coordinate, int) or not 0 <= coordinate < sizes[name]:
+        if name not in sizes or not is_int(coordinate) or not 0 <= coordinate < sizes[name]:
             world = ", ".join([f"{n}={size}" for n, size in shape])
             raise ValueError(
                 f"rank={rank!r}: expected a rank of {world}, or coordinates along these axes, counted from 0"

@@ -54,13 +54,13 @@ class UnitLeaf(NamedTuple):
     """A leaf in a unit: the unit of an entry of a tree, and the leaf's index there.
 
     Attributes:
-        unit_id: the spec_id of the unit with all elements on the device.
+        spec_id: the unit's spec, with all elements on the device.
         index: the leaf's index in the unit.
         has_shard: whether the entry holds the unit's shard (or the tensor itself); other entries refer to it.
         shape: the shape of a plain leaf, which is a unit by itself; None for a box.
     """
 
-    unit_id: int
+    spec_id: int
     index: int
     has_shard: bool
     shape: tuple[int, ...] | None
@@ -85,7 +85,7 @@ class OffloadPlan:
     @cached_property
     def spec_ids(self) -> dict[int, int]:
         """The spec_id of each unit in pieces, by the spec_id of the same unit on the device."""
-        return {unit_id: _with_share(unit_id, share) for unit_id, share in self.host_shares.items()}
+        return {spec_id: _with_share(spec_id, share) for spec_id, share in self.host_shares.items()}
 
     def entries(self, values: Tree) -> list[Any]:
         """List the entries of a tree that has this structure."""
@@ -100,8 +100,8 @@ class OffloadPlan:
         for i, (x, leaf) in enumerate(zip(out, self.unit_leaves, strict=True)):
             if leaf is None or x is None or (boxes_only and leaf.shape is not None):
                 continue
-            spec_id = self.spec_ids[leaf.unit_id]
-            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.unit_id)
+            spec_id = self.spec_ids[leaf.spec_id]
+            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.spec_id)
             if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
                 raise ValueError(
                     f"offload: unit {traced_spec(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
@@ -127,11 +127,11 @@ class OffloadPlan:
                 continue
             if leaf.has_shard:
                 data = join_pieces(on_device(i, x))
-                out[i] = Shard(data, leaf.unit_id)
+                out[i] = Shard(data, leaf.spec_id)
                 if leaf.shape is not None:
-                    out[i] = full[leaf.unit_id] = data.view((*data.shape[:-1], *leaf.shape))
+                    out[i] = full[leaf.spec_id] = data.view((*data.shape[:-1], *leaf.shape))
             else:
-                out[i] = Slot(leaf.unit_id, leaf.index) if leaf.shape is None else full[leaf.unit_id]
+                out[i] = Slot(leaf.spec_id, leaf.index) if leaf.shape is None else full[leaf.spec_id]
         return tree.unflatten(self.structure, out)
 
     def host_units(self, values: Tree) -> Tree:
@@ -151,7 +151,7 @@ class OffloadPlan:
             if leaf is None:
                 continue
             spec_id = self._spec_id_in_pieces(self._parameter_of(leaf))
-            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.unit_id)
+            box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.spec_id)
             out[i] = split_shard(box, spec_id, to_host) if leaf.has_shard else Slot(spec_id, leaf.index)
         return tree.unflatten(structure, out)
 
@@ -162,14 +162,14 @@ class OffloadPlan:
         for i, x in enumerate(out):
             if not isinstance(x, Shard | Slot):
                 continue
-            unit_id, spec = with_host_share(x.spec_id, 0), spec_of(x.spec_id)
+            spec_id, spec = with_host_share(x.spec_id, 0), spec_of(x.spec_id)
             if isinstance(x, Shard):
                 data = shard_to_device(x, self.device).data
                 if not spec.varies:
-                    full[unit_id] = data.view((*data.shape[:-1], *spec.shapes[0]))
-                out[i] = Shard(data, unit_id) if spec.varies else full[unit_id]
+                    full[spec_id] = data.view((*data.shape[:-1], *spec.shapes[0]))
+                out[i] = Shard(data, spec_id) if spec.varies else full[spec_id]
             else:
-                out[i] = full[unit_id] if unit_id in full else Slot(unit_id, x.index)
+                out[i] = full[spec_id] if spec_id in full else Slot(spec_id, x.index)
         return tree.unflatten(structure, out)
 
     def piece_to_device(self, space: str, x: torch.Tensor) -> torch.Tensor:
@@ -182,24 +182,24 @@ class OffloadPlan:
         The leaf "mu.a.w" belongs to the parameter "a.w" of the same shape.
         """
         if leaf.shape is None:
-            return leaf.unit_id
-        keys = traced_spec(leaf.unit_id).unit.split(".")  # the leaf's path; tied leaves have the path of the first
+            return leaf.spec_id
+        keys = traced_spec(leaf.spec_id).unit.split(".")  # the leaf's path; tied leaves have the path of the first
         suffixes = [".".join(keys[i:]) for i in range(len(keys))]
         candidates = [self._parameters_by_path[suffix] for suffix in suffixes if suffix in self._parameters_by_path]
-        same_shape = [unit_id for unit_id in candidates if traced_spec(unit_id).shapes == (leaf.shape,)]
-        return same_shape[0] if same_shape else leaf.unit_id
+        same_shape = [spec_id for spec_id in candidates if traced_spec(spec_id).shapes == (leaf.shape,)]
+        return same_shape[0] if same_shape else leaf.spec_id
 
     @cached_property
     def _parameters_by_path(self) -> dict[str, int]:
-        return {traced_spec(unit_id).unit: unit_id for unit_id in self.host_shares if not traced_spec(unit_id).varies}
+        return {traced_spec(spec_id).unit: spec_id for spec_id in self.host_shares if not traced_spec(spec_id).varies}
 
-    def _spec_id_in_pieces(self, unit_id: int) -> int:
-        if unit_id in self.spec_ids:
-            return self.spec_ids[unit_id]
+    def _spec_id_in_pieces(self, spec_id: int) -> int:
+        if spec_id in self.spec_ids:
+            return self.spec_ids[spec_id]
         # a unit that only the state has gets the average share of the parameters
-        total = sum([_weight(spec_id) for spec_id in self.host_shares])
-        host = sum([share * _weight(spec_id) for spec_id, share in self.host_shares.items()])
-        return _with_share(unit_id, Fraction(host, total) if total else Fraction(0))
+        total = sum([_weight(x) for x in self.host_shares])
+        host = sum([share * _weight(x) for x, share in self.host_shares.items()])
+        return _with_share(spec_id, Fraction(host, total) if total else Fraction(0))
 
     def has_host_params(self, params: Tree | None) -> bool:
         """Return whether parameters have a host piece."""
@@ -228,8 +228,8 @@ class OffloadPlan:
 # ---------------------------------------------------------------- the share of each unit
 
 
-def _with_share(unit_id: int, share: Fraction) -> int:
-    return with_host_share(unit_id, share.numerator, share.denominator) if share else unit_id
+def _with_share(spec_id: int, share: Fraction) -> int:
+    return with_host_share(spec_id, share.numerator, share.denominator) if share else spec_id
 
 
 def _host_text(spec_id: int) -> str:
@@ -259,9 +259,9 @@ def plan_offload(params: Tree, ratio: Ratio, precision: Precision | None = None)
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     unit_leaves = _unit_leaves(paths, entries, precision)
-    units = [leaf.unit_id for leaf in unit_leaves if leaf is not None and leaf.has_shard]
+    spec_ids = [leaf.spec_id for leaf in unit_leaves if leaf is not None and leaf.has_shard]
     return OffloadPlan(
-        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(units)), ratio), _device_of(entries)
+        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(spec_ids)), ratio), _device_of(entries)
     )
 
 
@@ -275,13 +275,13 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     first_paths = {
         with_host_share(x.spec_id, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)
     }
-    units = sorted(
+    spec_ids = sorted(
         [spec_id for spec_id, path in first_paths.items() if path in order],
         key=lambda spec_id: order[first_paths[spec_id]],
     )
-    if not units:  # the step shards no state
+    if not spec_ids:  # the step shards no state
         return plan_offload(params, ratio)
-    return OffloadPlan(structure, (None,) * len(entries), _host_shares(units, ratio), _device_of(entries))
+    return OffloadPlan(structure, (None,) * len(entries), _host_shares(spec_ids, ratio), _device_of(entries))
 
 
 def _device_of(entries: Sequence[Any]) -> torch.device:
@@ -324,16 +324,16 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
     return plan_offload(params, ratio, precision).to_pieces(params, to_host, boxes_only=True)
 
 
-def _host_shares(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
+def _host_shares(spec_ids: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
     if callable(ratio):
-        return {spec_id: _share_by_rule(spec_id, ratio) for spec_id in units}
-    remaining = _to_fraction(ratio) * sum([_weight(spec_id) for spec_id in units])
+        return {spec_id: _share_by_rule(spec_id, ratio) for spec_id in spec_ids}
+    remaining = _to_fraction(ratio) * sum([_weight(spec_id) for spec_id in spec_ids])
     shares: dict[int, Fraction] = {}
-    for spec_id in units[::-1]:
+    for spec_id in spec_ids[::-1]:
         elements = min(remaining, Fraction(_weight(spec_id)))
         shares[spec_id] = elements / max(_weight(spec_id), 1)
         remaining -= elements
-    return {spec_id: shares[spec_id] for spec_id in units}
+    return {spec_id: shares[spec_id] for spec_id in spec_ids}
 
 
 def _share_by_rule(spec_id: int, rule: Callable[[str], float]) -> Fraction:

@@ -13,7 +13,7 @@ from fzero._notice import trouble_link
 from fzero._torch import default_store
 from fzero.axes import DiffersByRankError
 from fzero.ranks._mesh import Mesh
-from fzero.sharding import PerRank, axes_of, elements, is_box
+from fzero.sharding import PerRank, axes_of, is_box, slice_elements
 
 __all__ = [
     "MissingRank",
@@ -113,7 +113,7 @@ def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     size = 4 * _WORDS // x.element_size()
     for start in range(0, x.numel(), size):
-        yield _words(elements(x, start, min(start + size, x.numel())))
+        yield _words(slice_elements(x, start, min(start + size, x.numel())))
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,12 @@ from fzero.sharding._boxes import (
 from fzero.sharding._flat import (
     apply_over_unit_axes,
     apply_to_unit,
-    elements,
     flatten_by_copies,
     flatten_leaves,
     gather_flat,
     gather_unit,
     put_elements,
+    slice_elements,
     view_leaves,
 )
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
@@ -101,7 +101,7 @@ INTERNAL = [
     "check_on_device",
     "check_per_leaf",
     "check_sharded_for",
-    "elements",
+    "slice_elements",
     "flatten_by_copies",
     "flatten_leaves",
     "gather_flat",

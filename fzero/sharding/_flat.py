@@ -32,7 +32,6 @@ from fzero.sharding._spec import Spec, spec_of, traced_spec, unit_axes
 __all__ = [
     "apply_over_unit_axes",
     "apply_to_unit",
-    "elements",
     "flatten_by_copies",
     "flatten_leaves",
     "flatten_unit",
@@ -42,6 +41,7 @@ __all__ = [
     "own_range",
     "pad_own",
     "put_elements",
+    "slice_elements",
     "to_gradient_dtype",
     "view_leaves",
     "wire_dtype",
@@ -162,7 +162,7 @@ def to_gradient_dtype(spec: Spec, x: torch.Tensor) -> torch.Tensor:
 # Ranges of a tensor's elements in row-major order, for any strides, without a copy of the other elements.
 
 
-def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def slice_elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the elements `[start, stop)` of a tensor, in row-major order: a tensor `[stop - start]`.
 
     The result is a view if the tensor is contiguous. Otherwise it copies these elements alone; `x.reshape(-1)` would

@@ -49,7 +49,7 @@ class GradientGroup:
         dtypes: the dtypes in which the variables' gradients are summed over micro-batches.
         copy_axes: the axes along which each rank has a copy of the variables, and the gradient for its part of the
             batch; none outside any mesh.
-        reduce_spec: the id of the unit's spec, with the dtypes in which its gradient is reduced; None without a unit.
+        reduce_spec_id: the unit's spec, with the dtypes in which its gradient is reduced; None without a unit.
         is_invariant: whether the copies count as one value, so that an outer torch.func transform sees unsharded
             derivatives. Otherwise that transform would see each copy as an input and an output of its own.
     """
@@ -58,7 +58,7 @@ class GradientGroup:
     variables: list[torch.Tensor]
     dtypes: list[torch.dtype]
     copy_axes: Sequence[Axis]
-    reduce_spec: int | None
+    reduce_spec_id: int | None
     is_invariant: bool = field(default=False, kw_only=True)
 
     @property
@@ -82,9 +82,9 @@ class GradientGroup:
         )
 
     def _reduce(self, gradients: Tensors) -> Any:
-        if self.reduce_spec is None:
+        if self.reduce_spec_id is None:
             return [g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)]
-        return apply_over_unit_axes("all_reduce", join_axes(self.copy_axes), self.reduce_spec, gradients)
+        return apply_over_unit_axes("all_reduce", join_axes(self.copy_axes), self.reduce_spec_id, gradients)
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class ShardGroup(GradientGroup):
     """The leaves of a unit's shard.
 
     Attributes:
-        spec_id: the id of the gradient's spec.
+        spec_id: the gradient's spec.
         origin: the full leaves, or None if they must be gathered.
         form: "shard" or "box" if the shard is differentiated, and the gather's transpose reduces its gradient. A box
             is gathered by the loss function itself. With "full" the full leaves are differentiated, and their gradients
             are reduced after the last micro-batch.
     """
 
-    reduce_spec: int
+    reduce_spec_id: int
     spec_id: int
     origin: tuple[torch.Tensor, ...] | None
     form: Literal["shard", "box", "full"]
@@ -109,16 +109,18 @@ class ShardGroup(GradientGroup):
         return traced_spec(self.spec_id).varies
 
     def leaves(self, variables: Tensors) -> Tensors:
-        return gather_unit(self.reduce_spec, variables[0], self.origin) if self.form == "shard" else variables
+        return gather_unit(self.reduce_spec_id, variables[0], self.origin) if self.form == "shard" else variables
 
     def inputs(self, leaves: Tensors) -> Any:
-        return Shard(leaves[0], self.reduce_spec, self.origin) if self.form == "box" else leaves
+        return Shard(leaves[0], self.reduce_spec_id, self.origin) if self.form == "box" else leaves
 
     def _reduce(self, gradients: Tensors) -> Shard:
         if self.form == "full":
-            gradients = apply_to_unit("reduce_scatter", self.reduce_spec, gradients)
+            gradients = apply_to_unit("reduce_scatter", self.reduce_spec_id, gradients)
         if self.copy_axes:
-            gradients = apply_over_unit_axes("all_reduce_shard", join_axes(self.copy_axes), self.reduce_spec, gradients)
+            gradients = apply_over_unit_axes(
+                "all_reduce_shard", join_axes(self.copy_axes), self.reduce_spec_id, gradients
+            )
         return Shard(gradients[0], self.spec_id)
 
 
@@ -226,7 +228,7 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
     return dtype if precision is None else precision.gradients(dtype)[1]
 
 
-def _reduce_spec(spec_id: int, precision: Precision | None) -> int:
+def _reduce_spec_id(spec_id: int, precision: Precision | None) -> int:
     return spec_id if precision is None else with_cast(spec_id, *precision.gradients(traced_spec(spec_id).dtype))
 
 
@@ -242,12 +244,12 @@ def _of_shard(
         )
     copy_axes = [a for a in axes if a.name not in traced_spec(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
-    dtype, reduce_spec = _grad_dtype(box.data.dtype, precision), _reduce_spec(spec_id, precision)
+    dtype, reduce_spec_id = _grad_dtype(box.data.dtype, precision), _reduce_spec_id(spec_id, precision)
     if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
-        return ShardGroup(members, leaves, [dtype] * len(leaves), copy_axes, reduce_spec, spec_id, None, "full")
+        return ShardGroup(members, leaves, [dtype] * len(leaves), copy_axes, reduce_spec_id, spec_id, None, "full")
     data, form = box.data.to(dtype), "shard" if gather else "box"
-    return ShardGroup(members, [data], [dtype], copy_axes, reduce_spec, spec_id, box.origin, form)
+    return ShardGroup(members, [data], [dtype], copy_axes, reduce_spec_id, spec_id, box.origin, form)
 
 
 def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> GradientGroup:
@@ -270,7 +272,7 @@ def _of_replicated(
             if isinstance(x, Slot) and x.spec_id == unit.spec_id and not is_box(entries[i])
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
-        groups.append(GradientGroup(members, unit.leaves, dtypes, axes, _reduce_spec(unit.spec_id, precision)))
+        groups.append(GradientGroup(members, unit.leaves, dtypes, axes, _reduce_spec_id(unit.spec_id, precision)))
     return groups
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fzero._arguments import check_choice, check_int
 from fzero._format import format_bytes
 from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
@@ -314,8 +315,7 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `ratio` is not from 0 to 1, or another argument is not one of these.
         """
-        if update not in UPDATES:
-            raise ValueError(f"update={update!r}: expected one of {UPDATES}")
+        check_choice("update", update, UPDATES)
         if (update, schedule) not in ROWS:
             schedules = " or ".join([repr(s) for name, s in ROWS if name == update])
             raise ValueError(f"schedule={schedule!r}: expected {schedules} with update={update!r}")
@@ -340,8 +340,8 @@ class OffloadCosts(FigureReport):
         work, machine = self.work, self.machine
         _between((0, 1), ratio)
         if update == "device":  # the host's memory serves both directions
-            most = max(work.state_bytes / machine.link, 2 * work.state_bytes / (machine.host_copies / machine.ranks))
-            return ratio * most * (1 + 2 / work.units)
+            seconds = max(work.state_bytes / machine.link, 2 * work.state_bytes / (machine.host_copies / machine.ranks))
+            return ratio * seconds * (1 + 2 / work.units)
         read = work.update_bytes + (WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
         parts = (
             work.down_bytes / machine.link,
@@ -466,8 +466,7 @@ def offload_costs(work: OffloadWork, machine: Machine, parts: int = 100) -> Offl
     for word, value, kind in (("work", work, OffloadWork), ("machine", machine, Machine)):
         if not isinstance(value, kind):
             raise TypeError(f"{word}={value!r}: expected a fzero.tuning.{kind.__name__}")
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ValueError(f"parts={parts!r}: expected an int, at least 1")
+    check_int("parts", parts)
     return OffloadCosts(work, machine, parts)
 
 

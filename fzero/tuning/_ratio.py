@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fzero._arguments import check_int
 from fzero._format import format_bytes
 from fzero._notice import trouble_link
 from fzero._report import Report
@@ -130,8 +131,7 @@ def offload_ratio(
     """
     budget = check_bytes("memory_budget", memory_budget)
     room = None if host_budget is None else check_bytes("host_budget", host_budget)
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ValueError(f"parts={parts!r}: expected an int, at least 1")
+    check_int("parts", parts)
     plans: dict[int, Plan] = {}
 
     def peak(k: int) -> int:
@@ -165,9 +165,9 @@ def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | No
     while high - low > 1:
         share = (above - budget) / (above - below)
         guess = low + math.ceil(share * (high - low))
-        least = min(max(1, 2**probes // 2), (high - low) // 2)
+        min_step = min(max(1, 2**probes // 2), (high - low) // 2)
         probes += 1
-        k = min(max(guess, low + least), high - least)
+        k = min(max(guess, low + min_step), high - min_step)
         if (value := peak(k)) <= budget:
             high, below = k, value
         else:

@@ -33,7 +33,7 @@ __all__ = [
 
 SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
 
-# an operation: its pass, its source line and its target, and "first", "last" or "most" among the operations alike
+# an operation: its pass, its source line and its target, and "first", "last" or "peak" among the operations alike
 OperationKey = tuple[str, ...]
 KindBytes = Mapping[str, float]  # bytes by kind
 
@@ -50,16 +50,16 @@ class PlanSummary:
     """The numbers of a plan that are linear in the depth.
 
     Attributes:
-        held: bytes on the device by kind, at each of the compared operations.
-        moved: bytes of collectives and messages, by axis.
-        host: peak bytes on the host.
+        device_bytes: bytes on the device by kind, at each of the compared operations.
+        traffic_bytes: bytes of collectives and messages, by axis.
+        host_bytes: peak bytes on the host.
         flops: floating-point operations of the step.
         schedules: the schedules, by their settings. The chosen one is the first.
     """
 
-    held: Mapping[OperationKey, KindBytes]
-    moved: KindBytes
-    host: float
+    device_bytes: Mapping[OperationKey, KindBytes]
+    traffic_bytes: KindBytes
+    host_bytes: float
     flops: float
     schedules: Mapping[tuple[tuple[str, Any], ...], ScheduleCost]
 
@@ -78,7 +78,7 @@ class PlanSummary:
     @property
     def at_peak(self) -> KindBytes:
         """Bytes on the device by kind, at the operation where most bytes are alive."""
-        return max(self.held.values(), key=lambda held: sum(held.values()))
+        return max(self.device_bytes.values(), key=lambda by_kind: sum(by_kind.values()))
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class TableRow:
 
     Attributes:
         config: the configuration.
-        held: bytes on the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
-        moved: bytes that collectives and messages of a pipeline move in a step, by axis.
+        device_bytes: bytes on the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
+        traffic_bytes: bytes that collectives and messages of a pipeline move in a step, by axis.
         seconds: the time of a step on the slowest rank, by the cost model.
         host_bytes: peak bytes on the host.
         flops: floating-point operations of a step on this rank.
@@ -98,8 +98,8 @@ class TableRow:
     """
 
     config: Configuration
-    held: KindBytes
-    moved: KindBytes
+    device_bytes: KindBytes
+    traffic_bytes: KindBytes
     seconds: float
     host_bytes: float
     flops: float
@@ -110,7 +110,7 @@ class TableRow:
     @property
     def peak_bytes(self) -> float:
         """The most bytes that are alive on the device at any time."""
-        return sum(self.held.values())
+        return sum(self.device_bytes.values())
 
     def record(self) -> dict[str, Any]:
         """Return the row as values for JSON, with None for infinity. `row_from` is the inverse."""
@@ -118,23 +118,25 @@ class TableRow:
         return {**asdict(self), "settings": settings}
 
     @property
-    def at_least(self) -> float:
+    def min_peak_bytes(self) -> float:
         """A lower bound of the peak, also with a larger micro-batch, a lower stage, or less remat or offload."""
-        return sum([self.held.get(kind, 0.0) for kind in ("parameters", "optimizer state", "activations")])
+        return sum([self.device_bytes.get(kind, 0.0) for kind in ("parameters", "optimizer state", "activations")])
 
 
 def summarize(plan: Plan) -> PlanSummary:
     """Return the numbers of a plan that are linear in the depth."""
     by_kind = {kind: live for kind in KINDS if any(live := plan.live_of(kind))}
-    held = {key: {kind: live[i] for kind, live in by_kind.items()} for key, i in _compared_operations(plan).items()}
-    moved: Counter[str] = Counter()
+    device_bytes = {
+        key: {kind: live[i] for kind, live in by_kind.items()} for key, i in _compared_operations(plan).items()
+    }
+    traffic: Counter[str] = Counter()
     for c in plan.collectives:
-        moved[c.axis] += c.bytes * c.times
+        traffic[c.axis] += c.bytes * c.times
     for m in plan.messages:
-        moved[m.axis] += m.bytes * m.times
+        traffic[m.axis] += m.bytes * m.times
     schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
     schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return PlanSummary(held, dict(moved), plan.peak_of("host"), plan.flops, schedules)
+    return PlanSummary(device_bytes, dict(traffic), plan.peak_of("host"), plan.flops, schedules)
 
 
 def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
@@ -148,9 +150,9 @@ def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
         alike = (o.phase, o.line, o.target)
         indices.setdefault((*alike, "first"), i)
         indices[*alike, "last"] = i
-        most = (*alike, "most")
-        if most not in indices or plan.live[i] > plan.live[indices[most]]:
-            indices[most] = i
+        peak = (*alike, "peak")
+        if peak not in indices or plan.live[i] > plan.live[indices[peak]]:
+            indices[peak] = i
     return indices
 
 
@@ -170,21 +172,34 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
     def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
         return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
 
-    held = {key: each(low.held[key], high.held[key]) for key in high.held if key in low.held}
+    device_bytes = {
+        key: each(low.device_bytes[key], high.device_bytes[key]) for key in high.device_bytes if key in low.device_bytes
+    }
+    traffic_bytes, host_bytes = each(low.traffic_bytes, high.traffic_bytes), at(low.host_bytes, high.host_bytes)
     schedules = {
         s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
     }
-    return PlanSummary(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
+    return PlanSummary(device_bytes, traffic_bytes, host_bytes, at(low.flops, high.flops), schedules)
 
 
 def make_row(config: Configuration, summaries: Mapping[int, PlanSummary], in_full: bool) -> TableRow:
     """Make a row from the summaries of some ranks: the memory of the fullest rank, and the seconds of the slowest."""
     rank = max(summaries, key=lambda r: sum(summaries[r].at_peak.values()))
     summary = summaries[rank]
-    held = {kind: n for kind, n in summary.at_peak.items() if n}
+    device_bytes = {kind: n for kind, n in summary.at_peak.items() if n}
     seconds = max([s.schedules[s.settings].seconds for s in summaries.values()])
     settings = dict(summary.settings)
-    return TableRow(config, held, summary.moved, seconds, summary.host, summary.flops, in_full, settings, rank)
+    return TableRow(
+        config,
+        device_bytes,
+        summary.traffic_bytes,
+        seconds,
+        summary.host_bytes,
+        summary.flops,
+        in_full,
+        settings,
+        rank,
+    )
 
 
 def row_from(record: Mapping[str, Any]) -> TableRow:

@@ -382,7 +382,7 @@ def search_rows(space: Space, start: Start, workers: int, budget: float) -> Iter
                 yield Skipped(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
-                too_large[c] = row.at_least > budget
+                too_large[c] = row.min_peak_bytes > budget
                 yield row
         undecided = [c for c in undecided if c not in too_large]
         fresh = [c for c in undecided if c not in started]
@@ -400,7 +400,7 @@ def in_order(
     order_in_space = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
-    large = [r.config for r in rows if r.at_least > budget]
+    large = [r.config for r in rows if r.min_peak_bytes > budget]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]
     return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_int, is_int
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
@@ -81,7 +82,7 @@ class Configuration:
     @property
     def pipeline_stages(self) -> int:
         """How many pipeline stages a rank holds: `stages_per_rank=` of `fzero.pipeline`."""
-        return max(NAMES[self.schedule].least, 1)
+        return max(NAMES[self.schedule].min_stages, 1)
 
     @property
     def policy(self) -> Precision:
@@ -185,10 +186,10 @@ def make_space(options: TuneOptions) -> Space:
             message shows the value.
     """
     for word in ("world_size", "global_batch", "depth"):
-        if not (_is_count(value := getattr(options, word)) or (word == "depth" and value is None)):
-            raise ValueError(f"{word}={value!r}: expected an int, at least 1")
+        if (value := getattr(options, word)) is not None or word != "depth":
+            check_int(word, value)
     world = options.world_size
-    _check_values("stages", options.stages, lambda x: x in range(4) and type(x) is int, "ints from 0 to 3")
+    _check_values("stages", options.stages, lambda x: is_int(x) and x in range(4), "ints from 0 to 3")
     remats = f"values of {REMATS}"
     _check_values("remat", options.remat, lambda x: any(x is r or x == r == "matmuls" for r in REMATS), remats)
     _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
@@ -235,7 +236,7 @@ def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
     _check_each(options, even, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
     if options.depth is None:
         return even
-    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].least, 1) <= options.depth]
+    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].min_stages, 1) <= options.depth]
     _check_each(options, deep, f"a model of {options.depth} blocks has fewer blocks than its pipeline has stages")
     return deep
 
@@ -259,12 +260,12 @@ def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], rea
 
 def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[ParallelDims]) -> None:
     """Raise the error for a batch that divides over no data-parallel ranks."""
-    least = min([x.ranks for x in parallel_dims])
-    local = options.global_batch // least
-    nearest = [f"{n * least}" for n in (local, local + 1) if n]
+    min_ranks = min([x.ranks for x in parallel_dims])
+    local = options.global_batch // min_ranks
+    nearest = [f"{n * min_ranks}" for n in (local, local + 1) if n]
     over = f"world_size={options.world_size} ranks"
-    if least != options.world_size:
-        over = f"the {least} data-parallel ranks that world_size={options.world_size} has at least"
+    if min_ranks != options.world_size:
+        over = f"the {min_ranks} data-parallel ranks that world_size={options.world_size} has at least"
     raise ValueError(
         f"global_batch={options.global_batch} does not divide over {over}: "
         f"the nearest that do are {' and '.join(nearest)}"
@@ -289,7 +290,7 @@ def _check_micro_batches(options: TuneOptions, parallel_dims: Sequence[ParallelD
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value) and value >= 1
 
 
 def _check_values(word: str, values: Any, allows: Any, expected: str) -> None:

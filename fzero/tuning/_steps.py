@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero import optim, tree
+from fzero._arguments import check_int
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
@@ -207,8 +208,7 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep
         124439808
     """
     shape = shape_of(model)
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ValueError(f"length={length!r}: expected an int, at least 1")
+    check_int("length", length)
     if shape.task == "image" and (length // shape.patch) ** 2 + 1 != shape.positions:
         raise ValueError(f"length={length}: {shape.name} takes images of {_side(shape.positions, shape.patch)} pixels")
     if shape.task != "image" and 0 < shape.positions < length:

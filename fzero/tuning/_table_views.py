@@ -73,7 +73,7 @@ def notes(table: "Table") -> list[str]:
         lines.append(f"{len(table.skipped)} were not planned: each holds no less than another that does not fit")
     rough = sum([not r.in_full for r in table.rows])
     lines += [f"{rough} rows (~) are extrapolated from two models of fewer blocks"] if rough else []
-    moved = {axis for row in table.rows for axes in row.moved for axis in axes.split(",")}
+    moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.links if axis not in moved]
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
     constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
@@ -98,7 +98,7 @@ def _rows(table: "Table") -> Any:
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         texts = cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
-        along = [format_bytes(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
+        along = [format_bytes(n) if (n := row.traffic_bytes.get(axis, 0)) else "-" for axis in moved_axes]
         sizes = [format_axis(row.config, name) for name in axes]
         grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
     hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
@@ -118,8 +118,8 @@ def moved_shown(table: "Table") -> list[str]:
     """List the axes whose moved bytes have a column: those above a thousandth of a row, if there are several."""
     axes_by_name: dict[str, None] = {}
     for row in table.rows:
-        least = sum(row.moved.values()) / 1000
-        axes_by_name |= dict.fromkeys([axes for axes, n in row.moved.items() if n > least])
+        min_bytes = sum(row.traffic_bytes.values()) / 1000
+        axes_by_name |= dict.fromkeys([axes for axes, n in row.traffic_bytes.items() if n > min_bytes])
     order = {"dp": 0, "dp,ep": 1, "ep": 2, "tp": 4, "pp": 5}
     return sorted(axes_by_name, key=lambda axes: (order.get(axes, 3), axes)) if len(axes_by_name) > 1 else []
 
@@ -132,7 +132,7 @@ def format_axis(config: "Configuration", name: str) -> str:
 def cells(row: "TableRow") -> list[str]:
     """Format the numbers of a row, with suitable units."""
     c = row.config
-    parts = [sum([row.held.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]
+    parts = [sum([row.device_bytes.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]
     return [
         str(c.stage),
         f"{c.micro_batch} x {c.accumulation}",
@@ -141,7 +141,7 @@ def cells(row: "TableRow") -> list[str]:
         f"{c.offload:g}",
         ("" if row.in_full else "~") + format_bytes(row.peak_bytes),
         *[format_bytes(n) if n >= 0.0005 * row.peak_bytes else "-" for n in parts],
-        format_bytes(sum(row.moved.values())),
+        format_bytes(sum(row.traffic_bytes.values())),
         duration(row.seconds),
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fzero._arguments import check_int
 from fzero._format import format_bytes
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
@@ -194,12 +195,12 @@ def _by_time(rows: Iterable[TableRow]) -> list[TableRow]:
 
 
 def _parts(row: TableRow) -> list[tuple[str, float]]:
-    return sorted(row.held.items(), key=lambda item: -item[1])
+    return sorted(row.device_bytes.items(), key=lambda item: -item[1])
 
 
 def _largest(row: TableRow) -> str:
-    kind, most = _parts(row)[0]
-    return f"{format_bytes(most)} of {kind}"
+    kind, size = _parts(row)[0]
+    return f"{format_bytes(size)} of {kind}"
 
 
 def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, Any]:
@@ -211,8 +212,8 @@ def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, A
         "host_bytes": row.host_bytes,
         "flops": row.flops,
         "in_full": row.in_full,
-        **{f"{kind} bytes": n for kind, n in row.held.items()},
-        **{f"moved over {axis or '(unnamed)'}": n for axis, n in row.moved.items()},
+        **{f"{kind} bytes": n for kind, n in row.device_bytes.items()},
+        **{f"moved over {axis or '(unnamed)'}": n for axis, n in row.traffic_bytes.items()},
     }
 
 
@@ -320,8 +321,7 @@ def tune(
     space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"workers={workers!r}: expected an int, at least 1")
+    check_int("workers", workers)
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))

@@ -96,8 +96,8 @@ def _peers(context: RuleContext, *names: str) -> list[TableRow]:
 
 def _settings_first(context: RuleContext) -> list[TableRow] | None:
     """Take the fastest settings at the smallest micro-batch, and then the fastest row with these settings."""
-    least = min([r.config.micro_batch for r in context.fitting])
-    first = next(r for r in context.fitting if r.config.micro_batch == least)
+    smallest = min([r.config.micro_batch for r in context.fitting])
+    first = next(r for r in context.fitting if r.config.micro_batch == smallest)
     return [r for r in context.fitting if _with_unit_batch(r.config) == _with_unit_batch(first.config)]
 
 
@@ -227,12 +227,12 @@ def _idle(row: TableRow) -> float:
 
 
 def _moved_bytes(row: TableRow) -> float:
-    return sum(row.moved.values())
+    return sum(row.traffic_bytes.values())
 
 
 def _moved_text(row: TableRow) -> str:
     """Format the bytes that a row moves, by axis if there are several."""
-    parts = [f"{format_bytes(n)} along {axis}" for axis, n in row.moved.items()]
+    parts = [f"{format_bytes(n)} along {axis}" for axis, n in row.traffic_bytes.items()]
     return (
         f"{format_bytes(_moved_bytes(row))} ({', '.join(parts)})" if len(parts) > 1 else format_bytes(_moved_bytes(row))
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _torch, tree
+from fzero._arguments import check_int
 from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 from fzero.graph import Jitted, Plan
@@ -227,14 +228,14 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
     plan, added = last.plan, last.measurement.added_bytes
     if plan is None or added is None:
         return []
-    least = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
+    tolerance = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
     prefix = f"peak {last.above:.0%} above plan"
     hints = []
     before = last.measurement.before_bytes
     outside = 0 if before is None else before - plan.argument_bytes
     workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
     outside, more = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
-    if outside > least:
+    if outside > tolerance:
         hints.append(
             Hint(
                 "outside the step",
@@ -242,7 +243,7 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
                 "second copy of the parameters, batches fetched ahead, or a model that was not donated to init",
             )
         )
-    if more > least:
+    if more > tolerance:
         hints.append(
             Hint(
                 "workspaces",
@@ -357,10 +358,8 @@ def watch(
         raise TypeError(
             f"fzero.tuning.watch: step={step!r}: expected a jitted step, fzero.tuning.watch(fzero.jit(step))"
         )
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every={every!r}: expected a number of calls, 1 or more")
-    if type(first) is not int or first < 0:
-        raise ValueError(f"first={first!r}: expected the number of a call, 0 or more")
+    check_int("every", every, 1, "a number of calls")
+    check_int("first", first, 0, "the number of a call")
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")

@@ -77,12 +77,12 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "schedule": format_axis(c, "schedule"),
         "peak": row.peak_bytes,
         "seconds": row.seconds,
-        "moved": sum(row.moved.values()),
-        "along": row.moved,
+        "traffic": sum(row.traffic_bytes.values()),
+        "along": row.traffic_bytes,
         "host": row.host_bytes,
         "over": max(row.peak_bytes - budget, 0),
         "rough": not row.in_full,
-        "held": row.held,
+        "device": row.device_bytes,
     }
 
 
@@ -256,8 +256,8 @@ def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelSh
 
 def _usual_ep(shape: ModelShape | None, world: int) -> tuple[int, ...]:
     """Return the default of --ep: 1, and for a mixture the most ranks of a machine that divide its experts."""
-    most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
-    return (1,) if most == 1 else (1, most)
+    size = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
+    return (1,) if size == 1 else (1, size)
 
 
 def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:

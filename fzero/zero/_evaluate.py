@@ -124,8 +124,8 @@ def _examples(name: str, f: Any, values: Any) -> int:
     if not leaves:
         raise ValueError(f"fzero.{name}: {_name(f)} returns no tensor: return a tree with a tensor for each metric")
     for path, x in zip(paths, leaves, strict=True):
-        most = 1 if name == "evaluate" else math.inf
-        if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= most or x.shape[0] != leaves[0].shape[0]:
+        max_ndim = 1 if name == "evaluate" else math.inf
+        if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= max_ndim or x.shape[0] != leaves[0].shape[0]:
             expected = (
                 "a tensor [examples], one value per example" if name == "evaluate" else "a tensor [examples, ...]"
             )

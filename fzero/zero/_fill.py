@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
-from fzero.sharding import Spec, box_of, elements, is_box, sharded_units, spaces, spec_of
+from fzero.sharding import Spec, box_of, is_box, sharded_units, slice_elements, spaces, spec_of
 from fzero.zero._leaf_supply import LeafSupply
 from fzero.zero._traced_init import TracedInit
 
@@ -128,7 +128,7 @@ class _Destination(NamedTuple):
                     for s in self.spec.split:  # the rank's part of a leaf that is split along further axes
                         width = part.shape[s.dims[index]] // s.size
                         part = part.narrow(s.dims[index], mesh.index(s.axis, rank) * width, width)
-                    row[first - start : last - start] = elements(part, first - offset, last - offset)
+                    row[first - start : last - start] = slice_elements(part, first - offset, last - offset)
 
 
 def _ranks_of_rows(spec: Spec, mesh: Mesh) -> tuple[int, ...]:

@@ -525,7 +525,7 @@ def test_bad_arguments():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"backend": "xla"}, "backend='xla': expected one of 'inductor', 'auto', 'fx', 'inductor-whole'"),
+        ({"backend": "xla"}, 'backend=\'xla\': expected "inductor", "auto", "fx" or "inductor-whole"'),
         ({"prefetch": -1}, 'prefetch=-1: expected an int from 0 on, "fitting" or "auto"$'),
         ({"prefetch": True}, 'prefetch=True: expected an int from 0 on, "fitting" or "auto"$'),
         ({"prefetch": math.inf}, 'prefetch=inf: expected an int from 0 on, "fitting" or "auto"$'),

@@ -63,7 +63,7 @@ MUTANTS = [
     *File("tuning/_row.py", TUNE).faults(
         Fault(
             "a lower bound counts buffers",
-            "TableRow.at_least",
+            "TableRow.min_peak_bytes",
             becomes(
                 "('parameters', A, 'activations')",
                 "('parameters', A, 'activations', 'buffers', 'gathered', 'gradients')",

@@ -130,7 +130,9 @@ MUTANTS = [
     ),
     *File("sharding/_flat.py", AGREEMENT).faults(
         Fault(
-            "a strided tensor is copied whole", "elements", before("if A.is_contiguous(): ...", "A = A.contiguous()")
+            "a strided tensor is copied whole",
+            "slice_elements",
+            before("if A.is_contiguous(): ...", "A = A.contiguous()"),
         ),
         Fault("the last row of a strided tensor is left out", "_slices", never("A * B < C")),
     ),

@@ -79,7 +79,7 @@ def test_every_model_can_be_planned(name, tiny):
     table = fzero.tune(make_step, **asked, stages=(3,), remat=(False, "matmuls"), offload=(0.5,))
     assert len(table.rows) == 2 and not table.skipped and table.best()
     for row in table.rows:
-        assert row.flops and row.moved["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
+        assert row.flops and row.traffic_bytes["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
 
 
 @pytest.mark.parametrize("name", kinds("causal", "image", "experts"))
@@ -112,11 +112,13 @@ def test_experts_are_split_over_an_axis_of_their_own(tiny):
     asked = {"world_size": 8, "global_batch": 8, "memory": 1e9, "machine": "h100", "micro_batches": (1,)}
     table = fzero.tune(make_step, **asked, stages=(2,), remat=(False,), ep=(1, 2))
     one, two = (next(r for r in table.rows if r.config.ep == n) for n in (1, 2))
-    assert {*one.moved} == {"dp"} and {*two.moved} == {"dp", "dp,ep", "ep"}
+    assert {*one.traffic_bytes} == {"dp"} and {*two.traffic_bytes} == {"dp", "dp,ep", "ep"}
     paths, leaves, _ = fzero.tree.flatten_with_paths(init(TINY["experts"], 2))
     expert = sum(x.numel() for path, x in zip(paths, leaves, strict=True) if ".experts." in path)
     rest = sum(x.numel() for x in leaves) - expert
-    assert one.held["parameters"] == 2 * (expert + rest) and two.held["parameters"] == 2 * (expert / 2 + rest)
+    assert one.device_bytes["parameters"] == 2 * (expert + rest) and two.device_bytes["parameters"] == 2 * (
+        expert / 2 + rest
+    )
     assert "ep" in str(table).splitlines()[1].split() and ", ep 2" in str(two.config)
     said = recipe(two.config)
     assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.parallel.experts.split("experts")' in said

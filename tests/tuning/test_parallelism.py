@@ -78,12 +78,12 @@ def test_a_row_is_the_plan_of_the_fullest_rank(table):
         plans = ranks_of(row.config)
         fullest = max(plans, key=lambda p: p.peak_bytes)
         assert row.peak_bytes == fullest.peak_bytes == plans[row.rank].peak_bytes and row.in_full
-        assert row.held == {k: n for k in row.held if (n := fullest.live_of(k)[fullest.peak_at])}
+        assert row.device_bytes == {k: n for k in row.device_bytes if (n := fullest.live_of(k)[fullest.peak_at])}
         assert row.seconds == max(p.seconds for p in plans)
         moved = dict[str, float]()
         for x in (*plans[row.rank].collectives, *plans[row.rank].messages):
             moved[x.axis] = moved.get(x.axis, 0) + x.bytes * x.times
-        assert row.moved == moved
+        assert row.traffic_bytes == moved
         axes = {axis for axes in moved for axis in axes.split(",")}
         assert axes - {"dp"} == {name for name in ("tp", "pp") if getattr(row.config, name) > 1}
         assert (len(plans[0].messages) > 0) == (row.config.pp > 1)
@@ -96,8 +96,9 @@ def test_the_bytes_are_those_of_a_formula(table):
         c = row.config
         blocks = 3 if c.pp == 1 else (2, 1)[row.rank]
         sums = 2 * blocks - (row.rank == 0)
-        assert row.moved.get("pp", 0) == pytest.approx(c.accumulation * activation * (c.pp > 1), abs=100)
-        assert row.moved.get("tp", 0) == pytest.approx(2 * sums * c.accumulation * activation * (c.tp > 1), abs=100)
+        traffic = row.traffic_bytes
+        assert traffic.get("pp", 0) == pytest.approx(c.accumulation * activation * (c.pp > 1), abs=100)
+        assert traffic.get("tp", 0) == pytest.approx(2 * sums * c.accumulation * activation * (c.tp > 1), abs=100)
 
 
 def test_the_best_is_that_of_trying_all(table):
@@ -140,7 +141,7 @@ def test_a_row_takes_what_the_slowest_rank_does():
         return PlanSummary({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
     row = make_row(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
-    assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
+    assert (row.peak_bytes, row.seconds, row.rank, row.traffic_bytes) == (9, 3.0, 0, {"pp": 9})
 
 
 @pytest.mark.slow
@@ -172,7 +173,7 @@ def check_few_blocks(step: Any, config: Configuration) -> None:
     full = planner(row)
     assert not row.in_full and full.in_full and (row.rank, row.settings) == (full.rank, full.settings)
     assert row.peak_bytes == pytest.approx(full.peak_bytes, rel=0.005)
-    assert row.moved == full.moved and row.flops == full.flops
+    assert row.traffic_bytes == full.traffic_bytes and row.flops == full.flops
     assert row.seconds == pytest.approx(full.seconds, rel=0.005)
 
 
@@ -205,7 +206,7 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
     assert {"tp", "pp"} < {*head} and "schedule" not in head and head.count("over") == 3
     (line,) = [x for x in str(table).splitlines() if x.startswith("    3  8 x 8  no     bfloat16         0   2   2")]
     row = next(r for r in table.rows if (r.config.stage, r.config.tp, r.config.pp) == (3, 2, 2))
-    assert f"{row.moved['tp'] / 1e3:.1f} kB" in line and f"{row.moved['pp'] / 1e3:.1f} kB" in line
+    assert f"{row.traffic_bytes['tp'] / 1e3:.1f} kB" in line and f"{row.traffic_bytes['pp'] / 1e3:.1f} kB" in line
     told = str(table).replace("\n", " ")
     assert any("tp times pp" in v.rule for v in table.rules()) and all(str(v) in told for v in table.rules())
     record = table.records()[-1]
@@ -221,7 +222,7 @@ def test_a_page_filters_by_layout(table):
     assert data["axes"] == ["tp", "pp"] and {(r["tp"], r["pp"]) for r in data["rows"]} == {
         (a, b) for a in (1, 2) for b in (1, 2)
     }
-    assert data["rows"][0]["along"] == table.fitting[0].moved and data["timeline"]["phases"]
+    assert data["rows"][0]["along"] == table.fitting[0].traffic_bytes and data["timeline"]["phases"]
 
 
 # ---------------------------------------------------------------- what is pasted

@@ -113,7 +113,7 @@ def test_a_pipeline_is_filled_and_not_overfilled():
 
 
 def test_bytes_are_told_by_axis():
-    two = replace(row(1.5, stage=1), moved={"dp": 1e9, "tp": 2e9})
+    two = replace(row(1.5, stage=1), traffic_bytes={"dp": 1e9, "tp": 2e9})
     why = judged(row(1.0, stage=2), two)[STAGE][1]
     assert why.endswith("it moves 3.0 GB (1.0 GB along dp, 2.0 GB along tp) instead of 1.0 GB")
 

@@ -45,8 +45,10 @@ def test_a_row_is_the_plan_of_its_configuration():
     for row in tried().rows:
         plan = planned(row.config)
         assert row.peak_bytes == plan.peak_bytes and row.in_full
-        assert row.held == {k: n for k in row.held if (n := plan.live_of(k)[plan.peak_at])}
-        assert row.moved == ({"dp": sum(c.bytes * c.times for c in plan.collectives)} if plan.collectives else {})
+        assert row.device_bytes == {k: n for k in row.device_bytes if (n := plan.live_of(k)[plan.peak_at])}
+        assert row.traffic_bytes == (
+            {"dp": sum(c.bytes * c.times for c in plan.collectives)} if plan.collectives else {}
+        )
         assert row.host_bytes == plan.peak_of("host") and row.flops == plan.flops
         assert row.config.global_batch == 256 and row.config.accumulation == 64 // row.config.micro_batch
 
@@ -78,9 +80,9 @@ def test_something_is_skipped():
 
 def test_what_is_surely_held_is_held_by_all_that_hold_no_less():
     for a in tried().rows:
-        assert a.at_least <= a.peak_bytes
+        assert a.min_peak_bytes <= a.peak_bytes
         for b in tried().rows:
-            assert a.peak_bytes >= b.at_least or not a.config.holds_no_less_than(b.config), (a.config, b.config)
+            assert a.peak_bytes >= b.min_peak_bytes or not a.config.holds_no_less_than(b.config), (a.config, b.config)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_few_blocks_say_what_many_take(stage, remat, depth):
         plan = fzero.plan(*make_step(row.config), hardware=CPU.as_hardware())
         assert not row.in_full
         assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.0005), row.config
-        assert row.moved == {"dp": sum(c.bytes * c.times for c in plan.collectives)}
+        assert row.traffic_bytes == {"dp": sum(c.bytes * c.times for c in plan.collectives)}
         assert row.flops == plan.flops
 
 
@@ -139,7 +141,7 @@ def test_the_reason_names_what_the_nearest_faster_one_lacks():
         if (r.config.stage, r.config.micro_batch, r.config.offload) == (2, 64, 0)
     }
     small, large, huge = (
-        replace(r, seconds=s, held={"activations": n, "gradients": 5e8})
+        replace(r, seconds=s, device_bytes={"activations": n, "gradients": 5e8})
         for r, s, n in zip(of.values(), (3.0, 2.0, 1.0), (1e9, 2e9, 4e9), strict=True)
     )
     table = replace(tried(), rows=(huge, small, large), budget=2e9)
@@ -167,8 +169,8 @@ def test_the_host_takes_its_time_where_there_is_one():
         return found
 
     usual, there = row(1.0), row(0.0)
-    state = there.held["optimizer state"]
-    assert usual.held.get("optimizer state", 0) < 0.1 * state and usual.host_bytes >= state
+    state = there.device_bytes["optimizer state"]
+    assert usual.device_bytes.get("optimizer state", 0) < 0.1 * state and usual.host_bytes >= state
     slow = H100.host_memory / 1000
     longer = row(1.0, host_memory=slow).seconds - row(1.0, host_memory=2 * slow).seconds
     # a share of the host reads and writes at least the state, which takes as much longer as it is slower
@@ -285,7 +287,7 @@ def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():
 
 
 def test_unknown_hardware_is_refused():
-    with pytest.raises(ValueError, match=r"hardware='tpu': expected one of 'cpu', 'cuda'"):
+    with pytest.raises(ValueError, match=r'hardware=.tpu.: expected "cpu" or "cuda"'):
         fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), hardware="tpu")
 
 
@@ -309,7 +311,7 @@ def test_links_are_given_by_axis():
         assert ("no collective runs along tp" in str(table)) == (name == "other")
         assert ("collectives along dp 0.001 GB/s (as given)" in str(table).replace("\n", " ")) == (name == "slow")
         assert Table.from_json(table.to_json()) == table
-    moved = rows["slow"].moved["dp"]
+    moved = rows["slow"].traffic_bytes["dp"]
     assert rows["other"].seconds == rows["none"].seconds and rows["slow"].seconds > 0.7 * moved / 1e6
 
 

@@ -17,7 +17,7 @@ from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import DTYPES, is_empty
 from fzero.checkpoint._ranges import Leaf
 from fzero.ranks import Mesh, all_gather_numbers
-from fzero.sharding import elements, put_elements
+from fzero.sharding import put_elements, slice_elements
 
 __all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "Tensors", "named_leaves", "read", "tensors_in"]
 
@@ -394,7 +394,9 @@ def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
 def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     """Return whether memory and a file hold the same values."""
     for at, values in _buffers(files, source, part):
-        actual = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
+        actual = (
+            slice_elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
+        )
         if view_bytes(actual) != view_bytes(values.to(actual.dtype)):
             return False
     return True

@@ -20,7 +20,7 @@ from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh
-from fzero.sharding import elements
+from fzero.sharding import slice_elements
 
 __all__ = ["write"]
 
@@ -224,7 +224,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
         return
     step = max(CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
     for i in range(start, start + numel, step):
-        part = elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
+        part = slice_elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
         at = _write_at(fd, view_bytes(part), at)
 
 

@@ -78,13 +78,13 @@ def duplicate(
 # recompute: cheap values are computed again for their late uses, and freed in between.
 
 
-LEAST = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
+MIN_BYTES = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
 APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
 BETWEEN_REGIONS = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two regions
 DEPTH = 4  # the longest chain of operations to recompute
 
 
-def recompute(graph: Graph, least: int = LEAST) -> Graph:
+def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     """Compute a cheap value again if its uses lie apart and its operands are still live at the later use.
 
     So an activation function or a normalisation runs again in the backward pass, instead of being saved in the forward
@@ -92,7 +92,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
 
     Args:
         graph: a flat graph.
-        least: bytes; smaller values are saved.
+        min_bytes: smaller values are saved.
 
     Returns:
         A graph with the same results, bit for bit, and the same collectives.
@@ -108,7 +108,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     for node in reversed(list(graph.nodes)):
         for result in _results(node) if _repeats(node) else ():
             views, users = views_and_users(result)
-            for cluster in _late_uses(result, users, least, index, bytes_before):
+            for cluster in _late_uses(result, users, min_bytes, index, bytes_before):
                 at = index[cluster[0]]
                 if cluster[0] in work and all(_is_live(x, at, index, DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
@@ -119,19 +119,19 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
 
 
 def _late_uses(
-    value: Node, users: Sequence[Node], least: int, index: Mapping[Node, int], bytes_before: Sequence[int]
+    value: Node, users: Sequence[Node], min_bytes: int, index: Mapping[Node, int], bytes_before: Sequence[int]
 ) -> list[list[Node]]:
     """List the uses of a value that lie apart from the first ones, and from each other.
 
     Args:
         value: the value.
         users: the nodes that use it.
-        least: bytes; a smaller value, or a result of the graph, has no late uses.
+        min_bytes: a smaller value, or a result of the graph, has no late uses.
         index: the position of each node.
         bytes_before: for each position, the bytes that the nodes before it compute.
     """
     size = nbytes(*stand_ins_of(value))
-    if size < least or any(u.op == "output" for u in users):
+    if size < min_bytes or any(u.op == "output" for u in users):
         return []
 
     def apart(a: Node, b: Node) -> bool:
@@ -287,7 +287,7 @@ def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b
 # recast: a widening cast runs again for the uses that wait for a collective; its result is freed in between.
 
 
-def recast(graph: Graph, least: int = LEAST) -> Graph:
+def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     """Repeat a cast to a wider dtype for its uses after a collective, if other uses come before that collective.
 
     A clip by the global norm is an example: the norm reads the float32 copies of all gradients, and each update waits
@@ -296,7 +296,7 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
 
     Args:
         graph: a flat graph.
-        least: bytes; the cast of a smaller value is not repeated.
+        min_bytes: the cast of a smaller value is not repeated.
 
     Returns:
         A graph with the same results, bit for bit, and the same collectives.
@@ -304,14 +304,14 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     References:
         DeepSpeed's pull request 2079, which repeats the cast by hand, group by group.
     """
-    if not any(_widens(n) and nbytes(*stand_ins_of(n)) >= least for n in graph.nodes):
+    if not any(_widens(n) and nbytes(*stand_ins_of(n)) >= min_bytes for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         sources = _from_narrow(node)
-        if not sources or nbytes(*stand_ins_of(node)) < least:
+        if not sources or nbytes(*stand_ins_of(node)) < min_bytes:
             continue
         views, users = views_and_users(node)
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)

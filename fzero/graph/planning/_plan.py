@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero._arguments import check_choice
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
 from fzero.graph._ir import (
@@ -231,8 +232,7 @@ class Plan(FigureReport):
         Raises:
             ValueError: if `space` is neither.
         """
-        if space not in SPACES:
-            raise ValueError(f"space={space!r}: expected one of {SPACES}")
+        check_choice("space", space, SPACES)
         return live_bytes([r for r in self.ranges if r.space == space], len(self.operations))
 
     def peak_of(self, space: str) -> int:
@@ -277,8 +277,7 @@ class Plan(FigureReport):
         Raises:
             ValueError: if `kind` is none of these.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
+        check_choice("kind", kind, KINDS)
         return live_bytes([r for r in self.ranges if r.kind == kind and r.space == space], len(self.operations))
 
     def __repr__(self) -> str:

@@ -44,8 +44,8 @@ def summary(plan: "Plan") -> str:
             f"alive at the peak, in the {phase} ({operation.target}, {short_path(operation.line) or 'no line'}):"
         )
         for kind, by_label in _live_at_peak(plan):
-            label, most = by_label.most_common(1)[0]
-            largest = f", {format_bytes(most)} of it {label}" if kind in LABELED and label else ""
+            label, size = by_label.most_common(1)[0]
+            largest = f", {format_bytes(size)} of it {label}" if kind in LABELED and label else ""
             lines.append(f"  {format_bytes(sum(by_label.values())):>10}  {kind}{largest}")
     if plan.workspace_bytes:
         lines.append(f"beside the peak: {format_bytes(plan.workspace_bytes)} workspace of matrix products")

@@ -100,8 +100,8 @@ def route(
         normalise: whether a token's gates are divided by their sum; gates that are all zero stay zero.
         scale: the factor by which the gates are multiplied in the end.
         bias: `[E]`, added to the scores for the choice of experts only, not in the gates; see `balance_bias`.
-        groups: `(n, most)`: the experts form n equal groups, such as machines, and a token's experts lie in its `most`
-            best groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3).
+        groups: `(n, k)`: the experts form n equal groups, such as machines, and a token's experts lie in its k best
+            groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3).
 
     Returns:
         A `Routing`. Experts of equal score come in the order of torch's `topk`.
@@ -139,11 +139,11 @@ def route(
     return Routing(torch.where(has_nan, logits.shape[-1], experts), gates * scale, probs, logits)
 
 
-def _in_best_groups(scores: torch.Tensor, n: int, most: int) -> torch.Tensor:
+def _in_best_groups(scores: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """Set the scores of experts outside the best groups to -inf."""
     group_scores = scores.unflatten(-1, (n, scores.shape[-1] // n))
     best_two = group_scores.topk(min(2, group_scores.shape[-1]), -1).values.sum(-1)
-    best = best_two.topk(most, -1).indices
+    best = best_two.topk(k, -1).indices
     is_best = (best.unsqueeze(-1) == torch.arange(n, device=scores.device)).any(-2)
     return group_scores.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(-2)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_int, is_int
 from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, loss_axes
 from fzero.parallel.pipeline._model import BlockPlacement
 from fzero.parallel.schedules import PipelineSchedule, check, check_name
@@ -38,8 +39,7 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
         if not callable(f):
             raise TypeError(f"fzero.pipeline: {name}={f!r}: expected a function")
     for name, n in counts.items():
-        if not _is_count(n, 1):
-            raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
+        check_int(f"fzero.pipeline: {name}", n)
 
 
 def check_schedule(schedule: Any, micro_batches: int, stages_per_rank: int) -> None:
@@ -68,16 +68,12 @@ def check_depth(depth: Any) -> int | tuple[int, ...]:
     """
     is_list = isinstance(depth, Iterable)
     counts = tuple(depth) if is_list else (depth,)
-    if not all(_is_count(n, 0) for n in counts) or sum(counts) < 1:
+    if not all(is_int(n) and n >= 0 for n in counts) or sum(counts) < 1:
         raise ValueError(
             f"fzero.pipeline: depth={depth!r}: expected the number of blocks, an int, at least 1; or one number per "
             "stage, some of which may be 0"
         )
     return counts if is_list else counts[0]
-
-
-def _is_count(n: Any, least: int) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n >= least
 
 
 def find_block_list(params: Any, name: str) -> Sequence[Any]:

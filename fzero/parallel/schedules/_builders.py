@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from fzero._arguments import check_int, is_int
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of, stages_on
 from fzero.parallel.schedules._schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
@@ -22,8 +23,7 @@ def check_counts(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
         ValueError: if one is not an int, or is less than 1.
     """
     for word, value in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{word}={value!r}: expected an int, at least 1")
+        check_int(word, value)
 
 
 def caps_by_rank(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]:
@@ -35,10 +35,10 @@ def caps_by_rank(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]
     if cap is None:
         return [None] * ranks
     caps: list[int | None] = [cap(rank) if callable(cap) else cap for rank in range(ranks)]
-    for rank, most in enumerate(caps):
-        if type(most) is not int or most < stages_per_rank:
+    for rank, limit in enumerate(caps):
+        if not is_int(limit) or limit < stages_per_rank:
             raise ValueError(
-                f"cap={most!r} on rank {rank}: expected an int, at least {stages_per_rank}, since one micro-batch has "
+                f"cap={limit!r} on rank {rank}: expected an int, at least {stages_per_rank}, since one micro-batch has "
                 f"{stages_per_rank} forward passes there, one for each stage"
             )
     return caps
@@ -365,15 +365,15 @@ class _NamedSchedule(NamedTuple):
         orders: functions of (ranks, micro_batches, stages_per_rank, name) that make its orders. The first one sets the
             memory.
         split: whether its backward passes are split into halves.
-        least: the smallest number of stages per rank.
-        most: the largest number of stages per rank; None for no limit.
+        min_stages: the smallest number of stages per rank.
+        max_stages: the largest number of stages per rank; None for no limit.
         advice: what to use for other numbers of stages.
     """
 
     orders: tuple[Callable[[int, int, int, str], PipelineSchedule], ...]
     split: bool
-    least: int
-    most: int | None
+    min_stages: int
+    max_stages: int | None
     advice: str
 
 
@@ -452,13 +452,13 @@ def schedule(
     peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
     memory = [max(peak, entry.split * stages_per_rank * ranks) for peak in peaks]
     caps = [
-        memory[rank] if most is None else most for rank, most in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
+        memory[rank] if limit is None else limit for rank, limit in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
     ]
     durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
-    least = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
-    fit = [s for s in orders if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
+    bound = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
+    fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
-    if best is not None and time_schedule(best, durations).makespan <= least * (1 + 1e-9):
+    if best is not None and time_schedule(best, durations).makespan <= bound * (1 + 1e-9):
         return best
     limits = [None] * ranks if name == "gpipe" else caps
     candidate = list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.split, durations, name)
@@ -488,8 +488,8 @@ def _lookup(name: str) -> _NamedSchedule:
 
 
 def _check_stages(name: str, entry: _NamedSchedule, stages_per_rank: int) -> None:
-    if stages_per_rank < entry.least or stages_per_rank > (entry.most or stages_per_rank):
-        expected = f"{entry.least}" if entry.least == entry.most else f"{entry.least} or more"
+    if stages_per_rank < entry.min_stages or stages_per_rank > (entry.max_stages or stages_per_rank):
+        expected = f"{entry.min_stages}" if entry.min_stages == entry.max_stages else f"{entry.min_stages} or more"
         raise ValueError(
             f"schedule {name!r} needs stages_per_rank={expected}, but got {stages_per_rank}: {entry.advice}"
         )

@@ -108,11 +108,11 @@ class PipelineSchedule(FigureReport):
         A residual lives from its stage's forward pass to the end of the backward pass, including its weight half. A
         rank that holds v stages counts a micro-batch up to v times, each time with the residuals of one stage.
         """
-        alive = most = 0
+        alive = peak = 0
         for action in self.rows[rank]:
             alive += IN_FLIGHT_CHANGE[action.kind]
-            most = max(most, alive)
-        return most
+            peak = max(peak, alive)
+        return peak
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
