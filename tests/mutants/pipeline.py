@@ -120,7 +120,7 @@ MUTANTS = [
     ),
     *File("parallel/pipeline/_checks.py", ERRORS).faults(
         Fault("a tie between blocks is not refused", "check_untied", never("block != A")),
-        Fault("a negative number of blocks", "check_depth", becomes("A(B, 0)", "A(B, -9)")),
+        Fault("a negative number of blocks", "check_depth", becomes("A >= 0", "A >= -9")),
         Fault("the split of a stacked leaf is one dimension off", "PipelineSplit.__call__", bare("A + 1"), AXES),
         Fault("a batch is split over a pipeline's axis", "PipelineSplit.pipeline_axes", dropped("self.axis"), LAWS),
     ),
