@@ -12,13 +12,15 @@ from fzero.ranks import Mesh
 from fzero.tuning._space import Configuration
 
 __all__ = [
+    "KindBytes",
     "MakeStep",
+    "OperationKey",
     "PlanSummary",
+    "ScheduleCost",
     "StepArgs",
     "TableRow",
     "World",
     "check_bytes",
-    "extrapolate",
     "make_row",
     "plan_at",
     "plan_step",
@@ -92,7 +94,7 @@ class TableRow:
         seconds: the time of a step on the slowest rank, by the cost model.
         host_bytes: peak bytes on the host.
         flops: floating-point operations of a step on this rank.
-        in_full: whether the step was planned as it is, and not extrapolated from two models of fewer blocks.
+        in_full: whether the step was planned as it is, and not extrapolated from models of fewer blocks.
         settings: the settings of the schedule that fzero.jit chooses, as in `Plan.settings`.
         rank: the rank along the pipeline.
     """
@@ -154,32 +156,6 @@ def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
         if peak not in indices or plan.live[i] > plan.live[indices[peak]]:
             indices[peak] = i
     return indices
-
-
-def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary], depth: int) -> PlanSummary:
-    """Extrapolate the summaries of two models linearly to a model of more blocks.
-
-    Args:
-        shallow: a number of blocks, and its summary.
-        deep: a larger number of blocks, and its summary.
-        depth: the number of blocks to extrapolate to.
-    """
-    (few, low), (more, high) = shallow, deep
-
-    def at(a: float, b: float) -> float:
-        return a + (b - a) * (depth - few) / (more - few)
-
-    def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
-        return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
-
-    device_bytes = {
-        key: each(low.device_bytes[key], high.device_bytes[key]) for key in high.device_bytes if key in low.device_bytes
-    }
-    traffic_bytes, host_bytes = each(low.traffic_bytes, high.traffic_bytes), at(low.host_bytes, high.host_bytes)
-    schedules = {
-        s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
-    }
-    return PlanSummary(device_bytes, traffic_bytes, host_bytes, at(low.flops, high.flops), schedules)
 
 
 def make_row(config: Configuration, summaries: Mapping[int, PlanSummary], in_full: bool) -> TableRow:

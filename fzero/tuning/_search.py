@@ -3,12 +3,13 @@
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ from fzero._notice import warn_once
 from fzero.graph import Plan, PlanSettings, StepOfRank, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
+from fzero.tuning._extrapolation import depths_of, extrapolate, extrapolate_line
 from fzero.tuning._machines import Machine, cache_folder, write_atomically
 from fzero.tuning._row import (
     MakeStep,
     PlanSummary,
     StepArgs,
     TableRow,
-    extrapolate,
     make_row,
     row_from,
     step_at,
@@ -183,13 +184,8 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-# One configuration is planned as it is, or extrapolated from two models of fewer blocks. A pipeline is planned on each
-# rank that may be the fullest.
-#
-# Plans of these numbers of blocks are extrapolated to more blocks. With fewer blocks, not all prefetches would have
-# begun. Where every second block may be of another kind, an odd depth needs odd numbers, and an even depth even ones.
-DEPTHS_BY_PARITY = {1: (3, 5), 0: (4, 6)}
-DEPTHS_IF_UNIFORM = (4, 5)
+# One configuration is planned as it is, or extrapolated from models of fewer blocks. A pipeline is planned on each rank
+# that may be the fullest.
 
 StepsOfRanks = Mapping[int, StepOfRank]  # by rank, as the summaries
 PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
@@ -210,7 +206,7 @@ class ConfigurationPlanner:
     cache: PlanCache | None = None
 
     def __call__(self, request: Configuration | TableRow) -> TableRow:
-        """Plan a configuration, as it is or from two models of fewer blocks. Plan a row in full, with its schedule."""
+        """Plan a configuration, as it is or from models of fewer blocks. Plan a row in full, with its schedule."""
         cached = self.cached(request)
         if cached is not None:
             return cached
@@ -225,36 +221,23 @@ class ConfigurationPlanner:
         return None if self.cache is None else self.cache.read(request)
 
     def _row(self, config: Configuration) -> TableRow:
-        shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
-        summaries = None if shallow is None else self._extrapolated(config, shallow)
-        in_full = summaries is None
-        return make_row(config, self._plan(config) if summaries is None else summaries, in_full)
+        depths = depths_of(config, getattr(self.make_step, "blocks_alike", False))
+        models = _FewerBlocks(self, config)
+        for three in zip(depths, depths[1:], depths[2:], strict=False):
+            summaries = models.extrapolate(three)
+            if summaries is not None:
+                return make_row(config, summaries, in_full=False)
+        return make_row(config, self._plan(config), in_full=True)
 
     def _in_full(self, row: TableRow) -> TableRow:
         settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
         return make_row(row.config, self._plan(row.config, settings), in_full=True)
 
-    def _extrapolated(self, config: Configuration, shallow: tuple[int, int]) -> PlanSummaries | None:
-        """Extrapolate all schedules, and summarize the one that fzero.jit would choose; None without a common one."""
-        assert config.depth is not None
-        steps = {n: self._steps(replace(config, depth=n)) for n in shallow}
-        plans = {n: _summaries(config, steps[n]) for n in shallow}
-        summaries = _extrapolate(plans, config.depth)
-        if not all(summary.schedules for summary in summaries.values()):
-            return None
-        fastest = {rank: dict(summary.fastest) for rank, summary in summaries.items()}
-        for n, plan in plans.items():
-            replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
-            if replans:
-                plans[n] = {**plan, **_summaries(config, steps[n], replans)}
-        summaries = _extrapolate(plans, config.depth)
-        return summaries if all(summary.schedules for summary in summaries.values()) else None
-
     def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
-        return _summaries(config, self._steps(config, settings), settings)
+        return _summaries(config, self.steps(config, settings), settings)
 
-    def _steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> StepsOfRanks | Plan:
+    def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> StepsOfRanks | Plan:
         """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
         with _noted(config):
             step_args = step_at(self.make_step, config)
@@ -264,6 +247,60 @@ class ConfigurationPlanner:
             hardware = self.machine.as_hardware()
             positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or fullest_of(config)}
             return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
+
+
+@dataclass
+class _FewerBlocks:
+    """The models of fewer blocks from which a configuration is extrapolated. Each is traced once.
+
+    Attributes:
+        planner: the planner of the configuration.
+        config: the configuration.
+        steps: the steps of the models, by their number of blocks.
+        plans: their plans in the schedules that fzero.jit chooses.
+    """
+
+    planner: ConfigurationPlanner
+    config: Configuration
+    steps: dict[int, StepsOfRanks | Plan] = field(default_factory=dict)
+    plans: dict[int, PlanSummaries] = field(default_factory=dict)
+
+    def extrapolate(self, depths: Sequence[int]) -> PlanSummaries | None:
+        """Extrapolate the schedule that fzero.jit would choose; None unless the middle model proves the line.
+
+        Args:
+            depths: three numbers of blocks. The line goes through the first and the last.
+        """
+        assert self.config.depth is not None
+        plans = {n: self._plan(n) for n in depths}
+        if (fastest := self._fastest(plans)) is None:
+            return None
+        for n, plan in plans.items():
+            replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
+            if replans:
+                plans[n] = {**plan, **_summaries(self.config, self.steps[n], replans)}
+        summaries = {
+            rank: extrapolate_line({n: plan[rank] for n, plan in plans.items()}, self.config.depth) for rank in fastest
+        }
+        return None if None in summaries.values() else {rank: x for rank, x in summaries.items() if x is not None}
+
+    def _plan(self, depth: int) -> PlanSummaries:
+        if depth not in self.plans:
+            self.steps[depth] = self.planner.steps(replace(self.config, depth=depth))
+            self.plans[depth] = _summaries(self.config, self.steps[depth])
+        return self.plans[depth]
+
+    def _fastest(self, plans: Mapping[int, PlanSummaries]) -> dict[int, PlanSettings] | None:
+        """Return the settings that fzero.jit would choose on each rank; None without a schedule that all plans have."""
+        assert self.config.depth is not None
+        first, *_, last = plans
+        summaries = {
+            rank: extrapolate((first, plans[first][rank]), (last, plans[last][rank]), self.config.depth)
+            for rank in plans[first]
+        }
+        if not all(summary.schedules for summary in summaries.values()):
+            return None
+        return {rank: dict(summary.fastest) for rank, summary in summaries.items()}
 
 
 def _summaries(
@@ -284,23 +321,6 @@ def _noted(config: Configuration) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"fzero.tune: while planning {config}")
         raise
-
-
-def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | None:
-    """Return two numbers of blocks from which to extrapolate a configuration; None where it has few blocks itself.
-
-    In a pipeline both numbers leave the same remainder as the depth when they are divided over the stages.
-
-    Args:
-        config: the configuration.
-        alike: whether all blocks are alike, and not only every second one.
-    """
-    if config.depth is None:
-        return None
-    stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
-    each, rest = divmod(config.depth, stages)
-    few, many = DEPTHS_IF_UNIFORM if alike else DEPTHS_BY_PARITY[each % 2]
-    return (few * stages + rest, many * stages + rest) if each > many else None
 
 
 def fullest_of(config: Configuration) -> tuple[int, ...]:
@@ -334,13 +354,8 @@ def check_mesh(step_args: StepArgs, config: Configuration) -> None:
         )
 
 
-def _extrapolate(plans: Mapping[int, PlanSummaries], depth: int) -> PlanSummaries:
-    """Extrapolate the summary of each rank from two numbers of blocks."""
-    (few, low), (more, high) = plans.items()
-    return {rank: extrapolate((few, low[rank]), (more, high[rank]), depth) for rank in low}
-
-
 IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
+NEAR = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
 
 Start = Callable[[Configuration | TableRow], Future[TableRow]]
 
@@ -382,7 +397,7 @@ def search_rows(space: Space, start: Start, workers: int, budget: float) -> Iter
                 yield Skipped(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
-                too_large[c] = row.min_peak_bytes > budget
+                too_large[c] = _surely_too_large(row, budget)
                 yield row
         undecided = [c for c in undecided if c not in too_large]
         fresh = [c for c in undecided if c not in started]
@@ -400,18 +415,31 @@ def in_order(
     order_in_space = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
-    large = [r.config for r in rows if r.min_peak_bytes > budget]
+    large = [r.config for r in rows if _surely_too_large(r, budget)]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]
     return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
+def _surely_too_large(row: TableRow, budget: float) -> bool:
+    """Return whether what the row at least holds exceeds the budget, an extrapolated row's by a margin."""
+    return row.min_peak_bytes > budget * (1 if row.in_full else NEAR)
+
+
 def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableRow]:
-    """Plan the fastest rows that fit in full, until the first three are; the best is always one of them."""
+    """Plan rows in full until none that decides about the best row is extrapolated.
+
+    These are the fastest three rows that fit, rows as fast that nearly fit, and the smallest row if nothing fits.
+    """
     rows = list(rows)
-    while True:
-        first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:IN_FULL]
-        rough = [r for r in first if not r.in_full]
-        if not rough:
-            return rows
+    while rough := [r for r in _deciding(rows, budget) if not r.in_full]:
         exact = {future.result().config: future.result() for future in [start(r) for r in rough]}
         rows = [exact.get(r.config, r) for r in rows]
+    return rows
+
+
+def _deciding(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
+    """List the rows that decide about the best one, as `refine` describes them."""
+    first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:IN_FULL]
+    slowest = first[-1].seconds if len(first) == IN_FULL else math.inf
+    near = [r for r in rows if budget < r.peak_bytes <= NEAR * budget and r.seconds <= slowest]
+    return [*first, *near] if first else [*near, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]

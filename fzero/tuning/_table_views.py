@@ -72,7 +72,8 @@ def notes(table: "Table") -> list[str]:
     if table.skipped:
         lines.append(f"{len(table.skipped)} were not planned: each holds no less than another that does not fit")
     rough = sum([not r.in_full for r in table.rows])
-    lines += [f"{rough} rows (~) are extrapolated from two models of fewer blocks"] if rough else []
+    if rough:
+        lines.append(f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third proves the line")
     moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.links if axis not in moved]
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []

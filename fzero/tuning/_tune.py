@@ -248,7 +248,8 @@ def tune(
 
     Nothing runs, nothing is allocated, and no GPU is needed. Seconds are estimates by the cost model. A configuration
     that surely holds no less than another that does not fit is skipped. With `depth`, a model of many blocks is
-    extrapolated from two models of few blocks, and the best three configurations are planned in full.
+    extrapolated from two models of few blocks where a third proves the line, and else planned in full. So are the best
+    three configurations, and those that may be as good.
 
     Args:
         make_step: a function from a `Configuration` to `(step, *args)`, the arguments of `fzero.plan`: the step on

@@ -13,6 +13,7 @@ CALIBRATE = ("tests/tuning/test_calibrate.py",)
 WATCH = ("tests/tuning/test_watch.py",)
 ALLOCATIONS = ("tests/_torch/test_allocations.py",)
 PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
+EXTRAPOLATION = ("tests/tuning/test_extrapolation.py",)
 COMMAND = ("tests/tuning/test_command.py",)
 
 MUTANTS = [
@@ -41,24 +42,45 @@ MUTANTS = [
             never("A is not None"),
             ("tests/tuning/test_search.py",),
         ),
-        Fault("a configuration that fits is skipped", "search_rows", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
-        Fault("configurations that cannot fit are planned", "search_rows", never("A.B > C")),
+        Fault("a configuration that fits is skipped", "_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
+        Fault("configurations that cannot fit are planned", "_surely_too_large", returns("False")),
+        Fault("the schedule of few blocks is used for many", "_FewerBlocks.extrapolate", never("replans")),
+        Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
         Fault(
-            "models of 1 and 2 blocks are extrapolated",
-            "DEPTHS_BY_PARITY",
-            becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}"),
+            "a row whose extrapolation nearly fits is refused",
+            "_deciding",
+            becomes("[*A, *B]", "A", at="1 of 2"),
+            EXTRAPOLATION,
         ),
-        Fault("the schedule of few blocks is used for many", "ConfigurationPlanner._extrapolated", never("replans")),
-        Fault("no row is planned in full", "refine", always("not rough")),
         Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
+        Fault("a step on a mesh of another size is planned", "check_mesh", never("expected"), PARALLELISM),
+    ),
+    *File("tuning/_extrapolation.py", EXTRAPOLATION).faults(
+        Fault(
+            "models of 1, 2 and 3 blocks are extrapolated",
+            "DEPTHS_BY_PARITY",
+            becomes("{1: A, 0: B}", "{1: (1, 2, 3), 0: (1, 2, 3)}"),
+            TUNE,
+        ),
         Fault(
             "the last pipeline stages are extrapolated as if all were even",
             "depths_of",
-            becomes("few * A + B", "few * A"),
+            becomes("n * A + B", "n * A"),
             PARALLELISM,
         ),
         Fault("blocks of different kinds are extrapolated as one kind", "depths_of", always("alike"), PARALLELISM),
-        Fault("a step on a mesh of another size is planned", "check_mesh", never("expected"), PARALLELISM),
+        Fault("the extrapolation is one block off", "extrapolate.at", becomes("depth - A", "depth - A + 1"), TUNE),
+        Fault("an operation off its line is extrapolated", "extrapolate_line", becomes("keys - off", "keys")),
+        Fault(
+            "an operation off its line is left out although it may be the peak",
+            "extrapolate_line",
+            never("any(A > peak for B in off)"),
+        ),
+        Fault(
+            "a line is proved whatever the time of the third model",
+            "_numbers",
+            dropped("(A.schedules[A.B].C, D)"),
+        ),
     ),
     *File("tuning/_row.py", TUNE).faults(
         Fault(
@@ -69,7 +91,6 @@ MUTANTS = [
                 "('parameters', A, 'activations', 'buffers', 'gathered', 'gradients')",
             ),
         ),
-        Fault("the extrapolation is one block off", "extrapolate.at", becomes("depth - A", "depth - A + 1")),
         Fault("a loop's collectives count once", "summarize", bare("A * c.times")),
         Fault(
             "the seconds are those of the fullest rank, not of the slowest",

@@ -11,6 +11,7 @@ import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS, init, shape_of
+from fzero.tuning._search import ConfigurationPlanner
 from fzero.tuning.command import recipe
 from tests.tuning.helpers import TINY
 
@@ -143,11 +144,10 @@ def test_explicit_attention_keeps_its_weights(tiny):
 @pytest.mark.parametrize("stage", (2, 3))
 def test_few_blocks_of_a_model_say_what_many_take(stage):
     make_step = tuning.model_step("gpt2", length=512)
-    asked = {"world_size": 16, "global_batch": 64, "machine": "a100", "stages": (stage,), "micro_batches": (4,)}
-    rough = fzero.tune(make_step, **asked, memory=1, depth=12, remat=(True,))
-    for row in rough.rows:
-        plan = fzero.plan(*make_step(row.config), hardware=tuning.A100.as_hardware())
-        assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    config = Configuration(stage, 4, 1, True, ranks=16, depth=24)
+    row = ConfigurationPlanner(make_step, tuning.A100)(config)
+    plan = fzero.plan(*make_step(config), hardware=tuning.A100.as_hardware())
+    assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
 BAD = {

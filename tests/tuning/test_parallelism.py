@@ -12,9 +12,10 @@ import fzero
 from fzero import tuning
 from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
+from fzero.tuning._extrapolation import depths_of
 from fzero.tuning._models import PRESETS
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
-from fzero.tuning._search import ConfigurationPlanner, depths_of, fullest_of
+from fzero.tuning._search import ConfigurationPlanner, fullest_of
 from fzero.tuning._space import TuneOptions, make_space
 from fzero.tuning.command import page, recipe
 from tests.helpers import cases, either
@@ -160,10 +161,10 @@ def test_few_blocks_leave_each_stage_as_uneven_as_it_is():
     def of(depth: int, **more: Any) -> Any:
         return depths_of(Configuration(1, 1, 1, depth=depth, **more))
 
-    assert of(32) == (4, 6) and of(33) == (3, 5) and of(6) is None and of(32, pp=8) is None
-    assert of(32, pp=4) == (16, 24) and of(30, pp=4) == (14, 22) and of(28, pp=4) == (12, 20)
-    assert of(32, pp=2, schedule="interleaved") == (16, 24)
-    assert depths_of(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5)
+    assert of(32) == (4, 6, 8, 10) and of(33) == (3, 5, 7, 9) and of(14) == of(72, pp=8) == ()
+    assert of(72, pp=4) == (16, 24, 32) and of(70, pp=4) == (14, 22, 30)
+    assert of(72, pp=2, schedule="interleaved") == (16, 24, 32)
+    assert depths_of(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5, 6, 7, 8)
 
 
 def check_few_blocks(step: Any, config: Configuration) -> None:
@@ -182,20 +183,20 @@ MANY = ({"tp": 2, "pp": 2}, {"pp": 2, "schedule": "zb"}, {"tp": 4})
 
 @pytest.mark.parametrize("places", [MANY[0], *[pytest.param(p, marks=pytest.mark.slow) for p in MANY[1:]]], ids=str)
 def test_few_blocks_say_what_many_take(places):
-    check_few_blocks(make_step, Configuration(3, 8, 4, ranks=2, depth=14, **places))
+    check_few_blocks(make_step, Configuration(3, 8, 4, ranks=2, depth=30, **places))
 
 
 def test_few_blocks_know_whether_a_loop_goes_on_across_turns():
     """With few blocks that takes more than 3% of the peak, and with many it does not."""
-    check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=14))
+    check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=18))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", MANY, ids=str)
 def test_few_blocks_of_a_model_say_what_many_take(places, monkeypatch):
     """Of one with an embedding and a head, so that the ranks of its pipeline differ."""
-    monkeypatch.setitem(PRESETS, "tiny", replace(TINY["causal"], width=256, kv_heads=4, mlp=1024, vocab=512, depth=14))
-    check_few_blocks(tuning.model_step("tiny", length=64), Configuration(2, 2, 4, ranks=2, depth=14, **places))
+    monkeypatch.setitem(PRESETS, "tiny", replace(TINY["causal"], width=256, kv_heads=4, mlp=1024, vocab=512, depth=30))
+    check_few_blocks(tuning.model_step("tiny", length=64), Configuration(2, 2, 4, ranks=2, depth=30, **places))
 
 
 # ---------------------------------------------------------------- what is told
