@@ -5,7 +5,7 @@ A tree is a value that torch.func flattens: dicts, lists, tuples, NamedTuples, a
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,27 @@ def identity(x: Any) -> Any:
         if isinstance(x, bool | int | float):
             return type(x), x
     return id(x)
+
+
+def number_tensors(leaves: Sequence[Any]) -> tuple[list[int], list[int | None]]:
+    """Number the distinct tensors among leaves. A tied tensor, which is several leaves, has one number.
+
+    Returns:
+        The position of each distinct tensor's first leaf; and the number of each leaf, None if it is no tensor.
+    """
+    key_of = identity if torch.compiler.is_compiling() else id
+    positions: list[int] = []
+    numbers: list[int | None] = []
+    number_of: dict[Any, int] = {}
+    for position, x in enumerate(leaves):
+        if not isinstance(x, torch.Tensor):
+            numbers.append(None)
+            continue
+        number = number_of.setdefault(key_of(x), len(positions))
+        if number == len(positions):
+            positions.append(position)
+        numbers.append(number)
+    return positions, numbers
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero._tracebacks import api_boundary
+from fzero.parallel import schedules
 
 OPT = optim.adam(1e-2)
 
@@ -44,6 +45,18 @@ def test_it_ends_at_the_line_that_raised(jit, simulate, capfd):
     assert "@ params" in (frames[-1].line or "")
     assert "python -X dev" in "".join(traceback.format_exception(error))
     assert "Traceback" not in capfd.readouterr().err  # torch logs none beside it
+
+
+@pytest.mark.parametrize("simulate", [True, "lockstep"])
+def test_that_of_a_rank_program_ends_at_its_line(simulate):
+    def program(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    mesh = fzero.mesh(dp=2, simulate=simulate)
+    with pytest.raises(KeyError) as caught:
+        mesh.spmd(program)(mesh.split(torch.ones(4)))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [f.name for f in frames] == ["test_that_of_a_rank_program_ends_at_its_line", "program"]
 
 
 def test_an_error_of_fzero_is_at_the_users_call():
@@ -121,6 +134,17 @@ ANSWERS: dict[str, Any] = {
     "an optimizer": lambda: optim.adamw(lr=1e-3),  # pyright: ignore
     "functional": lambda: fzero.nn.functional(3),  # pyright: ignore
     "profile": lambda: fzero.profile(torch.sin, torch.ones(2), steps=0),
+    "a program's result": lambda: STEP.mesh.spmd(lambda x: x)(X),
+    "a program that evaluates": lambda: fzero.evaluate(STEP, lambda params, x: x.sum())(*STEP.init(W, OPT)[:1], X, 4),
+    "a program that predicts": lambda: fzero.predict(STEP, lambda params, x: "x")(*STEP.init(W, OPT)[:1], X),
+    "a mask": lambda: optim.masked(OPT, {"v": True}).init(W),
+    "an update": lambda: OPT.update({"w": torch.ones(3)}, OPT.init(W), W),
+    "updates": lambda: optim.apply_updates(W, {"w": torch.ones(3)}),
+    "a pipeline's schedule": lambda: schedules.schedule("none", 2, 2),
+    "a table of actions": lambda: schedules.PipelineSchedule.parse([["0F0"], ["1B0"]]),
+    "a rate schedule": lambda: optim.warmup_cosine(0.1, -1, 4),
+    "batches": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=3),
+    "a batch": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=2).steps(-1),
 }
 
 

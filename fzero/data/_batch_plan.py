@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
 from fzero.ranks import Mesh
 
@@ -31,6 +32,7 @@ class BatchPlan(NamedTuple):
         return self.micro_batch * self.accumulation
 
 
+@api_boundary
 def batch_plan(
     *,
     global_batch: int | None = None,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fzero import tree
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
@@ -149,6 +150,7 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
         )
 
 
+@api_boundary
 def batches(
     dataset: Any,
     mesh: Mesh,
@@ -259,6 +261,7 @@ class Batches:
         generator = torch.Generator("cpu").manual_seed(Random(f"{self.seed}/{epoch}").getrandbits(63))
         return torch.randperm(len(self.dataset), generator=generator, device="cpu")
 
+    @api_boundary
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, PerRank]]:
         """Load the batches from `start` to before `stop`, or without end, each with its number.
 
@@ -290,6 +293,7 @@ class Batches:
                 epoch, order = batch_epoch, self._order(batch_epoch)
             yield order[position * self.global_batch : (position + 1) * self.global_batch].tolist()
 
+    @api_boundary
     def __getitem__(self, i: int) -> PerRank:
         """Load batch i."""
         if i < 0:
@@ -300,6 +304,7 @@ class Batches:
 # The mean over batches of unequal size.
 
 
+@api_boundary
 def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     """Return the mean over all examples of all batches, as Python numbers.
 
@@ -334,6 +339,7 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
 # Each example once, in order: the last batch is filled up.
 
 
+@api_boundary
 def once(
     dataset: Any,
     mesh: Mesh,
@@ -385,6 +391,7 @@ def once(
 # Copies to the device, beside the step before.
 
 
+@api_boundary
 def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
     """Take batches before they are used, so that their copies to the device run beside the steps before them.
 

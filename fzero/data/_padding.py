@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
 
 __all__ = ["Padding", "padding"]
 
@@ -17,6 +18,7 @@ FILL: Mapping[str, Number] = {"labels": -100, "targets": -100}  # the index that
 MAX_CANDIDATES = 2048  # the most lengths to choose from
 
 
+@api_boundary
 def padding(
     lengths: Sequence[int],
     *,

@@ -232,6 +232,7 @@ def find_state(opt_state: OptState, kind: type[State]) -> State:
     return states[0]
 
 
+@api_boundary
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Add updates to parameters, keeping their dtypes; leaves that are one tensor object (tied) stay one.
 

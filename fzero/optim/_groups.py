@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
 from fzero.optim._wrappers import masked, where
 from fzero.sharding import abstract, per_leaf
@@ -14,6 +15,7 @@ from fzero.tree import Tree
 __all__ = ["by_group"]
 
 
+@api_boundary
 def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
     """Apply one optimizer to each group of leaves, with one state for all groups: torch's parameter groups.
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fzero._tracebacks import api_boundary
+
 __all__ = [
     "Schedule",
     "constant",
@@ -20,6 +22,7 @@ Schedule = Callable[[torch.Tensor], torch.Tensor]
 """A function of the number of updates done, an integer tensor `[]`, to a value such as a learning rate, `[]`."""
 
 
+@api_boundary
 def constant(value: float) -> Schedule:
     """Return `value` at every update.
 
@@ -30,6 +33,7 @@ def constant(value: float) -> Schedule:
     return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
 
 
+@api_boundary
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Go from `start` to `end` along a line, and stay there: `optax.linear_schedule`.
 
@@ -52,6 +56,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return lambda count: start + (end - start) * (count.to(torch.float64) / steps).clamp(0, 1)
 
 
+@api_boundary
 def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """Rise linearly from 0 to `peak`, then fall linearly to `end`: BERT's schedule (arXiv:1810.04805).
 
@@ -72,6 +77,7 @@ def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float =
     return _warmup(peak, warmup_steps, total_steps, lambda progress: peak + (end - peak) * progress)
 
 
+@api_boundary
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """Rise linearly from 0 to `peak`, then fall to `end` along half a cosine (SGDR, arXiv:1608.03983, one cycle).
 
@@ -111,6 +117,7 @@ def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) ->
     return schedule
 
 
+@api_boundary
 def exponential_decay(
     start: float, steps: int, decay_rate: float, staircase: bool = False, end: float | None = None
 ) -> Schedule:
@@ -145,6 +152,7 @@ def exponential_decay(
     return schedule
 
 
+@api_boundary
 def piecewise_constant(start: float, boundaries_and_scales: Mapping[int, float]) -> Schedule:
     """Multiply the value by a factor at each boundary: `optax.piecewise_constant_schedule`.
 
@@ -172,6 +180,7 @@ def piecewise_constant(start: float, boundaries_and_scales: Mapping[int, float])
     return schedule
 
 
+@api_boundary
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Follow one schedule after another; each counts from its own start: `optax.join_schedules`.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.sharding import Shard, is_box
 from fzero.tree import Tree
 
@@ -42,7 +43,7 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
         return updates, new_state
 
     vars(checked)["checks_gradients"] = True
-    return checked
+    return api_boundary(checked)
 
 
 def _other_state(update: Callable[..., Any], state: Any, reason: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.axes import LayoutRules, bound_axis
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
 from fzero.sharding import (
@@ -36,6 +37,7 @@ __all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked",
 # An optimizer on some leaves.
 
 
+@api_boundary
 def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     """Apply an optimizer to the leaves where `mask` is True; pass the gradients of all other leaves unchanged.
 
@@ -74,6 +76,7 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
         return tree.map(lambda x, m: where(m, x, torch.zeros_like(x)), values, leaf_mask)
 
+    @api_boundary
     def init(params: Params) -> OptState:
         full = abstract(params)
         if not any(x.ndim for x in tree.tensors(opt.init(full))):  # of no leaf, so no zeros are needed

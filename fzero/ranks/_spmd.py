@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import in_transform, is_old_function_error, quiet_vmap_fallback, storage_id
 from fzero._torch.levels import unwrap, vmaps
+from fzero._tracebacks import api_boundary
 from fzero.axes import (
     DEFAULT_RULES,
     Axes,
@@ -50,6 +51,7 @@ class Spmd:
     default: Names | None = None
     rules: LayoutRules = DEFAULT_RULES
 
+    @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program on every rank."""
         if not self.mesh.simulated:

@@ -218,7 +218,8 @@ def open_argument(
         check_inputs_replicated(name, axes, paths, entries)
         groups += _of_replicated(arg, entries, axes, precision)
     else:
-        variables, indices = _distinct(entries)
+        positions, indices = tree.number_tensors(entries)
+        variables: list[torch.Tensor] = [entries[i] for i in positions]
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
         groups.append(GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None))
     return Argument(entries, structure, groups)
@@ -254,7 +255,8 @@ def _of_shard(
 
 def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> GradientGroup:
     entries, structure = tree.flatten(box.value)
-    variables, indices = _distinct(entries)
+    positions, indices = tree.number_tensors(entries)
+    variables: list[torch.Tensor] = [entries[i] for i in positions]
     copy_axes = [a for a in axes if box.axes is not None and a.name not in box.axes]
     members, dtypes = [(index, 0)], [x.dtype for x in variables]
     return PerRankGroup(members, variables, dtypes, copy_axes, None, structure, indices, box.axes)
@@ -274,22 +276,6 @@ def _of_replicated(
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
         groups.append(GradientGroup(members, unit.leaves, dtypes, axes, _reduce_spec_id(unit.spec_id, precision)))
     return groups
-
-
-def _distinct(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int | None]]:
-    """List the distinct tensors among leaves, and the index of each leaf in this list (None if it is no tensor)."""
-    numbers: dict[Any, int] = {}
-    distinct: list[torch.Tensor] = []
-    indices: list[int | None] = []
-    for x in leaves:
-        if not isinstance(x, torch.Tensor):
-            indices.append(None)
-            continue
-        if tree.identity(x) not in numbers:
-            numbers[tree.identity(x)] = len(distinct)
-            distinct.append(x)
-        indices.append(numbers[tree.identity(x)])
-    return distinct, indices
 
 
 def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:

@@ -4,7 +4,7 @@ from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict
 from fzero.zero._module_params import initializer, stand_ins
 from fzero.zero._sharded_step import ShardedStep, shard
-from fzero.zero._stages import StageLayouts
+from fzero.zero._stages import STAGES, StageLayouts
 
 __all__ = [
     "ShardedStep",
@@ -18,5 +18,6 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "STAGES",
     "stand_ins",
 ]

@@ -257,7 +257,7 @@ def test_an_error_names_its_rank_and_where_the_others_are():
 
     with pytest.raises(KeyError, match="mine") as caught:
         lockstep(dp=3).spmd(program)(torch.ones(2))
-    (note,) = caught.value.__notes__
+    note, _ = caught.value.__notes__
     assert note == "fzero: rank 1 of 3 raised this; waiting: rank 0 in psum over 'dp' of float32 [2]"
 
 

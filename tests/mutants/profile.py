@@ -20,6 +20,9 @@ MUTANTS = [
         ),
         Fault("python -X dev does not show fzero's frames", "UserFrames.__exit__", dropped("sys.flags.dev_mode")),
     ),
+    *File("optim/_shapes.py", TRACEBACKS).faults(
+        Fault("an update's error shows frames of fzero", "checks_gradients", bare("api_boundary(A)")),
+    ),
     *File("_torch/tracing.py", TRACEBACKS).faults(
         Fault("torch logs an error that it also raises", "_unlogged.keep", returns("'' in record.getMessage()")),
     ),

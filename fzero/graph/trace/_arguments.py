@@ -171,18 +171,7 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
         DonatedError: if an argument was donated to an earlier call.
     """
     leaves, structure = tree.flatten((args, kwargs))
-    leaf_indices: list[int] = []
-    tensor_indices: list[int | None] = []
-    numbers: dict[int, int] = {}
-    for position, x in enumerate(leaves):
-        if not isinstance(x, torch.Tensor):
-            tensor_indices.append(None)
-            continue
-        number = numbers.setdefault(id(x), len(leaf_indices))
-        if number == len(leaf_indices):
-            leaf_indices.append(position)
-        tensor_indices.append(number)
-    return Arguments(leaves, structure, leaf_indices, tensor_indices)
+    return Arguments(leaves, structure, *tree.number_tensors(leaves))
 
 
 def leaf_names_of(values: Any) -> list[LeafName]:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from fzero._arguments import check_int, is_int
+from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of, stages_on
 from fzero.parallel.schedules._schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
@@ -55,6 +56,7 @@ def place_stages(ranks: int, stages: int, placement: StagePlacement = "loop") ->
     return tuple([ranks - 1 - s % ranks if back[s] else s % ranks for s in range(stages)])
 
 
+@api_boundary
 def greedy(
     ranks: int,
     micro_batches: int,
@@ -387,6 +389,7 @@ NAMES = {
 }
 
 
+@api_boundary
 def schedule(
     name: str,
     ranks: int,

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from fzero._report import FigureReport
+from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import (
     IN_FLIGHT_CHANGE,
     Action,
@@ -51,6 +52,7 @@ class PipelineSchedule(FigureReport):
         object.__setattr__(self, "rank_of_stage", tuple(self.rank_of_stage))
 
     @classmethod
+    @api_boundary
     def parse(cls, table: Table, name: str = "parsed") -> "PipelineSchedule":
         """Read a table in the format of torch.distributed.pipelining.
 
