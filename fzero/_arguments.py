@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-__all__ = ["check_choice", "check_int", "is_int"]
+__all__ = ["check_choice", "check_int", "is_int", "name_of"]
 
 
 def is_int(value: Any) -> TypeGuard[int]:
     """Return whether a value is an int. A bool is none: `micro_batches=True` is a mistake, not 1."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def name_of(f: Any) -> str:
+    """Return the name of the user's function for a message, "f" if it has none."""
+    return getattr(f, "__name__", "f")
 
 
 def check_int(name: str, value: Any, minimum: int = 1, meaning: str = "", maximum: int | None = None) -> int:

@@ -330,7 +330,7 @@ DIFFERENTIATION: dict[str, Row] = {
     "a loss that is not 0-d": (
         lambda: vag(lambda p, x: p["c"])(PARAMS, X),
         TypeError,
-        r"f must return a 0-d floating-point loss, but it returned torch.float32 \[5\]; reduce it with .mean\(\)",
+        r"must return a 0-d floating-point loss, but it returned torch.float32 \[5\]; reduce it with .mean\(\)",
     ),
     "an integer loss": (
         lambda: vag(lambda p, x: torch.tensor(3))(PARAMS, X),
@@ -346,12 +346,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "has_aux without a pair": (
         lambda: vag(has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), but it returned Tensor",
+        r"has_aux=True: loss_of must return \(loss, aux\), but it returned torch.float32 \[\]",
     ),
     "has_aux with three results": (
         lambda: vag(lambda p, x: (loss_of(p, x), x, x), has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), but it returned tuple",
+        r"has_aux=True: <lambda> must return \(loss, aux\), but it returned a tuple",
     ),
     "complex parameters": (
         lambda: vag()({"z": torch.ones(2, dtype=torch.complex64)}, X),

@@ -228,6 +228,14 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
         return _make_fx(with_lines, fakes)
 
 
+# texts in torch's errors -> how the traced code needs a value
+_READS = {
+    "value out of a tracing tensor": "a tensor's value",
+    "FakeTensor.__format__": "a format, as f'{loss:.3f}'",
+    ".numpy() is not supported for tensor subclasses": ".numpy()",
+}
+
+
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Raise a `DataDependentError` where torch needs the value of a tensor, since stand-ins have no values."""
@@ -235,9 +243,9 @@ def _without_values() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
-    except RuntimeError as error:
-        if "value out of a tracing tensor" in str(error):
-            raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
+    except (RuntimeError, TypeError) as error:
+        if what := next((what for text, what in _READS.items() if text in str(error)), None):
+            raise DataDependentError(what, _line_of_traceback(error)) from error
         raise
 
 

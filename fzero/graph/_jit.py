@@ -24,6 +24,7 @@ from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.trace._arguments import Arguments, Key, call_key, difference, flatten_arguments
+from fzero.graph.trace._python_state import refuse_python_state
 
 __all__ = ["Jitted", "jit"]
 
@@ -335,7 +336,8 @@ class Jitted:
 
     def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
-        entry = build_entry(options, arguments, args, len(self._entries))
+        with refuse_python_state(options.step.name, options.step.train_step):
+            entry = build_entry(options, arguments, args, len(self._entries))
         self._log_donation(entry)
         return entry
 

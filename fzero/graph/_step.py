@@ -19,6 +19,11 @@ class TrainStep(Protocol):
         ...
 
     @property
+    def train_step(self) -> Callable[..., Any]:
+        """The user's function."""
+        ...
+
+    @property
     def mesh(self) -> Mesh | None:
         """The mesh that the step runs on, or None."""
         ...
@@ -55,8 +60,13 @@ class PlainStep:
     @property
     def name(self) -> str:
         """The function's name."""
-        f = self.function.program if isinstance(self.function, Spmd) else self.function
+        f = self.train_step
         return getattr(f, "__name__", type(f).__name__)  # a callable object has none
+
+    @property
+    def train_step(self) -> Callable[..., Any]:
+        """The function, without the `Spmd` of `mesh.spmd` around it."""
+        return self.function.program if isinstance(self.function, Spmd) else self.function
 
     @property
     def mesh(self) -> Mesh | None:

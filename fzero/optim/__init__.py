@@ -42,6 +42,7 @@ from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
+from fzero.optim._roles import has_role, mark_role, role_of, watch_roles
 from fzero.optim._schedules import (
     Schedule,
     constant,
@@ -129,6 +130,10 @@ __all__ = [
 INTERNAL = [
     "as_optimizer",
     "check_has_method",
+    "has_role",
     "is_opt_state",
+    "mark_role",
+    "role_of",
     "torch_optimizer_message",
+    "watch_roles",
 ]

@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
+from fzero.optim._roles import mark_role
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_updates, checks_gradients
 from fzero.tree import Tree
@@ -246,7 +247,9 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         {'w': tensor(1.5000)}
     """
     check_updates(params, updates)
-    return tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
+    params = tree.elementwise(lambda p, u: (p + u).to(p.dtype), params, updates)
+    mark_role(params, "parameters")
+    return params
 
 
 def chain(*opts: OptimizerLike) -> Optimizer:
@@ -414,6 +417,8 @@ def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], b
             continue  # reading its value would break a trace
         if not (isinstance(value, Real) and holds(value)):
             hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
+            hint = f"; a string is no number: float({value!r})" if isinstance(value, str) else hint
+            hint = "; give b1 and b2 one by one, b1=0.9, b2=0.999" if isinstance(value, tuple | list) else hint
             raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
 
 

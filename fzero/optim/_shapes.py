@@ -8,10 +8,13 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
+from fzero.optim._roles import mark_role, mark_state, role_of
 from fzero.sharding import Shard, is_box
 from fzero.tree import Tree
 
 __all__ = ["REMEDIES", "check_gradients_like", "check_updates", "checks_gradients"]
+
+ORDER = "opt.update(grads, opt_state, params)"
 
 REMEDIES = {
     "parameter": "take the gradients of these parameters, with fzero.value_and_grad for instance",
@@ -22,7 +25,7 @@ REMEDIES = {
 def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
     """Make an optimizer's update check its gradients against the parameters, if it is given parameters, and its state.
 
-    The update then raises TypeError for the state of another optimizer.
+    The update then raises TypeError for the state of another optimizer, and ValueError for arguments in another order.
     """
     if getattr(update, "checks_gradients", False):  # the optimizer is a copy of another
         return update
@@ -31,7 +34,12 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
     def checked(grads: Tree, state: Tree, *args: Any, **kwargs: Any) -> Any:
         params = args[0] if args else kwargs.get("params")
         if params is not None:
-            check_gradients_like(params, grads, "parameter")
+            _check_order(update, grads, params)
+            try:
+                check_gradients_like(params, grads, "parameter")
+            except ValueError as error:
+                error.add_note(f"The arguments are {ORDER}")
+                raise
         try:
             updates, new_state = update(grads, state, *args, **kwargs)
         except AttributeError as error:
@@ -40,17 +48,38 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(_other_state(update, state, f"which has no {error.name!r}")) from error
         if type(new_state) is not type(state) and hasattr(state, "_fields") and hasattr(new_state, "_fields"):
             raise TypeError(_other_state(update, state, f"and updates {type(new_state).__name__}"))
+        mark_role(updates, "updates")
+        mark_state(state, new_state)
         return updates, new_state
 
     vars(checked)["checks_gradients"] = True
     return api_boundary(checked)
 
 
+def _check_order(update: Callable[..., Any], grads: Any, params: Any) -> None:
+    """Check that the gradients are a tree and no loss, and that the parameters are no gradients.
+
+    Raises:
+        TypeError: if the gradients are a lone tensor, and the parameters a tree.
+        ValueError: if the parameters are gradients of `fzero.value_and_grad`.
+    """
+    if isinstance(grads, torch.Tensor) and not isinstance(params, torch.Tensor) and not is_box(params):
+        raise TypeError(
+            f"{_name(update)} was given {tree.show(grads)} as gradients: expected a tree like the parameters; "
+            "fzero.value_and_grad returns (loss, grads), in this order"
+        )
+    if role_of(params) == "gradients":
+        raise ValueError(f"{_name(update)} was given gradients as params: the arguments are {ORDER}")
+
+
+def _name(update: Callable[..., Any]) -> str:
+    return getattr(update, "__qualname__", type(update).__name__).split(".")[0]
+
+
 def _other_state(update: Callable[..., Any], state: Any, reason: str) -> str:
-    name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
     return (
-        f"{name} was given {type(state).__name__}, {reason}: make the state with step.init(params, opt) of the same "
-        "optimizer"
+        f"{_name(update)} was given {type(state).__name__}, {reason}: make the state with step.init(params, opt) of "
+        f"the same optimizer, and pass the arguments as {ORDER}"
     )
 
 
@@ -76,11 +105,21 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
 
 
 def check_updates(params: Tree, updates: Tree) -> None:
-    """Check that updates have the structure and the shapes of parameters.
+    """Check that updates have the structure and the shapes of parameters, and that they are no gradients.
 
     Raises:
-        ValueError: if they differ. The message names the first path.
+        ValueError: if they differ, the message names the first path; or if the arguments are other trees of the step.
     """
+    order = "optim.apply_updates(params, updates), with updates, opt_state = " + ORDER
+    if (role := role_of(params)) in ("gradients", "updates"):
+        raise ValueError(f"apply_updates was given {role} as params: {order}")
+    if role_of(updates) == "gradients":
+        raise ValueError(
+            f"apply_updates was given gradients as updates, and adding them would raise the loss: {order}; to add them "
+            "on purpose, fzero.tree.map(torch.add, params, grads)"
+        )
+    if isinstance(updates, tuple) and not isinstance(params, tuple):
+        raise ValueError(f"apply_updates was given a tuple of {len(updates)} as updates: {order}")
     found = _first_of_another_shape(params, updates)
     if found is not None:
         path, expected, shape = found

@@ -13,6 +13,7 @@ from fzero._notice import trouble_link
 from fzero._torch import default_store
 from fzero.axes import DiffersByRankError
 from fzero.ranks._mesh import Mesh
+from fzero.ranks._split_sources import source_of
 from fzero.sharding import PerRank, axes_of, is_box, slice_elements
 
 __all__ = [
@@ -158,6 +159,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     if not mesh.distributed:
         return
     check_same_structure(label, values, mesh)
+    _check_sources(label, values, mesh)
     paths, leaves, _ = tree.flatten_with_paths(values)
     varies = axes_of(values, mesh.axis_names)
     compared = [
@@ -176,6 +178,35 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
             other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
             if all_sums[other][n] != all_sums[rank][n]:
                 raise DiffersByRankError(_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
+
+
+def _check_sources(label: str, values: Any, mesh: Mesh) -> None:
+    """Compare the global batches that `mesh.split` split into the boxes of a tree.
+
+    Raises:
+        DiffersByRankError: on all ranks, if they differ. The message names the leaf.
+    """
+    paths, entries, _ = tree.flatten_with_paths(values, is_box)
+    names, sums = [], []
+    for path, x in zip(paths, entries, strict=True):
+        if not isinstance(x, PerRank):
+            continue
+        inner, leaves, _ = tree.flatten_with_paths(x.value)
+        names += [tree.leaf_name(label, f"{path}.{p}" if p else path) for p in inner]
+        sources = [source_of(leaf) for leaf in leaves]
+        sums += [[0, 0] if source is None else [1, int(checksum(source))] for source in sources]
+    if not names:
+        return
+    gathered = all_gather_numbers(torch.tensor(sums, device="cpu").flatten(), mesh)
+    for n, name in enumerate(names):
+        pairs = [numbers[2 * n : 2 * n + 2] for numbers in gathered]
+        for rank, (is_known, total) in enumerate(pairs):
+            if is_known and pairs[0][0] and total != pairs[0][1]:
+                raise DiffersByRankError(
+                    f"{name} was split by mesh.split from batches that differ between rank 0 and rank {rank}: split "
+                    "takes the global batch, equal on all ranks, and keeps each rank's part of it. A batch that each "
+                    f"rank loaded itself is mesh.local(batch){trouble_link('messages')}"
+                )
 
 
 def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:

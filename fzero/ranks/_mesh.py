@@ -17,6 +17,7 @@ from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
+from fzero.ranks._split_sources import note_split
 from fzero.ranks._spmd import Spmd, check_rank_dimension
 from fzero.sharding import PerRank, is_box
 from fzero.tree import Tree
@@ -357,7 +358,10 @@ class Mesh:
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return device_put(stacked if self.simulated else stacked[mine], self.device)
 
-        return PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
+        box = PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
+        if self.distributed:
+            note_split(tree.tensors(box), tree.tensors(batch))
+        return box
 
     def _ranks(self, names: tuple[str, ...]) -> int:
         return math.prod([dict(self.shape)[name] for name in names])

@@ -284,6 +284,11 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
             inner, leaves, _ = tree.flatten_with_paths(x.value)
             _check_floating([f"{path}.{p}".strip(".") for p in inner], leaves, name)
         elif x is not None and not is_box(x) and not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            if isinstance(x, torch.nn.Module):
+                raise TypeError(
+                    f"{name} is a module, {type(x).__name__}, and the gradient is of a tree of tensors: "
+                    "apply, params, buffers = fzero.nn.functional(module), and apply(params, buffers, x) in the loss"
+                )
             shown = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
             raise TypeError(
                 f"{name} is differentiated, and its leaf {path!r} is {shown}, which cannot be differentiated; "

@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero._arguments import check_choice, check_int
+from fzero._arguments import check_choice, check_int, is_int, name_of
 from fzero._dtypes import sum_dtype
 from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, raise_priority, without_autocast_cache
@@ -29,7 +29,7 @@ from fzero.axes import (
 )
 from fzero.collectives import check_copies, mark_invariant, psum
 from fzero.graph import loop
-from fzero.optim import Precision
+from fzero.optim import Precision, mark_role
 from fzero.sharding import is_box, unwrap_per_rank
 from fzero.transforms._accumulate import MicroBatches, accumulate, find_micro_batches
 from fzero.transforms._gradient_groups import Argument, PerRankGroup, open_argument
@@ -85,8 +85,9 @@ def with_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.
     """Make a function that returns `(loss, aux)`, checked, from one that returns `loss` or `(loss, aux)`."""
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        loss, aux = _pair(f(*args, **kwargs), "(loss, aux)") if has_aux else (f(*args, **kwargs), None)
-        return _zero_dimensional(loss, "loss"), aux
+        out = f(*args, **kwargs)
+        loss, aux = _pair(f, out, "(loss, aux)") if has_aux else (out, None)
+        return _zero_dimensional(f, loss, "loss"), aux
 
     return loss_and_aux
 
@@ -99,16 +100,16 @@ def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[t
 
     def total_and_weight(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out = f(*args, **kwargs)
-        pair, aux = _pair(out, "((total, weight), aux)") if has_aux else (out, None)
+        pair, aux = _pair(f, out, "((total, weight), aux)") if has_aux else (out, None)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(
-                'reduce="weighted": f must return (total, weight), the sum of its losses and the sum of their weights '
-                f"(for example its number of tokens); it returned {type(pair).__name__}"
+                f'reduce="weighted": {name_of(f)} must return (total, weight), the sum of its losses and the sum of '
+                f"their weights (for example its number of tokens), but it returned {_shown(pair)}"
             )
         weight = pair[1] if isinstance(pair[1], torch.Tensor) else torch.tensor(pair[1], device="cpu")
         if weight.ndim:
             raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: sum it')
-        return _zero_dimensional(pair[0], "total"), (weight.detach(), aux)
+        return _zero_dimensional(f, pair[0], "total"), (weight.detach(), aux)
 
     return total_and_weight
 
@@ -121,18 +122,40 @@ def weighted_mean(total: torch.Tensor, aux: Any, grads: Any, axis: AxisName) -> 
     return (total / weight).to(total.dtype), aux, tree.map(lambda g: (g / weight).to(g.dtype), grads)
 
 
-def _pair(out: Any, expected: str) -> tuple[Any, Any]:
+def _shown(out: Any) -> str:
+    return tree.show(out) if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+
+
+def _pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"has_aux=True: f must return {expected}, but it returned {type(out).__name__}")
+        raise TypeError(f"has_aux=True: {name_of(f)} must return {expected}, but it returned {_shown(out)}")
     return out
 
 
-def _zero_dimensional(loss: Any, name: str) -> torch.Tensor:
+def _zero_dimensional(f: Callable[..., Any], loss: Any, name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        shown = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else ADVICE
-        raise TypeError(f"f must return a 0-d floating-point {name}, but it returned {shown}; {advice}")
+        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) and loss.ndim else ADVICE
+        advice = "return the loss" if loss is None else advice
+        raise TypeError(
+            f"{name_of(f)} must return a 0-d floating-point {name}, but it returned {_shown(loss)}; {advice}"
+        )
     return loss
+
+
+def _check_function(f: Any, argnums: Any) -> None:
+    """Check that a function was given and no value of it, and that positions follow.
+
+    Raises:
+        TypeError: if not. The message shows the call.
+    """
+    call = "loss, grads = fzero.value_and_grad(loss_fn)(params, batch)"
+    if isinstance(f, torch.nn.Module) or not callable(f):
+        raise TypeError(f"f is {_shown(f)}, and fzero.value_and_grad takes a function, the loss: {call}")
+    if not is_int(argnums) and not (isinstance(argnums, tuple | list) and all(is_int(i) for i in argnums)):
+        raise TypeError(
+            f"argnums is {_shown(argnums)}: expected the position of an argument, such as 0; the arguments themselves "
+            f"go to the function that value_and_grad returns: {call}"
+        )
 
 
 P = ParamSpec("P")
@@ -244,6 +267,7 @@ def value_and_grad(
         >>> mesh.spmd(fzero.value_and_grad(f))(w, mesh.split(x))
         (tensor(9.), tensor(3.))
     """
+    _check_function(f, argnums)
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     _check_options(reduce, micro_batches, nums, precision)
     if precision is not None and precision.param is torch.float16 and not getattr(f, "scales_gradients", False):
@@ -281,7 +305,7 @@ def value_and_grad(
             divisor=micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1,
             is_fenced=gather and _runs_in_eager_order(axes),
             invariant_axes=_invariant_axes(axes, arguments),
-            name=getattr(f, "__name__", "f"),
+            name=name_of(f),
             reached=[is_invariant],  # a derivative of the gradient may be of anything
         )
         with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
@@ -294,6 +318,7 @@ def value_and_grad(
         trees = [argument.reduce(remaining) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
+        mark_role(trees, "gradients")
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
     return value_and_grads
@@ -451,7 +476,8 @@ class _Loss:
         for i, xs in inputs.items():
             if versions[i] != [version_key(x) for x in xs]:
                 raise RuntimeError(
-                    f"f wrote into its parameters in place (argument {i}): let it compute new values (p = p * mask)"
+                    f"{self.name} wrote into its parameters in place (argument {i}): let it compute new values "
+                    "(p = p * mask)"
                 )
         is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
         self.reached.append(loss.requires_grad or not is_known)

@@ -11,9 +11,10 @@ from fzero import tree
 from fzero._notice import warn_once
 from fzero._torch import is_tracing, storage_id
 from fzero._torch.levels import is_wrapped
+from fzero._tracebacks import is_message
 from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules, StackedList
 from fzero.graph import Jitted, other_memory, refuse_writes_into
-from fzero.optim import Optimizer, OptimizerLike, is_opt_state, torch_optimizer_message
+from fzero.optim import Optimizer, OptimizerLike, has_role, is_opt_state, role_of, torch_optimizer_message
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
@@ -166,6 +167,11 @@ def check_params(
                 f"argument {i} (parameters) is the state of an optimizer, {_type_name(args[i])}: pass the arguments in "
                 "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
             )
+        if isinstance(args[i], PerRank):
+            raise TypeError(
+                f"argument {i} (parameters) is {args[i]!r}, as mesh.split makes of a batch: pass the arguments in "
+                "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
+            )
         if isinstance(args[i], torch.nn.Module):
             raise TypeError(
                 f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
@@ -234,6 +240,10 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
                 f"result {i} is {shown}, where the new parameters belong: return params, opt_state, loss, in the order "
                 "of the arguments"
             )
+        if (role := role_of(results[i])) in ("gradients", "updates"):
+            raise ValueError(
+                f"result {i} holds {role}, where the new parameters belong: return optim.apply_updates(params, updates)"
+            )
         # a step may have gathered its parameters itself: then compare them with the full parameters
         old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]
         try:
@@ -261,11 +271,14 @@ def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Seque
     parameters as they are only reads the state.
     """
     states = [i for i, x in enumerate(args) if i not in param_argnums and is_opt_state(x) and tree.tensors(x)]
-    if not states or any(is_opt_state(x) for x in tree.flatten(out, is_opt_state)[0]):
-        return
     results = out if isinstance(out, tuple) else (out,)
     pairs = [pair for i in param_argnums for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
-    if all(x is y for x, y in pairs):
+    is_unchanged = all(x is y for x, y in pairs)
+    others = [x for i, x in enumerate(results) if i not in param_argnums]
+    returned = [state for x in others for state in tree.flatten(x, is_opt_state)[0] if is_opt_state(state)]
+    if states and returned and pairs:
+        _check_both_are_new(returned, is_unchanged)
+    if not states or returned or is_unchanged:
         return
     i = states[0]
     message = (
@@ -277,9 +290,34 @@ def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Seque
     warn_once(f"fzero.shard: {message}")  # it holds a count only, which a constant learning rate does not read
 
 
-def notes_of(error: ValueError, args: Sequence[Any], positions: Sequence[int], stage: int) -> list[str]:
+def _check_both_are_new(states: Sequence[Any], is_unchanged: bool) -> None:
+    """Check that a step that updated returns both the new parameters and the new state.
+
+    Parameters that an eager step wrote in place are new, though they are the old tensors.
+
+    Raises:
+        ValueError: if one of them is the old one.
+    """
+    roles = {role_of(state) for state in states}
+    if is_unchanged and "state" in roles and (is_tracing() or has_role("parameters")):
+        raise ValueError(
+            "train_step returns its old parameters and the new state of its optimizer, so it would train nothing: "
+            "params = optim.apply_updates(params, updates) returns the new ones, and writes into none"
+        )
+    if not is_unchanged and "old state" in roles:
+        raise ValueError(
+            "train_step returns new parameters and the old state of its optimizer, so every step would be the first: "
+            "updates, opt_state = opt.update(grads, opt_state, params), and return this opt_state"
+        )
+
+
+def notes_of(
+    error: Exception, args: Sequence[Any], positions: Sequence[int], stage: int, simulated: bool = False
+) -> list[str]:
     """List what explains an error that a step raised and that does not name the step's wrong argument."""
     notes = []
+    if not is_message(error, error.__traceback__):  # of torch or of the user's code
+        notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
     if isinstance(error, DiffersByRankError) and str(error).startswith(tuple([f"result {i}," for i in positions])):
         notes.append(
             "The new parameters differ by rank if their gradients were not averaged: take them by "
@@ -295,6 +333,19 @@ def notes_of(error: ValueError, args: Sequence[Any], positions: Sequence[int], s
                     "opt_state = step.init(params, opt)"
                 )
     return notes
+
+
+def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:
+    """Show what a rank gets of a batch, with the shapes of one rank's part."""
+    paths, leaves, _ = tree.flatten_with_paths(batch.value)
+    parts = [
+        f"{path!r} " * bool(path) + f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)[int(simulated) :]}"
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, torch.Tensor)
+    ]
+    more = [f"and {len(parts) - 8} more"] if len(parts) > 9 else []
+    shown = ", ".join([*(parts[:8] if more else parts), *more])
+    return f"Each rank got, as argument {i}, a {type(batch.value).__name__}: {shown}"
 
 
 # Checks of the optimizer, and of its new state.

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import sum_dtype
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import axis_index
 from fzero.collectives import all_gather_invariant, psum
 from fzero.parallel.pipeline import Pipeline
@@ -19,7 +19,7 @@ from fzero.zero._sharded_step import ShardedStep
 __all__ = ["evaluate", "predict"]
 
 
-@api_boundary
+@api_boundary_with("evaluate(step, f) returns a program: program(params, batch, rows)")
 def evaluate(
     step: ShardedStep, f: Callable[..., Any], *, weighted: bool = False, gather: bool = True
 ) -> Callable[..., Any]:

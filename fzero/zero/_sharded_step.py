@@ -22,7 +22,7 @@ from fzero.axes import (
     UnitRule,
     layout_rules,
 )
-from fzero.optim import Optimizer, as_optimizer
+from fzero.optim import Optimizer, as_optimizer, watch_roles
 from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
@@ -133,8 +133,8 @@ class ShardedStep:
         args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
         try:
             return self.program(self.rank_step)(*args, **kwargs)
-        except ValueError as error:
-            for note in notes_of(error, args, self.param_argnums, self.stage):
+        except Exception as error:
+            for note in notes_of(error, args, self.param_argnums, self.stage, self.mesh.simulated):
                 error.add_note(note)
             raise
 
@@ -181,15 +181,17 @@ class ShardedStep:
         the step receives shards. Gradients are reduced in `fzero.value_and_grad`.
         """
         if not self.layout.shards_within_step:  # parameters keep their layout within the step
-            out = self.train_step(*args, **kwargs)
-            check_results(args, out, self.param_argnums)
+            with watch_roles():
+                out = self.train_step(*args, **kwargs)
+                check_results(args, out, self.param_argnums)
             return out
         sharded = [
             partition(x, reduce_grads=self.layout.grads) if i in self.param_argnums else x for i, x in enumerate(args)
         ]
-        out = self.train_step(*sharded, **kwargs)
-        check_unwritten(sharded, self.param_argnums)
-        check_results(sharded, out, self.param_argnums)
+        with watch_roles():
+            out = self.train_step(*sharded, **kwargs)
+            check_unwritten(sharded, self.param_argnums)
+            check_results(sharded, out, self.param_argnums)
         del sharded  # free the old shards before gathering the new parameters
         if not isinstance(out, tuple):
             return replicate(out)
@@ -480,7 +482,10 @@ def shard(
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
-            warn_once("fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used")
+            warn_once(
+                "fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used: pass "
+                "mesh=fzero.mesh(dp=4) to simulate 4 ranks, or launch the script with torchrun"
+            )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)

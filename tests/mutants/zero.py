@@ -26,11 +26,15 @@ MUTANTS = [
         Fault("a step with torch.optim is not refused", "check_train_step", never("isinstance(A, torch.optim.B)")),
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),
         Fault("a module is taken for a train step", "check_train_step", never("isinstance(A, torch.nn.Module)")),
-        Fault("a forgotten state is not noticed", "_check_state_is_returned", always("all(A is B for C, D in E)")),
+        Fault(
+            "a forgotten state is not noticed",
+            "_check_state_is_returned",
+            becomes("all(A is B for C, D in E)", "True"),
+        ),
         Fault(
             "a step that only reads its state is refused",
             "_check_state_is_returned",
-            never("all(A is B for C, D in E)"),
+            becomes("all(A is B for C, D in E)", "False"),
         ),
         Fault("a loss in the place of the parameters is not named", "check_results", never("is_opt_state(A) or B")),
         Fault("a step without results is not named", "check_results", never("A is None")),

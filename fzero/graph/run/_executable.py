@@ -1,5 +1,7 @@
 """A program with compiled segments, as a function. Segments get arguments in the layout that they were compiled for."""
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero._torch import have_equal_strides, profiling
+from fzero._torch import have_equal_strides, line_of, profiling
 from fzero.collectives import gloo
 from fzero.graph._ir import COPY, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
@@ -128,9 +130,33 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
             args[i] = [args[i]]
         inputs = tuple(args)
         args.clear()
-        return module.forward(*inputs) if current_recorder() is None else timed_graph(module, source)(*inputs)
+        try:
+            return module.forward(*inputs) if current_recorder() is None else timed_graph(module, source)(*inputs)
+        except Exception as error:
+            _add_line(error, _line_of_failure(error, source))
+            raise
 
     return Executable(run)
+
+
+_NOTE = "fzero: it failed in the step's operation of "
+
+
+def _add_line(error: Exception, line: str) -> None:
+    """Note the user's line of an operation that failed, unless a part of it has noted its own."""
+    if line and not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        file, _, number = line.rpartition(":")
+        error.add_note(f"{_NOTE}{line}: {linecache.getline(file, int(number)).strip()}")
+
+
+def _line_of_failure(error: Exception, graph: Graph) -> str:
+    """Return the user's line of the node whose generated code raised, "" if it is unknown."""
+    lines = {node.name: line_of(node) for node in graph.nodes}
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
+            text = linecache.getline(frame.f_code.co_filename, number, frame.f_globals)
+            return lines.get(text.split("=")[0].split(":")[0].strip(), "")
+    return ""
 
 
 def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
@@ -209,18 +235,24 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
         apply = _apply_timed if current_recorder() else _apply
         registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]
         args.clear()
-        for is_segment, f, arguments, out, free, origin in instructions:
-            if is_segment:
-                inputs = [registers[i] for i in arguments]
-                for i in free:
-                    registers[i] = None
-                for i, value in zip(out, call(f, inputs, origin), strict=True):
-                    registers[i] = value
-                value = None
-            else:
-                registers[out] = apply(f, arguments(registers), origin)
-                for i in free:
-                    registers[i] = None
+        line = None
+        try:
+            for is_segment, f, arguments, out, free, origin in instructions:
+                line = origin
+                if is_segment:
+                    inputs = [registers[i] for i in arguments]
+                    for i in free:
+                        registers[i] = None
+                    for i, value in zip(out, call(f, inputs, origin), strict=True):
+                        registers[i] = value
+                    value = None
+                else:
+                    registers[out] = apply(f, arguments(registers), origin)
+                    for i in free:
+                        registers[i] = None
+        except Exception as error:
+            _add_line(error, line if isinstance(line, str) else "")
+            raise
         return [None if i is None else registers[i] for i in program.results]
 
     names = [name_of_code(x.key) for x in program.segments()]

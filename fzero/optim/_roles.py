@@ -1,0 +1,73 @@
+"""What trees are within one call of a step: gradients, updates, or a state that an update has replaced.
+
+Such trees have the structure of the parameters or of the state. A step that takes one for another would train
+something else without an error, so the functions that take them ask here.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+
+from fzero import tree
+from fzero._torch.levels import version_key
+
+__all__ = ["has_role", "mark_role", "mark_state", "role_of", "watch_roles"]
+
+Role = Literal["gradients", "updates", "parameters", "state", "old state"]
+
+# by the ids of tensors; the references show whether an id is still the tensor's, and the versions whether it was
+# written, as by an optimizer that makes updates of gradients in place
+_Marks = dict[int, tuple["weakref.ref[torch.Tensor]", Any, Role]]
+_MARKS: ContextVar[_Marks | None] = ContextVar("marks", default=None)
+
+
+def _marks() -> _Marks | None:
+    return None if torch.compiler.is_dynamo_compiling() else _MARKS.get()
+
+
+@contextmanager
+def watch_roles() -> Iterator[None]:
+    """Note the roles of trees in this block, and forget them at its end."""
+    if torch.compiler.is_dynamo_compiling():
+        yield
+        return
+    token = _MARKS.set({})
+    try:
+        yield
+    finally:
+        _MARKS.reset(token)
+
+
+def mark_role(values: Any, role: Role) -> None:
+    """Note the role of a tree's tensors, those of boxes too. Outside of `watch_roles` it does nothing."""
+    marks = _marks()
+    if marks is not None:
+        marks.update({id(x): (weakref.ref(x), version_key(x), role) for x in tree.tensors(values)})
+
+
+def mark_state(old: Any, new: Any) -> None:
+    """Note the tensors of an update's new state, and those of its old state that the new one does not hold."""
+    if _marks() is None:
+        return
+    present = {id(x) for x in tree.tensors(new)}
+    mark_role(new, "state")
+    mark_role([x for x in tree.tensors(old) if id(x) not in present], "old state")
+
+
+def role_of(values: Any) -> Role | None:
+    """Return the role of a tree's first tensor that has one; None if none has, and outside of `watch_roles`."""
+    marks = _marks()
+    for x in tree.tensors(values) if marks else ():
+        mark = None if marks is None else marks.get(id(x))
+        if mark is not None and mark[0]() is x and mark[1] == version_key(x):
+            return mark[2]
+    return None
+
+
+def has_role(role: Role) -> bool:
+    """Return whether a tree of this role was noted."""
+    return any(other == role for *_, other in (_marks() or {}).values())

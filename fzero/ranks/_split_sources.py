@@ -1,0 +1,28 @@
+"""The global tensors that `mesh.split` split, for the check of a step's first call.
+
+A batch that each rank loaded itself is no global batch: split again, most of it would be dropped without an error.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["note_split", "source_of"]
+
+_MOST = 64  # parts that live at once; a step is checked at its first call only
+_SOURCES: dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]] = {}
+
+
+def note_split(parts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Note the tensors that this rank's parts were taken from, as long as the parts live."""
+    for part, source in zip(parts, sources, strict=True):
+        if len(_SOURCES) < _MOST:
+            number = id(part)
+            _SOURCES[number] = weakref.ref(part, lambda _, number=number: _SOURCES.pop(number, None)), source
+
+
+def source_of(part: torch.Tensor) -> torch.Tensor | None:
+    """Return the global tensor that `mesh.split` took a rank's part from; None for other tensors."""
+    reference, source = _SOURCES.get(id(part), (None, None))
+    return source if reference is not None and reference() is part else None
