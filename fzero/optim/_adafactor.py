@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
+from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.optim._base import (
     Mask,
@@ -45,6 +46,7 @@ __all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "
 # A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`. A vector or a 0-d leaf has no columns, and
 # each of its elements is a row. A unit has one vector of sums: the first leaf's rows, its columns, the next leaf's rows
 # and so on. Each rank adds the squares of its shard to this vector, and one psum completes the vectors of all units.
+# The vector is of full leaves, those of tensor parallelism too: a rank adds its part at the part's rows and columns.
 
 
 Shape = tuple[int, ...]
@@ -73,7 +75,7 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
     """Return the sums of squares of each leaf's rows and columns in a flattened tree, in float32 or wider.
 
     Raises:
-        ValueError: if leaves are split over an axis, because their rows or columns lie on several ranks.
+        ValueError: if each rank along an axis has other leaves, as in a pipeline, because no rank has the sums of all.
     """
     return [*_sums_of_full_leaves(entries), *_sums_of_units(sharded_units(paths, entries))]
 
@@ -94,10 +96,10 @@ def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
     units_by_axes: dict[tuple[str, ...], list[ShardedUnit]] = {}
     for unit in units:
         spec = traced_spec(unit.spec_id)
-        if spec.split:
+        if stacked := [split.axis for split in spec.split if split.stacked]:
             raise ValueError(
-                f"adafactor needs full rows and columns, and leaves of unit {spec.unit!r} are split over "
-                f"{[split.axis for split in spec.split]}: use an elementwise optimizer for them, or lamb"
+                f"adafactor keeps the sums of all leaves on all ranks, and along {stacked} each rank has other leaves "
+                f"of unit {spec.unit!r}: use an elementwise optimizer for them, or lamb"
             )
         units_by_axes.setdefault(spec.varies, []).append(unit)
     for axes, group in units_by_axes.items():
@@ -111,14 +113,14 @@ def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
     squares, (row, column) = at_least_float32(box.data).square(), _indices_of_sums(box)
     # the last one collects elements without a sum
-    sums = squares.new_zeros(_length(traced_spec(box.spec_id).shapes) + 1)
+    sums = squares.new_zeros(_length(traced_spec(box.spec_id).full_shapes) + 1)
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
 def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[Sums]:
     """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
-    for index, shape in enumerate(traced_spec(unit.spec_id).shapes):
+    for index, shape in enumerate(traced_spec(unit.spec_id).full_shapes):
         parts: list[torch.Tensor | None] = []
         for part in (row_shape(shape), column_shape(shape)):
             size = 0 if part is None else math.prod(part)
@@ -200,7 +202,30 @@ def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     inner, end = position - offset, _length(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)
     column = torch.where(columns == end, columns, columns + inner // area * width + inner % width)
-    return row, column
+    if not traced_spec(box.spec_id).split:
+        return row, column
+    in_full = _full_indices(box)
+    return in_full[row], in_full[column]
+
+
+def _full_indices(box: Shard) -> torch.Tensor:
+    """Return for each sum of this rank's parts of split leaves its index in the vector of full leaves' sums."""
+    spec, device = traced_spec(box.spec_id), box.data.device
+    indices: list[torch.Tensor] = []
+    start = 0
+    for i, (part, full) in enumerate(zip(spec.shapes, spec.full_shapes, strict=True)):
+        firsts = [torch.zeros((), dtype=torch.int64, device=device) for _ in part]  # the part's place in each dimension
+        for split in spec.split:
+            firsts[split.dims[i]] = firsts[split.dims[i]] * split.size + axis_index(split.axis).to(device)
+        *outer, last = range(len(part)) if part else [0]
+        for dims in (outer, [*outer[:-1], last]) if outer else (range(len(part)),):  # of rows, of columns
+            index = torch.zeros((), dtype=torch.int64, device=device)
+            for d in dims:
+                places = firsts[d] * part[d] + torch.arange(part[d], device=device)
+                index = index[..., None] * full[d] + places
+            indices.append(start + index.flatten())
+            start += math.prod([full[d] for d in dims])
+    return torch.cat([*indices, torch.full((1,), start, device=device)])
 
 
 class AdafactorState(NamedTuple):
@@ -228,7 +253,8 @@ def adafactor(
 
     The second moment of a matrix `[r, c]` is the product of the means of its rows and columns: r + c numbers instead of
     r c. There is no first moment. On shards one psum per set of axes sums the means over the ranks. Every rank stores
-    all means, which are small. The root mean squares of the leaves take a second psum.
+    all means, which are small: those of full leaves, where tensor or expert parallelism splits leaves. The root mean
+    squares of the leaves take a second psum.
 
     Args:
         learning_rate: a number, or a schedule: the size of a step relative to the size of the leaf. At update t the

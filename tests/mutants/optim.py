@@ -107,6 +107,12 @@ MUTANTS = [
         Fault("Adafactor's sharded means lie on the default device", "_zeros", becomes("A.data.device", "None")),
     ),
     *File("optim/_adafactor.py", WRAPPERS).faults(
+        Fault(
+            "Adafactor adds each rank's part of a split leaf at the first part's rows",
+            "_full_indices",
+            becomes("A[B] * C + D.to(E)", "A[B]"),
+            ("tests/parallel/tensor/test_training.py", "-k", "adafactor and 2"),
+        ),
         Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),

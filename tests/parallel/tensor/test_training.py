@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
+from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import examples, train_step_for
 from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_of, plain_loss
@@ -34,6 +36,17 @@ def test_training_on_any_mesh_is_dense_training(mesh, stage, micro, sequence, re
     for batch in BATCHES:  # and the function without axes is the plain one
         found, expected = (step(params, OPT.init(params), batch) for step in (mine, plain))
         assert_trees_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mesh", [fzero.mesh(dp=2, tp=2), fzero.mesh(dp=1, tp=2, simulate="lockstep")], ids=repr)
+def test_adafactor_on_parts_of_leaves_is_adafactor_on_whole_leaves(mesh, stage):
+    opt = optim.adafactor(1e-2, eps=1e-3, weight_decay=0.1, mask=lambda p: tree.map(lambda x: x.ndim > 1, p))
+    mine, params = train_step_for(loss_for(False, False), opt), params_of(False)
+    assert_equivalent(mine, params, opt, BATCHES, (stage,), meshes=[mesh], split=SPLIT, axis="dp")
+    step = fzero.shard(mine, stage, mesh, split=SPLIT, axis="dp")
+    rows = step.gather(step.init(params, opt)[1]).rows  # a checkpoint of it loads on any mesh
+    assert {tuple(x.shape) for x in tree.tensors(rows)} == {tuple(x.shape) for x in tree.tensors(opt.init(params).rows)}
 
 
 def test_a_plan_names_the_layers_whose_activations_are_summed():
