@@ -125,7 +125,7 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
         assert jitted._lengths.refused_names
 
 
-@case
+@slow_case
 def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.ranks.Mesh) -> None:
     """Each rank has as many rows as it likes, or as it had before: no collective of the step depends on them."""
     jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="fx")
@@ -194,8 +194,8 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
     def across(found: Any, budget: Any, name: str) -> int:
         return next(i for i, c in enumerate(found) if c.pass_settings.across_iterations)
 
-    few = ((3, 4, 2, "fx"), (2, 4, 2, "inductor"))
-    for stage, k, in_flight, backend in either(few, (*few, (2, 3, 1, "fx"))):
+    few = ((3, 4, 2, "fx"),)
+    for stage, k, in_flight, backend in either(few, (*few, (2, 4, 2, "inductor"), (2, 3, 1, "fx"))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fzero.graph._entry.choose", across)
             patch.setattr(lowering, "is_compiled", lambda code: True)
@@ -304,7 +304,7 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
         assert least < most and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@case
+@slow_case
 def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=1, mesh=mesh)
     jitted, batch = fzero.jit(step, backend="fx"), mesh.split(mlp_batch(2 * mesh.size))
@@ -435,7 +435,7 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.ranks.Mesh)
     assert issued == planned and len(planned) >= 3, (issued, planned)
 
 
-@case
+@slow_case
 def a_profile_counts_the_plans_collectives(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="inductor")
     args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))

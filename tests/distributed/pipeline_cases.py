@@ -154,7 +154,7 @@ def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.parallel.pipeline.Pi
     )
 
 
-@case
+@slow
 def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> None:
     """To the byte, whatever is in flight; and 1F1B holds as much for 8 micro-batches as for 4."""
     mesh, opt, peaks = fzero.mesh(dp=1, pp=-1), optim.sgd(0.1), {}
@@ -230,7 +230,7 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.ranks.Mesh) -> None:
         assert moved["read"] <= moved["written"] + BLOCK, "its own file, and a block of another with the table"
 
 
-@case
+@slow
 def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
     """What is not finite is named by the block's number; a profile, metrics, and a checkpoint in memory."""
 

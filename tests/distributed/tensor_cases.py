@@ -13,7 +13,8 @@ from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_o
 from tests.parallel.tensor.models import losses_of, model_of, step_and_params
 
 CASES: Cases = {}
-case = into(CASES)
+SLOW: Cases = {}  # of them; only make test-all runs these
+case, slow_case = into(CASES), into(CASES, SLOW)
 
 
 @case
@@ -37,7 +38,7 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None
             assert_trees_close(step.gather(tuple(state)), expected[-1][:2])
 
 
-@case
+@slow_case
 def a_model_of_transformers_trains_by_its_own_plan(_: fzero.ranks.Mesh) -> None:
     mesh = fzero.mesh(dp=-1, tp=2)
     for stage, sequence in either(((3, True),), ((2, False), (3, True))):

@@ -50,7 +50,9 @@ def test_gloo_processes(name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("axes", 4), ("pipeline", 4)])
+@pytest.mark.parametrize(
+    "name,ranks", [("core", 2), ("jit", 2), ("axes", 4), ("pipeline", 2), ("pipeline", 4), ("tensor", 2)]
+)
 def test_slow_cases(name, ranks):
     check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))
 

@@ -1,4 +1,4 @@
-"""Six kinds of models in the default backend, each with one block.
+"""Six kinds of models in the default backend, each with one block; two of them in `make test`.
 
 `make sweep` has all others, and more ways.
 """
@@ -10,6 +10,7 @@ import pytest
 
 import fzero
 from tests.graph.helpers import needs_compiler
+from tests.helpers import cases
 from tests.sweep.cases import Case
 from tests.sweep.families import MODELS, of_transformers
 from tests.sweep.run import ERRORS, Task, difference
@@ -26,7 +27,7 @@ CASES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(["bert", "mixtral"], CASES))
 def test_a_model_trains_compiled(name, monkeypatch):
     model = MODELS[name]
     build = of_transformers(name, model.kind, **ONE.get(name, {"num_hidden_layers": 1}))

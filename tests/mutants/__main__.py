@@ -3,8 +3,8 @@
 python -m tests.mutants [NAME ...]      (`make mutants`)
 
 A fault is killed if a test fails, and has survived if none does. It is not applicable if the place that it names is not
-found any more, or if its tests fail without it: each set of tests runs once without a fault, first. Only if all are
-killed is the exit code 0.
+found any more, or if its tests fail without it: each set of tests runs once without a fault, first. A fault that
+survives then meets the slow tests of the same files. Only if all are killed is the exit code 0.
 
 Each fault gets a copy of the project, and a process that runs its tests there until one fails. The processes are
 forked from this one, which has imported torch and runs nothing: fzero they import themselves, from their copy.
@@ -136,6 +136,16 @@ def with_failing_tests(mutants: list[Mutant], found: list[Verdict]) -> list[Verd
     return [Verdict(m, NOT_APPLICABLE, why.format(failing[m.tests])) for m in mutants if m.tests in failing]
 
 
+def with_slow_tests(found: list[Verdict], project: pathlib.Path) -> Iterator[Verdict]:
+    """Run the slow tests of the faults that survived the others, and yield those that are killed now."""
+    survivors = [v.mutant for v in found if v.outcome == SURVIVED and "-m" not in v.mutant.tests]
+    mutants = [m._replace(tests=(*m.tests, "-m", "slow")) for m in survivors]
+    passing = {v.mutant.tests for v in verdicts(without_faults(mutants), project) if v.by.startswith("exit code 0")}
+    for v in verdicts([m for m in mutants if m.tests in passing], project):
+        if v.outcome == KILLED:
+            yield v
+
+
 def chosen(names: list[str]) -> list[Mutant]:
     """Return the mutants of these names, or all."""
     unknown = set(names) - {m.name for m in MUTANTS}
@@ -187,6 +197,8 @@ def main() -> None:
             outcome = v.outcome if v.outcome == KILLED else v.outcome.upper()
             console.print(f"{i:>4} {outcome:<8} {v.mutant.name}", highlight=False, markup=False)
             found.append(v)
+        killed = {v.mutant.name: v for v in with_slow_tests(found, project)}
+        found = [killed.get(v.mutant.name, v)._replace(mutant=v.mutant) for v in found]
     console.print(table(sorted(found, key=lambda v: mutants.index(v.mutant))))
     console.print(summary(found))
     sys.exit(any(v.outcome != KILLED for v in found))

@@ -7,15 +7,22 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from tests.helpers import either
+
 VOCAB = 97
 
 
 def llama(dropout: float = 0.0) -> LlamaForCausalLM:
-    """Make a Llama of two blocks, always with the same weights."""
+    """Make a Llama of one or two blocks, always with the same weights."""
     set_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": either(1, 2),
+        "vocab_size": VOCAB,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=dropout))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=either(1, 2), attention_dropout=dropout))
 
 
 def documents(count: int, length: int = 8) -> list[dict[str, torch.Tensor]]:
