@@ -60,7 +60,7 @@ MUTANTS = [
         Fault(
             "a result shares the argument's memory when its collective has one rank",
             "drop_lone_collectives",
-            dropped("not A & {*B[C]}"),
+            dropped("not is_handed_out"),
         ),
         Fault(
             "views of a dropped gather keep old stand-ins",

@@ -14,6 +14,7 @@ from fzero.graph._ir import (
     graph_results,
     is_collective,
     is_gather,
+    is_input,
     is_reduce_collective,
     is_wait,
     parameter_gathers,
@@ -36,8 +37,8 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     """Remove the collectives over groups of one rank.
 
     On `dp=1, ep=8` experts are sharded over the one rank of `dp`: the gather of an expert, and the sum of its
-    gradients, would be copies. A collective stays if a result of the graph shares its memory: otherwise that result
-    would share memory with an argument or another result.
+    gradients, would be copies. A collective stays if a result of the graph shares its memory, and its operand's memory
+    is that of an argument or of a result: otherwise both would share memory.
 
     Args:
         graph: a flat graph, as traced.
@@ -51,12 +52,14 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     graph = copy_graph(graph)
     memory, index = storages(graph).indices, {n: i for i, n in enumerate(graph.nodes)}
     output_storages = {s for value in graph_results(graph) if isinstance(value, Node) for s in memory[value]}
+    callers_storages = output_storages | {s for n in graph.nodes if is_input(n) for s in memory[n]}
     for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
         start = source_of_wait(wait)
         operand = start.all_input_nodes[0]
-        if not output_storages & {*memory[wait]} and signature(stand_ins_of(operand)[0]) == signature(
-            stand_ins_of(wait)[0]
-        ):
+        is_handed_out = output_storages & {*memory[wait]} and callers_storages & {*memory[operand]}
+        if not is_handed_out and signature(stand_ins_of(operand)[0]) == signature(stand_ins_of(wait)[0]):
+            if output_storages & {*memory[wait]}:
+                callers_storages |= {*memory[operand]}  # its memory is a result's now
             views = views_and_users(wait)[0][1:]
             wait.replace_all_uses_with(operand)
             graph.erase_node(wait)
