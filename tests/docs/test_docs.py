@@ -22,6 +22,9 @@ from fzero.parallel.schedules._builders import NAMES
 from tests.distributed.launch import world as processes
 from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 
+# each takes the processor 7 to 25 seconds, and other tests plan, train pipelines and run the plugs
+SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload")
+
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:
     printed = re.sub(r"[ \t]+$", "", printed, flags=re.MULTILINE)
@@ -56,7 +59,12 @@ def world(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's word for one process
 @pytest.mark.parametrize(
-    "page", [p for p in [*TUTORIAL, *GUIDES] if any(b.runs for b in blocks(p))], ids=lambda p: p.stem
+    "page",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem)
+        for p in [*TUTORIAL, *GUIDES]
+        if any(b.runs for b in blocks(p))
+    ],
 )
 def test_a_page_runs_and_prints_what_it_shows(page, world):
     names: dict = {"__name__": "__main__"}

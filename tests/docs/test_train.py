@@ -23,6 +23,7 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
     return [(step, re.findall(r"([a-z/ ]+) [\d.e-]+", rest)) for step, rest in found]
 
 
+@pytest.mark.slow
 def test_the_script_is_killed_and_goes_on(script, tmp_path):
     assert "steps, folder = 120," in script
     killed = script.replace("        log(i + 1, found)\n", "        log(i + 1, found)\n        assert i < 75\n", 1)
@@ -40,7 +41,6 @@ def test_the_script_is_killed_and_goes_on(script, tmp_path):
     assert rows[-1]["test accuracy"] > 0.95
 
 
-@pytest.mark.slow
 def test_the_script_runs_alone(script, tmp_path):
     (tmp_path / "train.py").write_text(script.replace('= 120, "runs', f'= 20, "{tmp_path}/runs'))
     done = python(str(tmp_path / "train.py"))

@@ -213,6 +213,7 @@ def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengt
     assert run.traces < len(lengths) == each.traces
 
 
+@pytest.mark.slow
 @examples(0, 30)
 @given(
     n=st.integers(1, 2),
@@ -283,6 +284,7 @@ def test_donated_state_is_gone_at_an_untraced_length_too():
     assert run.traces == 3
 
 
+@pytest.mark.slow
 @needs_symbols
 def test_an_untraced_length_can_be_planned_and_run_by_another_step(tmp_path):
     run, state = steps(2, 3, 1, "fx", dump=tmp_path)

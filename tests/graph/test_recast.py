@@ -147,9 +147,7 @@ def planned(stage: Any, ranks: int, clip: bool, **options: Any) -> fzero.graph.P
     return fzero.plan(fzero.jit(step, **options), params, state, step.mesh.split(x), world_size=ranks)
 
 
-@pytest.mark.parametrize(
-    "ranks,stage", cases([(2, 2), (8, 3), (8, 2), (4096, 3)], itertools.product((2, 4, 8, 32, 256, 4096), (2, 3)))
-)
+@pytest.mark.parametrize("ranks,stage", cases([(2, 2), (4096, 3)], itertools.product((2, 4, 8, 32, 256, 4096), (2, 3))))
 def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
     """The half-precision shards of all units wait for the norm; their copies in float32 do not."""
     numel = tree.numel(layers())

@@ -97,6 +97,7 @@ def test_without_a_share_of_the_host_the_plan_is_that_of_the_optimizer(stage):
         assert mine.transfers == () and mine.peak_of("host") == 0 and "host" not in str(mine)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_world_cuts_the_pieces_again():
     """A share is kept, no number of elements: so a plan of 2 simulated ranks serves for 8."""
     for ratio in (0.5, by_path, 1):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
+from tests.helpers import examples
 
 
 class Doubled(torch.autograd.Function):
@@ -54,6 +55,7 @@ def trained(n, stage, k, autograd, f=loss):
     return step.gather(params), value
 
 
+@examples(10, 100)
 @given(n=st.integers(1, 4), stage=st.integers(0, 3), k=st.integers(1, 3))
 def test_numbers_are_those_of_torch_func(n, stage, k):
     assert_trees_close(trained(n, stage, k, autograd=True), trained(n, stage, k, autograd=False))

@@ -575,7 +575,7 @@ def growth(peak: Any) -> float:
     return (large - small) / 8 / UNIT
 
 
-@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_a_plan_holds_one_input_a_layer(backend):
     def peak(f):
         # remat alone: jit's own recomputation of what is cheap would take some of what it saves
@@ -637,6 +637,7 @@ def test_a_plan_computes_a_block_again():
     assert flops[1] / flops[0] > 1.3
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductor_does_not_merge_the_two_runs():
     args = deep_inputs(4)

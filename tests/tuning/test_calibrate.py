@@ -81,6 +81,7 @@ def test_a_machine_is_read_as_it_was_stored(machine):
     assert read_calibrated() == machine
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     port = free_port()
     variables = [{**rank_variables(r, 2, port), "XDG_CACHE_HOME": cache} for r in range(2)]

@@ -13,6 +13,7 @@ from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS, init, shape_of
 from fzero.tuning._search import ConfigurationPlanner
 from fzero.tuning.command import recipe
+from tests.helpers import either
 from tests.tuning.helpers import TINY
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
@@ -77,8 +78,8 @@ def tiny(monkeypatch):
 def test_every_model_can_be_planned(name, tiny):
     make_step = tuning.model_step(f"tiny-{name}", length=16)
     asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "machine": "h100", "micro_batches": (1,)}
-    table = fzero.tune(make_step, **asked, stages=(3,), remat=(False, "matmuls"), offload=(0.5,))
-    assert len(table.rows) == 2 and not table.skipped and table.best()
+    table = fzero.tune(make_step, **asked, stages=(3,), remat=either(("matmuls",), (False, "matmuls")), offload=(0.5,))
+    assert len(table.rows) == either(1, 2) and not table.skipped and table.best()
     for row in table.rows:
         assert row.flops and row.traffic_bytes["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
 

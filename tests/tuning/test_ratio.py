@@ -13,7 +13,7 @@ import fzero
 from fzero import tuning
 from fzero.testing import world_sizes
 from fzero.tuning._ratio import first_fit
-from tests.helpers import examples
+from tests.helpers import either, examples
 from tests.tuning.steps import maker, planned
 
 PARTS = 5
@@ -75,7 +75,8 @@ def test_a_ratio_is_that_of_trying_all(way, n, share):
 
 def test_a_step_and_its_arguments_are_planned_for_any_world():
     at = {n: [planned(r, world_size=n).peak_bytes for r in (0, 1)] for n in (2, 8)}
-    for n, (none, all_) in at.items():
+    for n in either((8,), (2, 8)):
+        none, all_ = at[n]
         asked: dict[str, Any] = {} if n == 2 else {"world_size": n}
         found = fzero.tuning.offload_ratio(maker(), (none + all_) / 2, **asked)
         assert abs(found.ratio - 0.5) < 0.02 and len(found.tried) <= 10

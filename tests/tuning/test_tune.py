@@ -99,6 +99,7 @@ def test_few_blocks_say_what_many_take(stage, remat, depth):
     assert row.flops == plan.flops
 
 
+@pytest.mark.slow
 def test_the_first_three_are_planned_in_full():
     asked = {**SPACE, "stages": (2,), "remat": (False, True), "depth": 18}
     table = fzero.tune(make_step, **asked, memory=1e12)

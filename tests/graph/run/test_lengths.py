@@ -253,6 +253,7 @@ def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     fzero.testing.assert_trees_close(losses, expected)
 
 
+@pytest.mark.slow
 def test_dynamic_false_compiles_for_each_length(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
     counted = Counted(monkeypatch)
@@ -277,6 +278,7 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
     assert [e.options.schedule_options.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
 
+@pytest.mark.slow
 @needs_symbols
 def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)

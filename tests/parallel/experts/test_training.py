@@ -48,6 +48,7 @@ def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro,
     check(loss_for(k, capacity, over, remat=remat, **more), mesh, (stage,), micro)
 
 
+@pytest.mark.slow
 @examples(3, 4)
 @given(st.sampled_from([fzero.mesh(ep=2), fzero.mesh(dp=2, ep=2)]), st.sampled_from([None, 1.0]))
 def test_more_experts_than_tokens(mesh, capacity):
@@ -164,7 +165,7 @@ def test_what_gather_gives_is_the_dense_model():
 # ---------------------------------------------------------------- jit and plan
 
 
-@pytest.mark.parametrize("capacity", [None, 0.5])
+@pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacity):
     mesh = fzero.mesh(dp=2, ep=2)
     step = fzero.shard(train_step_for(loss_for(2, capacity), OPT), stage=3, mesh=mesh, split=SPLIT)

@@ -34,6 +34,7 @@ def planned(
     return fzero.plan(fzero.jit(step, **jit), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", cases([0], [3]))
 def test_1f1b_holds_as_much_for_any_number_of_micro_batches_and_gpipe_more_for_each(rank):
     flat = [planned("1f1b", m, rank).added_bytes for m in (4, 8, 32)]
@@ -50,6 +51,7 @@ def test_peaks_fall_along_1f1b_as_what_is_in_flight_does():
     assert max(peaks[:2]) > peaks[2]  # the first is sent nothing, and the second holds what it is sent
 
 
+@pytest.mark.slow
 @examples(2, 12)
 @given(st.sampled_from(sorted(NAMED)), st.integers(0, 3), st.integers(0, 3))
 def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, stage, rank):

@@ -8,6 +8,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from tests.checkpoint.states import same_bits
+from tests.helpers import cases
 from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of, trained
 
 
@@ -38,7 +39,7 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
     assert step.state_bytes(state) - 8 == (whole if stage == 0 else cut)  # a count
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("simulate", cases(["lockstep"], ["vmap"]))
 def test_what_is_not_finite_is_named_by_the_blocks_number(simulate):
     mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
     loss = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
