@@ -81,7 +81,7 @@ def load_whole(path: Path, layout: Layout, like: Any) -> Any:
     return whole_of(step, fzero.load(path, like=state, mesh=step.mesh))
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("power", [pytest.param(False, marks=pytest.mark.slow), True], ids=["killed", "power cut"])
 def test_a_save_that_dies_anywhere_leaves_the_old_tree_or_the_new_one(power, tmp_path, monkeypatch):
     layout, params = Layout({"dp": 2}, 3), {"w": torch.zeros(7, 3), "v": torch.zeros(5, dtype=torch.int64)}
     step, state = state_in(layout, params)

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.distributed.launch import python
 
 
+@pytest.mark.slow
 def test_faults_lose_nothing_that_was_committed():
     done = python("-m", "tests.faults", "--cycles", "7", "--json")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

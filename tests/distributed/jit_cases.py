@@ -98,7 +98,7 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
             train_both(step, fzero.jit(step, strict=True), 1, 2 * mesh.size)
 
 
-@case
+@slow_case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
     names = ("_backends", "_segment_compiler", "_lengths", "_segment")
@@ -275,7 +275,7 @@ def an_own_part_is_updated_where_it_lies(mesh: fzero.ranks.Mesh) -> None:
                 assert entry.plan.argument_bytes + peak_bytes(run) == entry.plan.peak_bytes
 
 
-@case
+@slow_case
 def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
     """The numbers are those of a step that keeps all wide copies, to the last bit, and the peak is the plan's."""
     precision = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
@@ -406,7 +406,7 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 
-@case
+@slow_case
 def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.ranks.Mesh) -> None:
     """Though only some ranks look, all agree: a dump is none of what they compare."""
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)

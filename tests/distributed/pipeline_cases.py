@@ -127,7 +127,7 @@ def compiled_stages_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
     check(mesh_of(world), 2, loss_of(4, schedule="zb"), 4, jit={"backend": "inductor"})
 
 
-@case
+@slow
 def masks_are_those_without_a_pipeline(world: fzero.ranks.Mesh) -> None:
     def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)

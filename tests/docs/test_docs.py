@@ -23,7 +23,7 @@ from tests.distributed.launch import world as processes
 from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 
 # each takes the processor 7 to 25 seconds, and other tests plan, train pipelines and run the plugs
-SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload")
+SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
 
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:

@@ -30,6 +30,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks,words", [(1, ["--capacity", "0", "--stage", "2"]), pytest.param(2, [], marks=pytest.mark.slow)]
 )
@@ -68,7 +69,7 @@ def test_parallel_mlp_is_the_dense_one(ranks, words):
         ("--backend fx --stage 3 --accumulate 2", 1e-4),
         pytest.param("--backend fx --stage 2 --offload 0.5", 1e-4, marks=pytest.mark.slow),
         pytest.param("--backend inductor --stage 3", 1e-4, marks=pytest.mark.slow),
-        ("--backend fx --stage 3 --precision float16 --remat --accumulate 2", 0.02),
+        pytest.param("--backend fx --stage 3 --precision float16 --remat --accumulate 2", 0.02, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 1 --precision bfloat16 --remat", 0.05, marks=pytest.mark.slow),
     ],
     ids=["fx", "offload", "inductor", "float16", "bfloat16"],

@@ -238,6 +238,7 @@ def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
     assert run.traces < len(rows) or k == 3
 
 
+@pytest.mark.slow
 @examples(0, 40)
 @given(n=st.integers(1, 3), stage=st.sampled_from([0, 2, 3]), k=st.sampled_from([1, 3]), lengths=lengths_of_calls)
 @example(n=2, stage=3, k=3, lengths=[9, 17, 12, 30, 21])

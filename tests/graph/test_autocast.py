@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero import optim
 from tests.graph.helpers import bitwise
+from tests.helpers import cases
 
 OPT = optim.sgd(0.1)
 X = torch.arange(64.0).view(8, 8) / 64
@@ -51,7 +52,9 @@ def trained(around: bool, remat: bool, micro_batches: int, stage: int, simulate:
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["within", "around"])
-@pytest.mark.parametrize("remat,micro_batches,stage", [(False, 1, 3), (True, 1, 2), (True, 4, 1), (False, 4, 0)])
+@pytest.mark.parametrize(
+    "remat,micro_batches,stage", cases([(True, 1, 2), (False, 4, 0)], [(False, 1, 3), (True, 4, 1)])
+)
 def test_a_jitted_step_casts_where_the_step_does(around, remat, micro_batches, stage):
     eager = trained(around, remat, micro_batches, stage, "vmap", jit=False)
     bitwise(trained(around, remat, micro_batches, stage, "vmap", jit=True), eager)

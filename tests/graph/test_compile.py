@@ -195,6 +195,7 @@ def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
     assert (runs([torch.ones(64, dtype=torch.float32)])[0] == number + 1).all()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_who_started_it():
     workers = _workers.start(codes(1), 2)
     assert len(workers.processes) == 2 and not workers.are_done()

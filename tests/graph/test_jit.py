@@ -150,6 +150,7 @@ def test_models_of_transformers_jit(name):
     assert_trees_close(fast, eager, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_lstm_jits_on_a_simulated_mesh():
     """vmap runs it rank by rank, and its kernel keeps what the backward pass needs only where grad mode is on."""
     apply, params, buffers = fzero.nn.functional(torch.nn.LSTM(3, 2, num_layers=2, batch_first=True))

@@ -1,4 +1,4 @@
-"""Six kinds of models in the default backend, each with one block; two of them in `make test`.
+"""Six kinds of models in the default backend, each with one block; one of them in `make test`.
 
 `make sweep` has all others, and more ways.
 """
@@ -27,7 +27,7 @@ CASES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", cases(["bert", "mixtral"], CASES))
+@pytest.mark.parametrize("name", cases(["mixtral"], CASES))
 def test_a_model_trains_compiled(name, monkeypatch):
     model = MODELS[name]
     build = of_transformers(name, model.kind, **ONE.get(name, {"num_hidden_layers": 1}))

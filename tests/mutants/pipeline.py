@@ -8,7 +8,7 @@ PLAN = ("tests/parallel/pipeline/test_plan.py",)
 ERRORS = ("tests/parallel/pipeline/test_errors.py",)
 AXES = ("tests/parallel/pipeline/test_axes.py",)
 MESSAGES = ("tests/collectives/test_messages.py",)
-PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
+PROCESSES = ("tests/distributed/test_gloo.py", "-k", "pipeline-2")
 
 MUTANTS = [
     *File("parallel/pipeline/_pipeline.py", LAWS).faults(

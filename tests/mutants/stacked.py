@@ -11,7 +11,7 @@ PLAN = ("tests/parallel/pipeline/test_plan.py",)
 OPTIMIZERS = ("tests/parallel/pipeline/test_equivalence.py", "-k", "optimizers_see")
 NN = ("tests/nn/test_pipeline.py", "-k", "hugging")
 TESTING = ("tests/test_testing.py", "-k", "pipelined")
-PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
+PROCESSES = ("tests/distributed/test_gloo.py", "-k", "pipeline-2")
 
 MUTANTS = [
     *File("parallel/pipeline/_checks.py", ERRORS).faults(

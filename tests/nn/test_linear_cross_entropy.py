@@ -135,7 +135,7 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(CLASSES, (size, 3), generator=generator) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sharded_training_with_a_tied_head_is_exact(micro_batches):
     opt = optim.adamw(1e-2)
     step = train_step_for(loss_fn, opt, micro_batches=micro_batches)

@@ -47,7 +47,9 @@ def test_micro_batches_and_masters_equal_the_unsharded_optimizer(opt, micro_batc
 
 @pytest.mark.parametrize("opt", [optim.on_full_leaves(WHITE), EXACT], ids=["whole", "muon"])
 @pytest.mark.parametrize(
-    "mesh", [fzero.mesh(node=2, gpu=2), fzero.mesh(node=3, gpu=2, simulate="lockstep")], ids=["vmap", "lockstep"]
+    "mesh",
+    [fzero.mesh(node=2, gpu=2), pytest.param(fzero.mesh(node=3, gpu=2, simulate="lockstep"), marks=pytest.mark.slow)],
+    ids=["vmap", "lockstep"],
 )
 def test_several_axes_and_hybrid_sharding_equal_unsharded_training(opt, mesh):
     train_step = train_step_for(loss_of, opt)

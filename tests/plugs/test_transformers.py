@@ -194,6 +194,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
         torch.testing.assert_close(full, weights(plain.model), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
     done = either(world, torchrun)(2, "-m", "tests.plugs.train", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

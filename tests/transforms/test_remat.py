@@ -901,6 +901,7 @@ def test_dropout_of_any_probability_is_the_plain_one(p):
     assert_trees_close(*found)
 
 
+@pytest.mark.slow
 def test_seeded_blocks_draw_alike_in_every_world():
     opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
 

@@ -108,6 +108,7 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
     assert losses[-1] < losses[0], losses
 
 
+@pytest.mark.slow
 def test_experts_are_split_over_an_axis_of_their_own(tiny):
     """Half of them lie on each rank, tokens travel along ep, and the lines to paste make such a mesh."""
     make_step = tuning.model_step("tiny-experts", length=16)
@@ -133,6 +134,7 @@ def test_experts_that_do_not_divide_are_refused(tiny, name, ep):
         tuning.model_step(name, length=16)(Configuration(1, 1, 1, ranks=8, ep=ep))
 
 
+@pytest.mark.slow
 def test_explicit_attention_keeps_its_weights(tiny):
     plans = [
         fzero.plan(*tuning.model_step("tiny-gpt2", length=16, explicit=e)(Configuration(1, 64, 1, ranks=2)))

@@ -110,6 +110,7 @@ def test_jit_refuses_at_every_stage(write, stage):
             fzero.jit(step, backend="fx")(*given)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_that_writes():
     torch.compiler.reset()
     train_step, mesh = writing("sub_"), fzero.mesh(dp=2)

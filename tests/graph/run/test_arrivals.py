@@ -61,7 +61,7 @@ def late(monkeypatch):
 
 
 MASTERS, PLAIN = ROWS
-SOME = [(MASTERS, "host", 2), (PLAIN, "device", 2), (PLAIN, "a step late", 2), (MASTERS, "parameters, too", 2)]
+SOME = [(PLAIN, "a step late", 2), (MASTERS, "parameters, too", 2)]
 
 
 @pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))

@@ -28,7 +28,7 @@ def loss_of(capacity: float | None) -> Any:
 @pytest.mark.parametrize(
     "stage,k,capacity",
     cases(
-        [(0, 1, 1.0), (2, 3, None), (3, 3, 1.0)],
+        [(3, 3, 1.0)],
         [(*x, c) for x in ((0, 1), (2, 3), (3, 1), (3, 3)) for c in (1.0, None)],
     ),
 )

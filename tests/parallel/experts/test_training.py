@@ -184,9 +184,7 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
 NO_AXIS = ({"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3})
 
 
-@pytest.mark.parametrize(
-    "axes,stage", cases(zip(NO_AXIS, (1, 3, 2), strict=True), itertools.product(NO_AXIS, range(4))), ids=str
-)
+@pytest.mark.parametrize("axes,stage", cases([(NO_AXIS[1], 3)], itertools.product(NO_AXIS, range(4))), ids=str)
 def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
     mesh = fzero.mesh(**axes)
     step = fzero.shard(train_step_for(loss_for(2, 1.0), OPT), stage=stage, mesh=mesh, split=SPLIT)
@@ -196,6 +194,7 @@ def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
     assert_trees_close([step.gather(x) for x in other], [step.gather(x) for x in one])
 
 
+@pytest.mark.slow
 def test_a_jitted_loop_over_micro_batches_with_remat_and_jitter():
     mesh = fzero.mesh(dp=2, ep=2)
     train_step = train_step_for(jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)

@@ -68,6 +68,7 @@ def test_all_ranks_start_the_same_collectives_in_one_order():
         assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_collective_that_nothing_reads_is_left_out():
     """The last stage of a module calls its embedding, whose result nothing reads; its wait fell between two regions."""
 
@@ -81,6 +82,7 @@ def test_a_collective_that_nothing_reads_is_left_out():
         assert [(c.kind, c.bytes) for c in own.collectives] == [(c.kind, c.bytes) for c in plain.collectives]
 
 
+@pytest.mark.slow
 def test_the_cost_model_knows_bubbles():
     """A region that takes a second: four micro-batches on two ranks take five times three."""
     seconds = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)

@@ -47,7 +47,7 @@ def cut_in(params: dict[str, Any], axis: str = "tp") -> set[str]:
     return {path for path, x in leaves if hasattr(x, "spec") and axis in [s.axis for s in x.spec.split]}
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES])
 def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
     model = model_of(name)
@@ -99,7 +99,7 @@ def test_a_loss_of_logits_that_nobody_gathers():
         check(model, layers, mesh, stage, loss=loss)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
 def test_mixtral_with_experts_over_another_axis(cut, sequence):
     """Attention over tp, experts over ep, and each expert cut over tp or not."""
