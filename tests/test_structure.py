@@ -28,7 +28,7 @@ LAYERS = [
     ["optim", "graph", "data"],
     ["observe"],
     ["transforms"],
-    ["parallel.pipeline", "parallel.tensor", "parallel.experts"],
+    ["parallel.pipeline", "parallel.tensor", "parallel.experts", "parallel.context"],
     ["zero"],
     ["checkpoint", "tuning"],
     ["nn", "errors"],

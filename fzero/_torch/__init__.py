@@ -15,6 +15,7 @@ from fzero._torch.accelerator import (
     without_autocast,
     without_autocast_cache,
 )
+from fzero._torch.attention import attention_block, attention_block_grad
 from fzero._torch.compiler import (
     Form,
     compile_threads,
@@ -92,6 +93,8 @@ __all__ = [
     "allow_in_graph",
     "apply_to_groups",
     "assume_constant_result",
+    "attention_block",
+    "attention_block_grad",
     "autocast_kinds",
     "buffers_of",
     "c10d",

@@ -43,6 +43,8 @@ __all__ = [
     "add_rows",
     "apply",
     "apply_along",
+    "apply_stacked",
+    "mapped_binding",
     "row_of",
 ]
 
@@ -243,20 +245,35 @@ class _LinearMap(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
-            if any(is_current_vmap(a.token) for a in bound_axes()):
-                binding = binding._replace(mapped=binding.mapped * n)
-            ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
+            ys = _LinearMap.apply(token, name, mapped_binding(binding, n), options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.input is not VARYING and any(d is not None for d in dims):
             raise DiffersByRankError(_differs_message(name, binding.axis))
-        if row.operation.uniform is not None and all(d is None for d in dims):
-            sent, ys = _numel(xs), tuple(row.operation.uniform(n, options, xs))
+        if row.operation.uniform is None or any(d is not None for d in dims):
+            ys = apply_stacked(name, binding, options, n, *_in_front(xs, dims, n))
         else:
-            rows = _in_front(xs, dims, n)
-            sent, ys = _numel(rows) // n, tuple(row.operation.all_ranks(n, options, rows))
-        received = _numel(ys) if row.is_replicated else _numel(ys) // n
-        _record_call(row, binding, options, xs[0], sent, received)
+            ys = tuple(row.operation.uniform(n, options, xs))
+            received = _numel(ys) if row.is_replicated else _numel(ys) // n
+            _record_call(row, binding, options, xs[0], _numel(xs), received)
         return ys, (None if row.is_replicated else 0,) * len(ys)
+
+
+def mapped_binding(binding: Binding, n: int) -> Binding:
+    """Return the binding of an axis under a vmap of n values: if n are another axis's ranks, it counts them."""
+    is_rank = any(is_current_vmap(a.token) for a in bound_axes())
+    return binding._replace(mapped=binding.mapped * n) if is_rank else binding
+
+
+def apply_stacked(name: str, binding: Binding, options: Options, n: int, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply the row `name` to the values `[n, ..]` of all n ranks at once, for code that simulates an axis itself.
+
+    The results are `[n, ..]`, or without this dimension if they are equal on all ranks.
+    """
+    row = _ROWS[name]
+    ys = tuple(row.operation.all_ranks(n, options, xs))
+    received = _numel(ys) if row.is_replicated else _numel(ys) // n
+    _record_call(row, binding, options, xs[0], _numel(xs) // n, received)
+    return ys
 
 
 def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:

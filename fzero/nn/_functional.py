@@ -26,6 +26,8 @@ from fzero.nn._copy import (
     restore_modules,
     tensors_in,
 )
+from fzero.parallel.context import ContextModel
+from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
 from fzero.sharding import is_box
@@ -199,6 +201,7 @@ def functional(
     remat: bool | str | Callable[[Any], bool] = False,
     tp: Layers | None = None,
     *,
+    context: ContextModel | None = None,
     ignore_writes: Sequence[str] = (),
 ) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
@@ -225,6 +228,7 @@ def functional(
             both passes. A language model needs `use_cache=False`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
             rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
+        context: the result of `fzero.parallel.context.model(module)` for sequences whose tokens are split over an axis.
         ignore_writes: the paths of attributes that forward may write although the writes are lost, as "layers.0.seen"
             or by a pattern of `fnmatch`, "layers.*.seen". They must be constants for every result of the module.
 
@@ -257,6 +261,8 @@ def functional(
     if tp is not None:
         params, constants = tp.unpack(params), tp.unpack(constants)
         install(copied, tp)
+    if context is not None:
+        install_context(copied, context)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
     return Functional(apply, params, constants)

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a lower layer imports schedules, and higher layers the rest: each is imported at its first use
-    from fzero.parallel import experts, pipeline, schedules, tensor
+    from fzero.parallel import context, experts, pipeline, schedules, tensor
 
-__all__ = ["experts", "pipeline", "schedules", "tensor"]
+__all__ = ["context", "experts", "pipeline", "schedules", "tensor"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
 whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
-and what goes with it, `expert_cases.py` experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor parallelism."""
+and what goes with it, `expert_cases.py` experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor
+parallelism, and `context_cases.py` context parallelism."""
 
 import time
 
@@ -13,6 +14,7 @@ from tests.distributed import (
     axes_cases,
     cases,
     checkpoint_cases,
+    context_cases,
     expert_cases,
     jit_cases,
     pipeline_cases,
@@ -32,16 +34,17 @@ MODULES = {
     "experts": expert_cases,
     "pipeline": pipeline_cases,
     "tensor": tensor_cases,
+    "context": context_cases,
 }
 SLOW = [
     pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
-    for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor")
+    for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor", "context")
 ]
 
 
 @pytest.mark.parametrize(
     "name,ranks",
-    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor")]
+    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor", "context")]
     + [("axes", 4), *SLOW],
 )
 def test_gloo_processes(name, ranks):

@@ -3,6 +3,7 @@
 from tests.mutants import (
     checkpoint,
     collectives,
+    context,
     data,
     dcp,
     device,
@@ -57,6 +58,7 @@ TABLES = (
     data,
     experts,
     tensor,
+    context,
     unit_policies,
     tuning,
     tune,

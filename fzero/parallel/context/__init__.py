@@ -1,0 +1,10 @@
+"""Context parallelism: sequences whose tokens are split over an axis, and attention across its ranks."""
+
+from fzero.parallel.context._attention import attention
+from fzero.parallel.context._layout import positions, shift_labels, split
+from fzero.parallel.context._models import ContextModel, install, model
+
+__all__ = ["ContextModel", "attention", "model", "positions", "shift_labels", "split"]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = ["install"]

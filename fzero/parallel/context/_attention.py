@@ -1,0 +1,167 @@
+"""Attention of tokens that are split over an axis, by an all_to_all of heads or by a ring of keys."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from fzero._arguments import check_choice, is_int
+from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
+from fzero.collectives import NO_AXIS, all_gather, all_to_all
+from fzero.parallel.context._layout import from_rank_order, to_rank_order
+from fzero.parallel.context._meeting import AttentionOptions
+from fzero.parallel.context._ring import ring_attention
+
+__all__ = ["attention"]
+
+HEADS, TOKENS = -3, -2
+METHODS = ("all_to_all", "ring")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    scale: float | None = None,
+    axis: str = "cp",
+    method: Literal["all_to_all", "ring"] | None = None,
+) -> torch.Tensor:
+    """Attend to the tokens of all ranks of an axis: `scaled_dot_product_attention` of split sequences.
+
+    Two methods compute the same. "all_to_all" gives each rank all tokens of some heads (DeepSpeed's Ulysses,
+    arXiv:2309.14509). "ring" keeps the tokens, and sends keys and values from rank to rank (arXiv:2310.01889): any
+    number of heads works, and no rank holds a whole sequence. If the axis is not bound, this rank holds all tokens.
+
+    Args:
+        q: `[.., h, t, d]`: this rank's t tokens of h heads, in the order of `positions`.
+        k: `[.., h / g, t, d]`: each head serves g heads of queries.
+        v: `[.., h / g, t, e]`.
+        causal: whether a token attends only to itself and to the tokens before it.
+        window: a token attends only to tokens at distances below it; None for any distance.
+        documents: ints `[.., t]`: a token attends only to tokens with the same number; None for one document.
+        scale: the factor of the products; by default `1 / sqrt(d)`.
+        axis: the axis along which tokens are split.
+        method: "all_to_all" or "ring"; by default the first if the axis divides the heads, else the second.
+
+    Returns:
+        `[.., h, t, e]`, this rank's tokens.
+
+    Raises:
+        ValueError: if shapes do not match, t is odd, or an option is invalid. Also if the axis does not divide the
+            heads with "all_to_all", or the step does not average over the axis.
+        TypeError: if `documents` are not ints.
+
+    Example:
+        >>> import fzero
+        >>> from fzero.parallel import context
+        >>> mesh = fzero.mesh(dp=1, cp=2)
+        >>> x = torch.randn(1, 3, 8, 4)  # three heads of eight tokens
+        >>> own = context.split(mesh, x, dims=2)
+        >>> y = mesh.spmd(lambda x: fzero.PerRank(context.attention(x, x, x, causal=True)))(own)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        >>> torch.allclose(y.value, context.split(mesh, expected, dims=2).value, atol=1e-6)
+        True
+    """
+    bound = axis_if_bound(axis)
+    n = axis_size(bound)
+    _check_values(q, k, v, documents, n)
+    _check_options(window, scale, method)
+    if n > 1:
+        _check_average(axis)
+    options = AttentionOptions(bool(causal), window, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
+    if n == 1:
+        return _whole(q, k, v, documents, options)
+    if method is None:
+        method = "all_to_all" if q.shape[HEADS] % n == 0 else "ring"
+    if method == "ring":
+        return ring_attention(bound_axis(axis), options, q, k, v, documents)
+    return _over_heads(q, k, v, documents, options, axis, n)
+
+
+def _over_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+    options: AttentionOptions,
+    axis: str,
+    n: int,
+) -> torch.Tensor:
+    """Attend to all tokens with a part of the heads, and send the tokens back."""
+    heads = q.shape[HEADS]
+    if heads % n:
+        raise ValueError(
+            f'method="all_to_all": {heads} heads do not divide by the {n} ranks along {axis!r}; use method="ring"'
+        )
+
+    def all_tokens(x: torch.Tensor) -> torch.Tensor:
+        copies = math.lcm(x.shape[HEADS], n) // x.shape[HEADS]  # of a head that serves queries of several ranks
+        x = x if copies == 1 else x.repeat_interleave(copies, HEADS)
+        return from_rank_order(all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS), n, TOKENS)
+
+    if documents is not None:
+        documents = from_rank_order(all_gather(documents, axis, dim=-1), n, -1)
+    y = _whole(all_tokens(q), all_tokens(k), all_tokens(v), documents, options)
+    return all_to_all(to_rank_order(y, n, TOKENS), axis, split_dim=TOKENS, concat_dim=HEADS)
+
+
+def _whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Attend to the tokens of this rank, by torch's own function if it needs no mask."""
+    if documents is not None or options.window is not None:
+        return ring_attention(NO_AXIS, options, q, k, v, documents)
+    lead, grouped = q.shape[:HEADS], q.shape[HEADS] != k.shape[HEADS]
+    # the fused kernels take four dimensions
+    q, k, v = (x.reshape(lead.numel(), *x.shape[HEADS:]) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=grouped)
+    return y.reshape(*lead, *y.shape[1:])
+
+
+def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, n: int) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if min(q.ndim, k.ndim, v.ndim) < 3 or q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{shapes}: expected [.., heads, tokens, width], with as many heads and tokens of k as of v")
+    if q.shape[-2:] != k.shape[-2:]:
+        raise ValueError(f"{shapes}: expected as many tokens of q as of k, and one width of both")
+    if not k.shape[HEADS] or q.shape[HEADS] % k.shape[HEADS]:
+        raise ValueError(f"{shapes}: the {q.shape[HEADS]} heads of q do not divide by the {k.shape[HEADS]} heads of k")
+    if n > 1 and q.shape[TOKENS] % 2:
+        raise ValueError(
+            f"{shapes}: each rank holds two equal parts of a sequence, and {q.shape[TOKENS]} tokens are odd; split the "
+            "batch by fzero.parallel.context.split, which can pad it"
+        )
+    if documents is None:
+        return
+    expected = [*q.shape[:-3], q.shape[-2]]
+    if list(documents.shape) != expected:
+        raise ValueError(f"documents have the shape {list(documents.shape)}: expected {expected}, one for each token")
+    if documents.is_floating_point() or documents.is_complex() or documents.dtype is torch.bool:
+        raise TypeError(f"documents are {documents.dtype}: expected ints, the number of each token's document")
+
+
+def _check_options(window: int | None, scale: float | None, method: str | None) -> None:
+    if window is not None and (not is_int(window) or window < 1):
+        raise ValueError(f"window={window!r}: expected an int above 0, or None for any distance")
+    if scale is not None and not isinstance(scale, int | float):
+        raise ValueError(f"scale={scale!r}: expected a number, or None for 1 / sqrt(width)")
+    check_choice("method", method, (*METHODS, None))
+
+
+def _check_average(axis: str) -> None:
+    """Check that the step averages over the axis: each rank computes the loss of its own tokens.
+
+    Raises:
+        ValueError: if it averages over other axes only.
+    """
+    averaged = averaged_axes()
+    if averaged and axis not in averaged:
+        raise ValueError(
+            f"axis={axis!r}: its ranks compute the losses of different tokens, but the step does not average over it, "
+            f"fzero.shard(axis={averaged}): add {axis!r}, or leave axis out for all axes"
+        )

@@ -1,0 +1,249 @@
+"""The order of tokens: each of n ranks holds an early and a late part of every sequence.
+
+A sequence is divided into 2 n parts. Rank r holds the parts r and 2 n - 1 - r, in this order. So every rank has the
+same work in causal attention, where late tokens attend to more tokens than early ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fzero import tree
+from fzero._arguments import is_int
+from fzero._tracebacks import api_boundary
+from fzero.axes import AxisName, axis_if_bound, axis_index, axis_size
+from fzero.ranks import Mesh
+from fzero.sharding import PerRank, is_box
+
+__all__ = [
+    "from_rank_order",
+    "parts_in_rank_order",
+    "positions",
+    "positions_of",
+    "shift_labels",
+    "split",
+    "to_rank_order",
+]
+
+
+def parts_in_rank_order(ranks: int) -> list[int]:
+    """List the parts of a sequence in the order in which the ranks hold them.
+
+    Example:
+        >>> parts_in_rank_order(2)
+        [0, 3, 1, 2]
+    """
+    return [part for rank in range(ranks) for part in (rank, 2 * ranks - 1 - rank)]
+
+
+def to_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """Reorder a sequence from the order of its positions to that of the ranks, each of which then holds one slice."""
+    return _reordered(x, parts_in_rank_order(ranks), dim)
+
+
+def from_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """Reorder a sequence from the order of the ranks to that of its positions: the inverse of `to_rank_order`."""
+    order = parts_in_rank_order(ranks)
+    return _reordered(x, [order.index(part) for part in range(len(order))], dim)
+
+
+def _reordered(x: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
+    if len(order) == 2:  # one rank holds both parts in their order
+        return x
+    parts = x.split(x.shape[dim] // len(order), dim)  # not an index, whose gradient would be summed element by element
+    return torch.cat([parts[i] for i in order], dim)
+
+
+def positions_of(rank: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
+    """Return the positions of a rank's tokens: int64 `[.., tokens]` for ranks `[..]`."""
+    if ranks == 1:
+        return torch.arange(tokens, device=rank.device).expand(*rank.shape, tokens)
+    half = torch.arange(tokens // 2, device=rank.device)
+    starts = torch.stack([rank, 2 * ranks - 1 - rank], -1) * (tokens // 2)
+    return (starts.unsqueeze(-1) + half).flatten(-2)
+
+
+def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the position in its sequence of each of this rank's tokens.
+
+    Models of transformers take it as `position_ids`. Rotary and learned embeddings of positions read it.
+
+    Args:
+        tokens: the number of this rank's tokens of a sequence.
+        axis: the axis along which tokens are split. If no axis of this name is bound, this rank holds all tokens.
+        device: the device of the result; by default the CPU.
+
+    Returns:
+        int64 `[tokens]`; it differs by rank.
+
+    Raises:
+        ValueError: if the axis has several ranks and `tokens` is odd.
+
+    Example:
+        >>> import fzero
+        >>> from fzero.parallel import context
+        >>> fzero.mesh(cp=2).spmd(lambda: fzero.PerRank(context.positions(4)))().value
+        tensor([[0, 1, 6, 7],
+                [2, 3, 4, 5]])
+    """
+    bound = axis_if_bound(axis)
+    if not is_int(tokens) or tokens < 0 or (bound and axis_size(axis) > 1 and tokens % 2):
+        raise ValueError(
+            f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence"
+        )
+    index = axis_index(bound)
+    return positions_of(index if device is None else index.to(device), axis_size(bound), tokens)
+
+
+Dims = int | Mapping[str, int | None]
+
+
+@api_boundary
+def split(
+    mesh: Mesh,
+    batch: Any,
+    *,
+    axis: str = "cp",
+    dims: Dims = 1,
+    batch_axis: AxisName = None,
+    pad: float | Mapping[str, float] | None = None,
+) -> PerRank:
+    """Split a global batch: samples over the axes of the data, and the tokens of each sequence over one axis.
+
+    It takes the place of `mesh.split`. Each rank receives an early and a late part of every sequence (see `positions`).
+    Labels are split like tokens, so shift them before: `shift_labels`.
+
+    Args:
+        mesh: the mesh.
+        batch: a tree of tensors `[samples, .., tokens, ..]`, the same on every process.
+        axis: the axis over which tokens are split.
+        dims: the dimension of tokens, or the dimension of each leaf by its path. `None` stands for a leaf without
+            tokens, which all ranks of the axis share.
+        batch_axis: the axes over which samples are split; by default all other axes. Ranks along axes that are not
+            named get the same part, as in `mesh.split`: leave out "tp" and "pp".
+        pad: the value that is appended to sequences whose length does not divide by twice the number of ranks, or the
+            value of each leaf by its path. Labels need the value that the loss ignores.
+
+    Returns:
+        A `PerRank` of tensors whose samples and tokens are this rank's.
+
+    Raises:
+        ValueError: if `dims` names no dimension of a leaf, a number of samples does not divide, or a number of tokens
+            does not and `pad` is None. The message names the leaf.
+        TypeError: if a leaf is no tensor.
+
+    Example:
+        >>> import fzero
+        >>> from fzero.parallel import context
+        >>> mesh = fzero.mesh(dp=1, cp=2)
+        >>> context.split(mesh, torch.arange(8).view(1, 8)).value
+        tensor([[[0, 1, 6, 7]],
+        <BLANKLINE>
+                [[2, 3, 4, 5]]])
+    """
+    names = mesh.names(axis)
+    others = tuple([n for n in mesh.axis_names if n != axis]) if batch_axis is None else _names(mesh, batch_axis)
+    if len(names) != 1 or axis in others:
+        raise ValueError(
+            f"axis={axis!r}, batch_axis={batch_axis!r}: expected one axis for tokens, and others for samples"
+        )
+    axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
+    sizes = dict(mesh.shape)
+    ranks = sizes[axis]
+    padded = tree.map_with_path(lambda path, x: _padded(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
+
+    def part(index: int) -> Any:
+        sample, token, samples = 0, 0, 1
+        for name in reversed(axes):
+            index, i = divmod(index, sizes[name])
+            if name == axis:
+                token = i
+            else:
+                sample, samples = sample + i * samples, samples * sizes[name]
+
+        def of_leaf(path: str, x: torch.Tensor) -> torch.Tensor:
+            count = len(x) // samples
+            own = x.narrow(0, sample * count, count)
+            dim = _by_path(dims, path)
+            if dim is None:
+                return own
+            parts = own.chunk(2 * ranks, dim)
+            return torch.cat([parts[token], parts[2 * ranks - 1 - token]], dim)
+
+        return tree.map_with_path(of_leaf, padded, is_box)
+
+    tree.map_with_path(lambda path, x: _check_samples(path, x, [sizes[n] for n in others], mesh), padded, is_box)
+    return mesh.local(part, axes)
+
+
+def _names(mesh: Mesh, axis: AxisName) -> tuple[str, ...]:
+    return mesh.names(axis) if axis is None or isinstance(axis, str) or tuple(axis) else ()
+
+
+def _by_path(values: Any, path: str) -> Any:
+    return values.get(path, 1) if isinstance(values, Mapping) else values
+
+
+def _check_samples(path: str, x: torch.Tensor, sizes: list[int], mesh: Mesh) -> None:
+    n = torch.Size(sizes).numel()
+    if len(x) % n:
+        raise ValueError(
+            f"{tree.leaf_name('batch', path)} is {list(x.shape)}: dimension 0 must be divisible by the {n} parts of "
+            f"samples of {mesh!r}"
+        )
+
+
+def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.Tensor:
+    """Append tokens, so that the sequence divides into two parts for each rank."""
+    name = tree.leaf_name("batch", path)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}: expected a tensor")
+    if dim is None and x.ndim:
+        return x
+    if dim is None or not is_int(dim) or not 1 <= dim < x.ndim:
+        raise ValueError(
+            f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected 1 to {x.ndim - 1}, or "
+            f"dims={{{path!r}: None}} for a leaf of samples without tokens"
+        )
+    missing = -x.shape[dim] % (2 * ranks)
+    if not missing:
+        return x
+    value = pad.get(path) if isinstance(pad, Mapping) else pad
+    if value is None:
+        raise ValueError(
+            f"{name} is {list(x.shape)}: its {x.shape[dim]} tokens (dimension {dim}) do not divide into {2 * ranks} "
+            f"parts, two for each of {ranks} ranks; pass pad={{{path!r}: value}}, or other lengths"
+        )
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing], value=value)
+
+
+def shift_labels(
+    tokens: torch.Tensor, documents: torch.Tensor | None = None, *, ignore_index: int = -100
+) -> torch.Tensor:
+    """Return for each token its next one, which a language model learns to predict. Call it before `split`.
+
+    Args:
+        tokens: int64 `[.., tokens]`, whole sequences.
+        documents: int64 `[.., tokens]`, the number of each token's document; None for one document.
+        ignore_index: the label of the last token of a sequence and of each document.
+
+    Returns:
+        int64 `[.., tokens]`.
+
+    Raises:
+        ValueError: if `documents` does not have the shape of `tokens`.
+
+    Example:
+        >>> from fzero.parallel import context
+        >>> context.shift_labels(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]))
+        tensor([[   6, -100,    8, -100]])
+    """
+    if documents is not None and documents.shape != tokens.shape:
+        raise ValueError(f"documents have the shape {list(documents.shape)}, and tokens {list(tokens.shape)}")
+    labels = F.pad(tokens[..., 1:], [0, 1], value=ignore_index)
+    if documents is None:
+        return labels
+    last = documents[..., 1:] != documents[..., :-1]
+    return torch.where(F.pad(last, [0, 1], value=True), ignore_index, labels)

@@ -1,0 +1,199 @@
+"""Which queries meet which keys on the way round the ranks, and by which mask."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fzero.axes import Binding
+from fzero.collectives import PermutationOptions, apply, apply_stacked
+from fzero.parallel.context._layout import positions_of
+
+__all__ = ["AttentionOptions", "Half", "Mask", "Meeting", "Ring"]
+
+MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
+MOST_TILES = 64  # of a block; each is a few operations of a graph
+
+
+class AttentionOptions(NamedTuple):
+    """The options of attention.
+
+    Attributes:
+        causal: whether a token attends only to itself and to tokens before it.
+        window: a token attends to those at distances below it; None for any distance.
+        scale: the factor of the products of queries and keys.
+    """
+
+    causal: bool
+    window: int | None
+    scale: float
+
+    def keep(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return whether queries at positions `[.., t]` attend to keys at positions `[.., s]`: bool `[.., t, s]`."""
+        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        kept = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return kept if self.window is None else kept & (distance.abs() < self.window)
+
+
+class Ring(NamedTuple):
+    """The ranks of an axis, as one of them sees it, or all at once in a simulation.
+
+    Attributes:
+        token: the index of this rank; in a simulation, the indices `[n]` of all.
+        binding: the constants of the axis.
+        stacked: whether values have a first dimension `[n]`, one for each rank.
+    """
+
+    token: torch.Tensor
+    binding: Binding
+    stacked: bool
+
+    @property
+    def size(self) -> int:
+        return self.binding.size
+
+    def source(self, step: int) -> torch.Tensor:
+        """Return the rank whose keys this rank holds after some steps."""
+        return (self.token - step) % self.size
+
+    def like(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
+        """Give a value for each rank `[]` or `[n]` more dimensions, so that it broadcasts to one of `ndim`."""
+        return x.reshape(-1, *[1] * (ndim - 1)) if self.stacked else x
+
+    def shift(self, *xs: torch.Tensor) -> list[torch.Tensor]:
+        """Send tensors to the next rank. Those of one shape and dtype are one message."""
+        if len(xs) == 2 and xs[0].shape == xs[1].shape and xs[0].dtype == xs[1].dtype:
+            dim = int(self.stacked)
+            return list(self._shift(torch.stack(xs, dim)).unbind(dim))
+        return [self._shift(x) for x in xs]
+
+    def shift_keys(
+        self, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Send keys, values and their documents to the next rank."""
+        k, v = self.shift(k, v)
+        return k, v, None if documents is None else self._shift(documents)
+
+    def spread(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
+        """Give a mask `[t, s]` or `[n, t, s]` dimensions of size 1 before the last two, `ndim` in all."""
+        return x.reshape(x.shape[0], *[1] * (ndim - 3), *x.shape[-2:]) if self.stacked else x
+
+    def _shift(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.size
+        options = PermutationOptions(tuple([(r, (r + 1) % n) for r in range(n)]))
+        if self.stacked:
+            return apply_stacked("ppermute", self.binding, options, n, x)[0]
+        return apply(self.token, "ppermute", self.binding, options, x)[0]
+
+
+ALL, EARLY, LATE = "all", "early", "late"
+Half = str | torch.Tensor  # a tensor: the early half where it is true, else the late half
+
+
+class HalfPair(NamedTuple):
+    """Queries of this rank and keys of another one that meet."""
+
+    queries: Half
+    keys: Half
+
+
+class Meeting(NamedTuple):
+    """What this rank's queries meet on the way round.
+
+    Attributes:
+        ring: the ranks.
+        options: the options of attention.
+        tokens: the number of tokens of a rank.
+        documents: `[.., tokens]`, the document of each token of this rank; None for one document.
+    """
+
+    ring: Ring
+    options: AttentionOptions
+    tokens: int
+    documents: torch.Tensor | None
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask is needed besides the choice of halves."""
+        return self.documents is not None or self.options.window is not None
+
+    @property
+    def halves(self) -> int:
+        """The number of parts into which queries and keys are divided."""
+        return 2 if self.options.causal and self.ring.size > 1 else 1
+
+    def pairs(self, step: int) -> list[HalfPair]:
+        """List the pairs of halves that meet after some steps. All ranks have the same number of pairs.
+
+        Early halves lie on the ranks in the order of the sequence, and late halves in the reverse order. The early keys
+        of an earlier rank come before all queries, and its late keys after all. Both halves of a later rank's keys come
+        before the late queries, and after the early ones.
+        """
+        if step == 0 or self.halves == 1:
+            return [HalfPair(ALL, ALL)]
+        is_earlier = self.ring.source(step) < self.ring.token
+        return [HalfPair(LATE, EARLY), HalfPair(is_earlier, is_earlier)]
+
+    def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
+        """Take a half of the tokens, along a dimension counted from the end."""
+        if isinstance(half, str) and half == ALL:
+            return x
+        early, late = x.chunk(2, dim)
+        if isinstance(half, str):
+            return early if half == EARLY else late
+        return torch.where(self.ring.like(half, x.ndim), early, late)
+
+    def targets(self, half: Half) -> list[tuple[int, torch.Tensor | None]]:
+        """List the parts to which results of a half belong, each with the ranks where they do: None for all."""
+        if isinstance(half, torch.Tensor):
+            return [(0, half), (1, ~half)]
+        return [(int(half == LATE), None)]
+
+    def mask(self, pair: HalfPair, step: int, theirs: torch.Tensor | None) -> "Mask | None":
+        """Return the mask of a pair; None if it needs none. `theirs` are the documents of the keys."""
+        if not self.masked:
+            return None
+        queries = self.take(positions_of(self.ring.token, self.ring.size, self.tokens), pair.queries, -1)
+        keys = self.take(positions_of(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
+        if self.documents is None or theirs is None:
+            return Mask(self, queries, keys, None, None)
+        own, theirs = self.take(self.documents, pair.queries, -1), self.take(theirs, pair.keys, -1)
+        return Mask(self, queries, keys, own, theirs)
+
+
+class Mask(NamedTuple):
+    """Which queries attend to which keys, by their positions `[t]` or `[n, t]` and documents `[.., t]`."""
+
+    meeting: Meeting
+    queries: torch.Tensor
+    keys: torch.Tensor
+    own: torch.Tensor | None
+    theirs: torch.Tensor | None
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """List slices of queries, each with the slice of keys to which some of them may attend."""
+        t, s, (ring, options) = self.queries.shape[-1], self.keys.shape[-1], self.meeting[:2]
+        window = options.window if ring.size == 1 else None
+        reach = s if window is None else min(window, s)
+        rows = max(MASK_ELEMENTS // (2 * max(reach, 1)), -(-t // MOST_TILES), 1)
+        rows = rows if window is None else min(rows, max(reach, -(-t // MOST_TILES)))
+        for a in range(0, t, rows):
+            b = min(a + rows, t)
+            if ring.size > 1:  # the keys are not in the order of the queries
+                yield slice(a, b), slice(0, s)
+            else:
+                first = 0 if window is None else max(0, a - window + 1)
+                end = b if options.causal else s if window is None else min(s, b + window - 1)
+                yield slice(a, b), slice(first, end)
+
+    def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:
+        """Return bool `[1 or b, 1, t, s]` for a tile of values with leading dimensions `[..]` that hold b elements."""
+        kept = self.meeting.options.keep(self.queries[..., rows], self.keys[..., columns])
+        if self.own is not None and self.theirs is not None:
+            same = self.own[..., rows].unsqueeze(-1) == self.theirs[..., columns].unsqueeze(-2)
+            kept = same & self.meeting.ring.spread(kept, same.ndim)
+        elif self.meeting.ring.stacked:
+            kept = self.meeting.ring.spread(kept, len(lead) + 2)
+        else:
+            return kept[None, None]
+        return kept.expand(*lead, *kept.shape[-2:]).reshape(lead.numel(), 1, *kept.shape[-2:])

@@ -1,0 +1,179 @@
+"""Models of transformers with split sequences: an attention implementation, and what a model must not do besides."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from fzero.axes import axis_if_bound, axis_size
+from fzero.parallel.context._attention import attention
+from fzero.parallel.context._layout import positions
+
+__all__ = ["ContextModel", "install", "model"]
+
+# What combines tokens besides attention, by the types of modules and by words in the names of their classes.
+MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
+MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForTokenClassification"
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
+MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class ContextModel:
+    """A model of transformers that was found fit for split sequences: the argument `context` of `fzero.nn.functional`.
+
+    Attributes:
+        name: the name of the model's class.
+        axis: the axis along which tokens are split.
+    """
+
+    name: str
+    axis: str
+
+
+def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
+    """Check that sequences of a model of transformers can be split, for `fzero.nn.functional(model, context=)`.
+
+    The model is not changed. In the function that `functional` makes, its attention runs across the ranks, and
+    `position_ids` are those of this rank's tokens. Documents are passed as `apply(.., documents=)`, in place of a mask.
+
+    Args:
+        model: a model of transformers with the registry of attention (version 5 or newer).
+        axis: the axis along which tokens are split. If no axis of this name is bound, a rank holds all tokens.
+
+    Returns:
+        A `ContextModel`.
+
+    Raises:
+        TypeError: if it is no model of transformers.
+        ValueError: if it combines tokens otherwise than by attention, as convolutions and state-space layers do, or
+            has attention of its own, or a head that reads some tokens. The message names the module.
+
+    Example:
+        >>> from fzero.parallel import context
+        >>> context.model(model)  # doctest: +SKIP
+        ContextModel(name='LlamaForCausalLM', axis='cp')
+    """
+    axis_if_bound(axis)
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"model is a {name}: expected a model of transformers; in a model of your own call "
+            "fzero.parallel.context.attention and positions"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, MIXERS) or any(word in type(module).__name__.lower() for word in MIXER_NAMES):
+            raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
+    text = config.get_text_config()
+    if other := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
+        raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(LAYER_TYPES)}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} attends from a decoder to an encoder: only attention of one sequence can be split")
+    if not name.endswith(ENDINGS):
+        raise ValueError(f"{name} reads the results of some tokens: expected a model that treats all tokens alike")
+    takes = inspect.signature(model.forward).parameters
+    has_further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if "position_ids" not in takes or not has_further or not model._can_set_attn_implementation():  # type: ignore[operator]
+        raise ValueError(f"{name} has attention of its own, not the registry's: its sequences cannot be split")
+    return ContextModel(name, axis)
+
+
+def install(copied: torch.nn.Module, context: ContextModel) -> None:
+    """Make a copy of a model attend across the ranks of an axis, and number its tokens."""
+    from transformers import AttentionInterface
+
+    name = f"fzero, over {context.axis}"
+    AttentionInterface.register(name, partial(_attend, context))
+    copied.set_attn_implementation(name)  # type: ignore[operator]
+    copied.forward = _with_positions(copied.forward, context)
+
+
+def _with_positions(run: Callable[..., Any], context: ContextModel) -> Callable[..., Any]:
+    """Fill in the positions of this rank's tokens, and refuse what belongs to whole sequences."""
+    signature = inspect.signature(run)
+
+    @wraps(run)
+    def forward(*args: Any, documents: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        further: dict[str, Any] = given.get("kwargs", {})
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None:
+            raise ValueError(f"{context.name} needs input_ids or inputs_embeds")
+        if given.get("attention_mask") is not None:
+            raise ValueError(
+                "attention_mask of whole sequences has no meaning on split ones: padding at the end of a causal "
+                "model's sequences needs none, and else pass documents, in which padding has a number of its own"
+            )
+        is_split = axis_size(axis_if_bound(context.axis)) > 1
+        shifts = context.name.endswith(("ForCausalLM", "LMHeadModel"))
+        if is_split and shifts and given.get("labels") is not None and further.get("shift_labels") is None:
+            raise ValueError(
+                f"labels: {context.name} shifts them, but the next token of a part is on another rank: shift them "
+                "before they are split, batch['shift_labels'] = fzero.parallel.context.shift_labels(tokens), and pass "
+                "shift_labels="
+            )
+        if further.get("shift_labels") is not None and given.get("labels") is None and "labels" in signature.parameters:
+            kwargs["labels"] = further["shift_labels"]
+        if given.get("position_ids") is None:
+            kwargs["position_ids"] = positions(tokens.shape[1], context.axis, device=tokens.device).unsqueeze(0)
+        if "use_cache" in signature.parameters:
+            kwargs["use_cache"] = False
+        return run(*args, documents=documents, **kwargs)
+
+    return forward
+
+
+def _attend(
+    context: ContextModel,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    documents: torch.Tensor | None = MISSING,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = MISSING,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' registry asks: from `[b, h, t, d]` to `[b, t, h, e]`."""
+    name = f"{context.name}: {type(module).__name__}"
+    if documents is MISSING:
+        raise ValueError(f"{name} does not hand keyword arguments on to its attention, so documents do not reach it")
+    if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
+        raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
+    if attention_mask is not None:
+        raise ValueError(f"{name} makes an attention mask of its own, which has no meaning on split sequences")
+    if dropout:
+        raise ValueError(
+            f"{name} drops attention weights, p={dropout}: set the configuration's dropout of attention to 0"
+        )
+    config: Any = getattr(module, "config", None)
+    if sliding_window is MISSING and _has_window(config):
+        raise ValueError(f"{name} does not hand its window on to its attention")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = None if sliding_window is MISSING else sliding_window
+    if window is not None and not causal and _has_window(config):
+        window = config.sliding_window + 1  # as in transformers' masks, which include this distance
+    y = attention(
+        query,
+        key,
+        value,
+        causal=bool(causal),
+        window=window,
+        documents=documents,
+        scale=scaling,
+        axis=context.axis,
+    )
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _has_window(config: Any) -> bool:
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

@@ -1,0 +1,365 @@
+"""Ring attention: keys and values go round the ranks, and each rank attends to one part of them after the other.
+
+Two parts of keys and values are in memory at a time: the one in use, and the one that arrives. The forward pass
+combines results by their logs of sums of exponentials (arXiv:2310.01889). The backward pass goes round once more, and
+the gradients of keys and values travel with them. Causal attention takes the same time on each rank, since each holds
+an early and a late part of the sequence (arXiv:2311.09431).
+
+One rank alone is a ring without steps. So it also serves attention with a mask within a rank.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fzero._dtypes import at_least_float32
+from fzero._torch import allow_in_graph, attention_block, attention_block_grad
+from fzero.axes import Axis, Binding
+from fzero.collectives import DimOptions, apply, mapped_binding
+from fzero.parallel.context._layout import from_rank_order, positions_of
+from fzero.parallel.context._meeting import AttentionOptions, Half, Mask, Meeting, Ring
+
+__all__ = ["ring_attention"]
+
+# ---------------------------------------------------------------- one block
+
+
+def _merged(x: torch.Tensor) -> torch.Tensor:
+    """Make the leading dimensions of `[.., h, t, d]` one."""
+    return x.reshape(x.shape[:-3].numel(), *x.shape[-3:])
+
+
+def _block(
+    m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys: `[.., h, t, e]` and `[.., h, t]`, in float32 at least."""
+    lead, scale = q.shape[:-3], m.options.scale
+    qs, ks, vs = _merged(q), _merged(k), _merged(v)
+    if mask is None:
+        results = [attention_block(qs, ks, vs, None, causal, scale)]
+    else:
+        results = [
+            attention_block(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale)
+            for r, c in mask.tiles()
+        ]
+    out, log_sum = (xs[0] if len(xs) == 1 else torch.cat(xs, 2) for xs in zip(*results, strict=True))
+    return at_least_float32(out.reshape(*lead, *out.shape[1:])), log_sum.reshape(*lead, *log_sum.shape[1:])
+
+
+class _Result(NamedTuple):
+    """What the backward pass of queries needs: the gradient, the result and the log of the sum of exponentials."""
+
+    grad: torch.Tensor
+    out: torch.Tensor
+    log_sum: torch.Tensor
+
+
+def _block_grad(
+    m: Meeting,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: _Result,
+    mask: Mask | None,
+    causal: bool,
+) -> list[torch.Tensor]:
+    """Return what a block adds to the gradients of q, k and v, in float32 at least."""
+    lead, scale = q.shape[:-3], m.options.scale
+    qs, ks, vs, grad, out = (_merged(x) for x in (q, k, v, result.grad, result.out))
+    log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
+    if mask is None:
+        grads = attention_block_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale)
+    else:
+        to_qs, to_k, to_v = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
+        for r, c in mask.tiles():
+            keep, keys, values = mask.of(r, c, lead), ks[..., c, :], vs[..., c, :]
+            tile = [x[..., r, :] for x in (grad, qs, out)]
+            of_tile = attention_block_grad(tile[0], tile[1], keys, values, keep, tile[2], log_sum[..., r], False, scale)
+            to_qs.append(of_tile[0])
+            rest = [0, 0, c.start, ks.shape[-2] - c.stop]
+            to_k, to_v = (x + F.pad(at_least_float32(y), rest) for x, y in zip((to_k, to_v), of_tile[1:], strict=True))
+        grads = torch.cat(to_qs, 2), to_k, to_v
+    return [at_least_float32(x).reshape(*lead, *x.shape[1:]) for x in grads]
+
+
+# ---------------------------------------------------------------- the way round
+
+
+def _attend(m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of attention to the keys of all ranks, and the logs of the sums of exponentials."""
+    theirs = m.documents
+    outs: list[torch.Tensor] = []
+    log_sums: list[torch.Tensor] = []
+    for step in range(m.ring.size):
+        following = m.ring.shift_keys(k, v, theirs) if step + 1 < m.ring.size else None
+        for pair in m.pairs(step):
+            queries, keys, values = m.take(q, pair.queries, -2), m.take(k, pair.keys, -2), m.take(v, pair.keys, -2)
+            causal = m.options.causal and step == 0 and not m.masked
+            out, log_sum = _block(m, queries, keys, values, m.mask(pair, step, theirs), causal)
+            if step == 0:
+                outs, log_sums = list(out.chunk(m.halves, -2)), list(log_sum.chunk(m.halves, -1))
+                continue
+            for i, where in m.targets(pair.queries):
+                here = log_sum if where is None else torch.where(m.ring.like(where, log_sum.ndim), log_sum, -math.inf)
+                outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, here)
+        if following is not None:
+            k, v, theirs = following
+    return torch.cat(outs, -2).to(q.dtype), torch.cat(log_sums, -1)
+
+
+def _combine(
+    out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_more: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine results of attention to two sets of keys, of which the first is not empty."""
+    total = torch.logaddexp(log_sum, log_more)
+    return out * (log_sum - total).exp().unsqueeze(-1) + more * (log_more - total).exp().unsqueeze(-1), total
+
+
+def _attend_grad(
+    m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: _Result
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v. Those of keys travel with the keys, and end at the rank that has them."""
+    size, theirs, _parts = m.ring.size, m.documents, m.halves
+    dtypes = q.dtype, k.dtype, v.dtype
+    to_q, own, sent = [], [], []
+    for step in range(size):
+        following = m.ring.shift_keys(k, v, theirs) if step + 1 < size else None
+        if step > 1:
+            sent = _in_parts(m, m.ring.shift(*(torch.cat(xs, -2) for xs in sent)))
+        elif step == 1:
+            sent = [[torch.zeros_like(x) for x in xs] for xs in own]
+        for pair in m.pairs(step):
+            queries, keys, values = m.take(q, pair.queries, -2), m.take(k, pair.keys, -2), m.take(v, pair.keys, -2)
+            of_pair = _Result(
+                m.take(result.grad, pair.queries, -2),
+                m.take(result.out, pair.queries, -2),
+                m.take(result.log_sum, pair.queries, -1),
+            )
+            causal = m.options.causal and step == 0 and not m.masked
+            grads = _block_grad(m, queries, keys, values, of_pair, m.mask(pair, step, theirs), causal)
+            if step == 0:
+                to_q, *own = _in_parts(m, grads)
+                continue
+            _add(m, to_q, grads[0], pair.queries)
+            for total, grad in zip(sent, grads[1:], strict=True):
+                _add(m, total, grad, pair.keys)
+        if following is not None:
+            k, v, theirs = following
+    to_k, to_v = (torch.cat(xs, -2) for xs in own)
+    if size > 1:
+        home = m.ring.shift(*(torch.cat(xs, -2) for xs in sent))
+        to_k, to_v = to_k + home[0], to_v + home[1]
+    return torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
+
+
+def _in_parts(m: Meeting, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return [list(x.chunk(m.halves, -2)) for x in xs]
+
+
+def _add(m: Meeting, total: list[torch.Tensor], x: torch.Tensor, half: Half) -> None:
+    """Add a gradient to the parts of a total that it belongs to."""
+    for i, where in m.targets(half):
+        total[i] = total[i] + (x if where is None else torch.where(m.ring.like(where, x.ndim), x, 0.0))
+
+
+# ---------------------------------------------------------------- derivatives
+
+
+class _Attention(torch.autograd.Function):
+    """Attention, and the logs of the sums of exponentials."""
+
+    @staticmethod
+    def forward(
+        token: torch.Tensor,
+        binding: Binding,
+        options: AttentionOptions,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        documents: torch.Tensor | None,
+    ) -> Any:
+        return _run(Ring(token, binding, stacked=False), options, q, k, v, documents)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[:3]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[3:], *output)
+        ctx.save_for_forward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
+        *inputs, out, log_sum = ctx.saved_tensors
+        return None, None, None, *_AttentionGrad.apply(*ctx.axis, grad, *inputs, out, log_sum), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *values, documents = ctx.saved_tensors
+        f = partial(_by_definition, *ctx.axis, documents)
+        return torch.func.jvp(f, tuple(values), _dense(tangents[3:6], values))[1], None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _mapped(_Attention, _run, info.batch_size, in_dims, *inputs)
+
+
+class _AttentionGrad(torch.autograd.Function):
+    """The gradients of q, k and v. They are functions of q, k, v and `grad`: the rest saves work."""
+
+    @staticmethod
+    def forward(
+        token: torch.Tensor, binding: Binding, options: AttentionOptions, grad: torch.Tensor, *saved: Any
+    ) -> Any:
+        return _run_grad(Ring(token, binding, stacked=False), options, grad, *saved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[:3]
+        ctx.save_for_backward(*inputs[3:8])
+        ctx.save_for_forward(*inputs[3:8])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        *values, documents = ctx.saved_tensors
+        f = partial(_grad_by_definition, *ctx.axis, documents)
+        return None, None, None, *torch.func.vjp(f, *values)[1](grads), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *values, documents = ctx.saved_tensors
+        f = partial(_grad_by_definition, *ctx.axis, documents)
+        return torch.func.jvp(f, tuple(values), _dense(tangents[3:7], values))[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _mapped(_AttentionGrad, _run_grad, info.batch_size, in_dims, *inputs)
+
+
+def _run(
+    ring: Ring,
+    options: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend(Meeting(ring, options, q.shape[-2], documents), q, k, v)
+
+
+def _run_grad(
+    ring: Ring,
+    options: AttentionOptions,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+    out: torch.Tensor,
+    log_sum: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _attend_grad(Meeting(ring, options, q.shape[-2], documents), q, k, v, _Result(grad, out, log_sum))
+
+
+def _mapped(
+    function: Any,
+    run: Any,
+    n: int,
+    in_dims: Any,
+    token: torch.Tensor,
+    binding: Binding,
+    options: AttentionOptions,
+    *xs: torch.Tensor | None,
+) -> Any:
+    """Apply a function under a vmap: that of the axis, whose ranks it computes all at once, or any other."""
+    rows = [
+        x if x is None else x.unsqueeze(0).expand(n, *x.shape) if d is None else x.movedim(d, 0)
+        for x, d in zip(xs, in_dims[3:], strict=True)
+    ]
+    if in_dims[0] is None:
+        ys = function.apply(token, mapped_binding(binding, n), options, *rows)
+    else:
+        ys = run(Ring(token.movedim(in_dims[0], 0), binding._replace(size=n), stacked=True), options, *rows)
+    return ys, (0,) * len(ys)
+
+
+def _by_definition(
+    token: torch.Tensor,
+    binding: Binding,
+    options: AttentionOptions,
+    documents: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Attend by the definition, to gathered keys and with all weights in memory, for derivatives of higher orders."""
+
+    def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
+        (x,) = apply(token, "all_gather", binding, DimOptions(dim), x)
+        return from_rank_order(x, binding.size, dim)
+
+    t, size, groups = q.shape[-2], binding.size, q.shape[-3] // k.shape[-3]
+    keep = options.keep(positions_of(token, size, t), torch.arange(t * size, device=token.device))
+    if documents is not None:
+        own, all_of_them = documents.unsqueeze(-1), gathered(documents, -1).unsqueeze(-2)
+        keep = keep & (own == all_of_them).unsqueeze(-3)
+    wide_q, wide_k, wide_v = at_least_float32(q), at_least_float32(gathered(k, -2)), at_least_float32(gathered(v, -2))
+    scores = (wide_q @ wide_k.repeat_interleave(groups, -3).mT) * options.scale
+    weights = torch.where(keep.to(q.device), scores, -math.inf).softmax(-1)
+    return (weights @ wide_v.repeat_interleave(groups, -3)).to(q.dtype)
+
+
+def _grad_by_definition(
+    token: torch.Tensor,
+    binding: Binding,
+    options: AttentionOptions,
+    documents: torch.Tensor | None,
+    grad: torch.Tensor,
+    *values: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v."""
+    return torch.func.vjp(partial(_by_definition, token, binding, options, documents), *values)[1](grad)
+
+
+def _dense(tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple([torch.zeros_like(x) if t is None else t for x, t in zip(values, tangents, strict=True)])
+
+
+@allow_in_graph  # as collectives/_table.py has it
+def _applied(
+    token: torch.Tensor,
+    binding: Binding,
+    options: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    return _Attention.apply(token, binding, options, q, k, v, documents)[0]
+
+
+def ring_attention(
+    axis: Axis,
+    options: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from this rank's queries `[.., h, t, d]` to the keys of all ranks of an axis.
+
+    Args:
+        axis: the axis; `NO_AXIS` for this rank's keys alone.
+        options: which tokens attend to which, and the scale.
+        q: `[.., h, t, d]`, this rank's tokens in the order of `positions`.
+        k: `[.., h / g, t, d]`.
+        v: `[.., h / g, t, e]`.
+        documents: int64 `[.., t]`: tokens attend to those of the same number; None for one document.
+
+    Returns:
+        `[.., h, t, e]`.
+    """
+    return _applied(axis.token, axis.binding, options, q, k, v, documents)

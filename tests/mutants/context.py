@@ -1,0 +1,78 @@
+"""Faults in fzero/parallel/context, and in the kernels of attention."""
+
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, swapped
+from tests.mutants.mutant import Fault, File
+
+ATTENTION = ("tests/parallel/context/test_attention.py",)
+LAYOUT = ("tests/parallel/context/test_layout.py",)
+TRAINING = ("tests/parallel/context/test_training.py",)
+MODELS = ("tests/parallel/context/test_transformers.py",)
+KERNELS = ("tests/_torch/test_attention.py",)
+
+MUTANTS = [
+    *File("parallel/context/_layout.py", LAYOUT).faults(
+        Fault("a rank's late part is one part too early", "positions_of", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
+        Fault("a rank gets its neighbour's late part", "split", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
+        Fault(
+            "the last token of a document learns the next document",
+            "shift_labels",
+            becomes("A[..., 1:] != B", "A[..., 1:] < B"),
+        ),
+        Fault(
+            "sequences are padded at their beginning",
+            "_padded",
+            becomes("[0, missing]", "[missing, 0]"),
+            LAYOUT + ATTENTION,
+        ),
+    ),
+    *File("parallel/context/_meeting.py", ATTENTION).faults(
+        Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
+        Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
+        Fault("late queries do not meet early keys", "Meeting.pairs", dropped("HalfPair(LATE, EARLY)")),
+        Fault("keys of later ranks count as earlier", "Meeting.pairs", swapped("A < B", ">")),
+        Fault("documents stay where they are", "Ring.shift_keys", bare("self._shift(A)")),
+        Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
+        Fault("a tile misses its first key", "Mask.tiles", becomes("A - B + 1", "A - B + 2")),
+    ),
+    *File("parallel/context/_ring.py", ATTENTION).faults(
+        Fault(
+            "results of two parts are added without a new scale",
+            "_combine",
+            bare("A * B.exp().unsqueeze(-1)", at="1 of 2"),
+        ),
+        Fault("gradients of keys do not come home", "_attend_grad", becomes("A + B[0]", "A")),
+        Fault("documents are ignored in derivatives of the second order", "_by_definition", never("A is not None")),
+    ),
+    *File("parallel/context/_attention.py", ATTENTION).faults(
+        Fault("heads come back in the order of positions", "_over_heads", bare("to_rank_order(A, B, C)")),
+        Fault(
+            "documents are gathered in the order of ranks",
+            "_over_heads",
+            becomes("from_rank_order(all_gather(A, ...), n, -1)", "all_gather(documents, axis, dim=-1)"),
+        ),
+        Fault("a step need not average over the axis", "_check_average", never("A and B"), TRAINING),
+    ),
+    *File("parallel/context/_models.py", MODELS).faults(
+        Fault(
+            "each part begins at position 0",
+            "_with_positions",
+            becomes("positions(A, B, device=C)", "torch.arange(A, device=C)"),
+        ),
+        Fault("a model's shifted labels are split", "_with_positions", never("A and B and C and D")),
+        Fault(
+            "a window without causality is one token too narrow",
+            "_attend",
+            becomes("A.sliding_window + 1", "A.sliding_window"),
+        ),
+        Fault("a softcap is ignored", "_attend", never("(other := A)")),
+    ),
+    *File("_torch/attention.py", KERNELS).faults(
+        Fault("a query without keys counts", "attention_block", always("A is None", at="1 of 1")),
+        Fault(
+            "the definition's gradient misses its mean",
+            "_grad_by_definition",
+            becomes("A - B.sum(-1, keepdim=True)", "A"),
+        ),
+        Fault("groups of heads are interleaved", "_by_definition", constant(2, 1, at="1 of 3")),
+    ),
+]

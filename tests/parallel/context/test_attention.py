@@ -1,0 +1,222 @@
+"""Attention across ranks is attention of the whole sequences: values, derivatives, bytes, and refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero import collectives
+from fzero.parallel import context
+from tests.helpers import examples
+from tests.parallel.context.model import defined
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def values_of(
+    seed: int, heads: int, groups: int, length: int, lead: tuple[int, ...] = (2,), dtype=torch.float64
+) -> list:
+    """q, k, v and the weights of the result in a loss."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(*lead, h, length, 4) for h in (heads, heads // groups, heads // groups, heads)]
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def documents_of(seed: int, lead: tuple[int, ...], length: int) -> torch.Tensor:
+    """Boundaries anywhere, and a number that comes back: it is the same document again."""
+    return torch.randint(0, 3, (*lead, length), generator=torch.Generator().manual_seed(seed))
+
+
+def on_ranks(mesh: fzero.ranks.Mesh, f: Any, values: list[torch.Tensor], documents: Any) -> Any:
+    """Run `f(documents, *values)` on the ranks' tokens; return its tree of results, each rank's tokens."""
+    boxes = [context.split(mesh, x, dims=x.ndim - 2, batch_axis=()) for x in values]
+    if documents is not None:
+        documents = context.split(mesh, documents, dims=documents.ndim - 1, batch_axis=())
+    return mesh.spmd(lambda documents, *xs: fzero.PerRank(f(documents, *xs)))(documents, *boxes).value
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    """To 1e-12 of numbers near 1; a gradient may be exactly 0."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def parts(mesh: fzero.ranks.Mesh, tree: Any) -> Any:
+    return [context.split(mesh, x, dims=x.ndim - 2, batch_axis=()).value for x in tree]
+
+
+@examples(40, 400)
+@given(
+    st.integers(0, 9),
+    SIZES,
+    st.sampled_from(["vmap", "lockstep"]),
+    st.sampled_from(["ring", "all_to_all", None]),
+    st.sampled_from([(4, 1), (4, 2), (8, 8), (8, 1), (3, 1)]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([None, 1, 3, 7]),
+    st.booleans(),
+    st.sampled_from([None, 0.3]),
+)
+def test_attention_across_ranks_is_attention_of_the_sequence(
+    seed, n, simulate, method, heads, half, causal, window, has_documents, scale
+):
+    """With grouped queries, windows, documents and every number of ranks: values and gradients to 1e-12."""
+    if method == "all_to_all" and heads[0] % n:
+        method = None
+    length = 2 * n * half
+    values = values_of(seed, heads[0], heads[1], length)
+    documents = documents_of(seed, (2,), length) if has_documents else None
+    mesh = fzero.mesh(cp=n, simulate=simulate)
+    options: Any = {"causal": causal, "window": window, "scale": scale}
+
+    def gradients(documents: Any, *values: torch.Tensor) -> Any:
+        def loss(q: Any, k: Any, v: Any, w: Any) -> Any:
+            y = context.attention(q, k, v, documents=documents, method=method, **options)
+            return (y * w).sum(), y
+
+        grads, y = torch.func.grad(loss, (0, 1, 2), has_aux=True)(*values)
+        return [*grads, y]
+
+    def expected(q: Any, k: Any, v: Any, w: Any) -> Any:
+        y = defined(q, k, v, documents=documents, **options)
+        return (y * w).sum(), y
+
+    grads, y = torch.func.grad(expected, (0, 1, 2), has_aux=True)(*values)
+    assert_near(on_ranks(mesh, gradients, values, documents), parts(mesh, [*grads, y]))
+
+
+@examples(4, 24)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(["vmap", "lockstep"]), st.booleans(), st.booleans())
+def test_derivatives_of_the_second_order(n, simulate, causal, has_documents):
+    """Reverse over reverse, forward, forward over reverse, and a vmap of the user; torch's kernels have none."""
+    length = 4 * n
+    values = values_of(n, 4, 2, length, (1,))
+    documents = documents_of(0, (1,), length) if has_documents else torch.zeros(1, length, dtype=torch.int64)
+
+    def derivatives(f: Any) -> Any:
+        def squares(q: Any, k: Any, v: Any, w: Any) -> torch.Tensor:
+            grads = torch.func.grad(lambda q, k, v: (f(q, k, v) * w).sum(), (0, 1, 2))(q, k, v)
+            return sum((g.square() * g.cos()).sum() for g in grads)  # type: ignore[return-value]
+
+        def run(q: Any, k: Any, v: Any, w: Any) -> Any:
+            tangents = q.cos(), k.sin(), v.cos()
+            second = torch.func.grad(squares, (0, 1, 2, 3))(q, k, v, w)
+            forward = torch.func.jvp(f, (q, k, v), tangents)[1]
+            over = torch.func.jvp(torch.func.grad(squares), (q, k, v, w), (*tangents, w.sin()))[1]
+            mapped = torch.func.vmap(f, (0, None, 0))(torch.stack([q, 2 * q]), k, torch.stack([v, v + 1]))
+            return [*second, forward, over, mapped[0], mapped[1]]
+
+        return run
+
+    def across(documents: Any, *values: torch.Tensor) -> Any:
+        return derivatives(
+            lambda q, k, v: context.attention(q, k, v, causal=causal, documents=documents, method="ring")
+        )(*values)
+
+    mesh = fzero.mesh(cp=n, simulate=simulate)
+    whole = derivatives(lambda q, k, v: defined(q, k, v, causal=causal, window=None, documents=documents))(*values)
+    assert_near(on_ranks(mesh, across, values, documents), parts(mesh, whole))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_half_precision_is_as_exact_as_torchs_own(method):
+    values = values_of(0, 4, 2, 32, dtype=torch.bfloat16)
+    exact = defined(*(x.double() for x in values[:3]), causal=True, window=None, documents=None)
+    mesh = fzero.mesh(cp=4)
+
+    def f(documents: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
+        return [context.attention(q, k, v, causal=True, method=method)]
+
+    (found,) = on_ranks(mesh, f, values, None)
+    assert found.dtype == torch.bfloat16
+    error = (found.double() - parts(mesh, [exact])[0]).abs().max()
+    q, k, v = values[:3]
+    own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert error <= 2 * (own.double() - exact).abs().max(), error
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_that_travel(n, causal, has_documents):
+    """The formulas of docs/context.md, in elements of one rank."""
+    samples, heads, groups, length, width = 2, 4, 2, 4 * n, 4
+    values = values_of(0, heads, groups, length)
+    documents = documents_of(0, (2,), length) if has_documents else None
+    queries, keys = samples * heads * length * width // n, 2 * samples * heads // groups * length * width // n
+    numbers = samples * length // n if has_documents else 0
+    rounds = 2 * (keys + numbers), keys  # of the forward and the backward pass; the latter sends gradients as well
+    wanted = {
+        "ring": {"ppermute": (n - 1) * sum(rounds)},
+        "all_to_all": {"all_to_all": 2 * (2 * queries + max(keys, keys * n * groups // heads))},
+    }
+    if has_documents:
+        wanted["all_to_all"]["all_gather"] = numbers * n
+
+    for method in wanted:
+
+        def gradients(documents: Any, *values: torch.Tensor, method: Any = method) -> Any:
+            def loss(q: Any, k: Any, v: Any, w: Any) -> Any:
+                return (context.attention(q, k, v, causal=causal, documents=documents, method=method) * w).sum()
+
+            return torch.func.grad(loss, (0, 1, 2))(*values)
+
+        with collectives.record() as log:
+            on_ranks(fzero.mesh(cp=n), gradients, values, documents)
+        found: dict[str, int] = {}
+        for call in log.events:
+            found[call.kind] = found.get(call.kind, 0) + call.elements
+        assert found == wanted[method], method
+
+
+def test_padding_has_no_effect():
+    """Of causal attention at the end, and of any attention with the padding as a document of its own."""
+    length, n = 13, 2
+    values = values_of(0, 4, 2, length)
+    documents = documents_of(0, (2,), length)
+    mesh = fzero.mesh(cp=n)
+    boxes = [context.split(mesh, x, dims=2, pad=9.0) for x in values[:3]]
+    numbers = context.split(mesh, documents, pad=-1)
+    options: Any = ((True, None), (False, documents))
+    for causal, own in options:
+
+        def f(q: Any, k: Any, v: Any, d: Any, causal: bool = causal, own: Any = own) -> Any:
+            y = context.attention(q, k, v, causal=causal, documents=None if own is None else d)
+            return fzero.PerRank((y, context.positions(q.shape[-2])))
+
+        y, positions = mesh.spmd(f)(*boxes, numbers).value
+        whole = torch.cat(list(y), -2)[..., torch.cat(list(positions)).argsort(), :]
+        expected = defined(*values[:3], causal=causal, window=None, documents=own)
+        assert_near(whole[..., :length, :], expected)
+
+
+def refused(match: str, error: type[Exception] = ValueError, n: int = 1, **changes: Any) -> None:
+    x = torch.zeros(1, 4, 4, 2)
+    arguments = {"q": x, "k": x, "v": x, **changes}
+    with pytest.raises(error, match=match):
+        if n == 1:
+            context.attention(**arguments)
+        else:
+            fzero.mesh(cp=n).spmd(lambda: context.attention(**arguments))()
+
+
+def test_wrong_arguments_are_refused_by_name():
+    x = torch.zeros(1, 4, 4, 2)
+    refused("window=0", window=0)
+    refused("window=2.5", window=2.5)
+    refused("scale='a'", scale="a")
+    refused("method='ulysses'", method="ulysses")
+    refused("4 heads of q do not divide by the 3 heads of k", k=x[:, :3], v=x[:, :3])
+    refused("as many heads and tokens of k as of v", k=x[:, :2])
+    refused("as many tokens of q as of k", q=x[:, :, :2])
+    refused("expected .*heads, tokens, width", q=x[0, 0], k=x[0, 0], v=x[0, 0])
+    refused(r"documents have the shape \[1, 3\]: expected \[1, 4\]", documents=torch.zeros(1, 3, dtype=torch.int64))
+    refused("expected ints", TypeError, documents=torch.zeros(1, 4))
+    refused("expected the name of the axis", TypeError, axis=None)
+    odd = x[:, :, :3]
+    refused("3 tokens are odd", n=2, q=odd, k=odd, v=odd)
+    refused('method="all_to_all": 4 heads do not divide by the 3 ranks', n=3, method="all_to_all")

@@ -1,0 +1,96 @@
+"""Who holds which tokens: `split`, `positions` and `shift_labels` agree, on any mesh and for any length."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.parallel import context
+from fzero.parallel.context._layout import from_rank_order, to_rank_order
+from tests.helpers import examples
+
+
+@examples(20, 100)
+@given(st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
+def test_each_rank_holds_the_tokens_of_its_positions(dp, n, half, dim, first):
+    """And each token lies on one rank; an axis "tp" shares its tokens; cp may stand before dp or after it."""
+    mesh = fzero.mesh(**({"cp": n, "dp": dp} if first else {"dp": dp, "cp": n}), tp=2)
+    shape = [2 * dp, 5, 5]
+    shape[dim] = length = 2 * n * half
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    box = context.split(mesh, {"x": x}, dims={"x": dim}, batch_axis="dp")
+    tokens = length // n
+
+    def f(batch):
+        return fzero.PerRank((batch["x"], context.positions(tokens), fzero.axes.axis_index("dp")))
+
+    own, positions, sample = mesh.spmd(f)(box).value
+    assert torch.equal(own[0::2], own[1::2])  # tp, the fastest axis
+    for part, where, i in zip(own, positions, sample, strict=True):
+        assert torch.equal(part, x[2 * i : 2 * i + 2].index_select(dim, where))
+    assert sorted(positions.flatten().tolist()) == sorted(2 * dp * list(range(length)))
+
+
+@examples(10, 40)
+@given(st.integers(1, 8), st.integers(1, 3), st.sampled_from([0, 1, -1]))
+def test_orders_are_inverse(n, half, dim):
+    shape = [2 * n * half] * 2
+    x = torch.arange(shape[0] * shape[1]).view(shape)
+    assert torch.equal(from_rank_order(to_rank_order(x, n, dim), n, dim), x)
+
+
+def test_every_rank_has_the_same_work_in_causal_attention():
+    for n in (1, 2, 3, 8):
+        work = fzero.mesh(cp=n).spmd(lambda: fzero.PerRank((context.positions(6) + 1).sum()))().value
+        assert work.unique().numel() == 1
+
+
+def test_without_the_axis_a_rank_holds_all_tokens():
+    assert context.positions(5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_labels_are_shifted_within_documents():
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert context.shift_labels(tokens).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
+    documents = torch.tensor([[0, 0, 0, 5], [3, 3, 1, 1]])
+    assert context.shift_labels(tokens, documents, ignore_index=-1).tolist() == [[2, 3, -1, -1], [6, -1, 8, -1]]
+    with pytest.raises(ValueError, match="documents have the shape"):
+        context.shift_labels(tokens, documents[0])
+
+
+def test_leaves_without_tokens_are_shared():
+    mesh = fzero.mesh(dp=2, cp=2)
+    batch = {"tokens": torch.arange(16).view(2, 8), "weight": torch.tensor([1.0, 2.0])}
+    box = context.split(mesh, batch, dims={"weight": None})
+    assert box.value["weight"].tolist() == [[1.0], [1.0], [2.0], [2.0]]
+
+
+def test_sequences_are_padded_by_leaf():
+    mesh = fzero.mesh(dp=1, cp=2)
+    batch = {"tokens": torch.ones(1, 5, dtype=torch.int64), "labels": torch.ones(1, 5, dtype=torch.int64)}
+    box = context.split(mesh, batch, pad={"tokens": 0, "labels": -100})
+    assert box.value["labels"].tolist() == [[[1, 1, -100, -100]], [[1, 1, 1, -100]]]
+    assert box.value["tokens"].sum() == 5
+
+
+def refused(match: str, batch: Any = None, error: type[Exception] = ValueError, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        context.split(fzero.mesh(dp=2, cp=2), torch.zeros(2, 8) if batch is None else batch, **options)
+
+
+def test_wrong_batches_are_refused_by_leaf():
+    refused(
+        r"batch leaf 'x' is \[2, 6\]: its 6 tokens \(dimension 1\) do not divide into 4 parts", {"x": torch.zeros(2, 6)}
+    )
+    refused(r"pass pad=\{'x': value\}", {"x": torch.zeros(2, 6)}, pad={"y": 0})
+    refused(r"batch leaf 'w' is \[2\].*dims=\{'w': None\}", {"w": torch.zeros(2)})
+    refused(r"dimension 0 must be divisible by the 2 parts", torch.zeros(3, 8))
+    refused("'tp' is not an axis", axis="tp")
+    refused("expected one axis for tokens", batch_axis=("dp", "cp"))
+    refused("expected a tensor", {"x": "text"}, TypeError)
+    refused("its dimension of tokens is dims=0", dims=0)
+    with pytest.raises(ValueError, match="tokens=3: expected an even int"):
+        fzero.mesh(cp=2).spmd(lambda: context.positions(3))()

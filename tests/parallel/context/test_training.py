@@ -1,0 +1,69 @@
+"""The law of laws: training with split sequences on any mesh, at any stage, is training with whole ones."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.parallel import context
+from tests.helpers import examples, train_step_for
+from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, loss_for, params_of
+
+MESHES = st.sampled_from(
+    [
+        fzero.mesh(dp=2, cp=2),
+        fzero.mesh(cp=2, dp=2),
+        fzero.mesh(dp=1, cp=4),
+        fzero.mesh(cp=8),
+        fzero.mesh(dp=2, cp=2, simulate="lockstep"),
+    ]
+)
+
+
+@examples(6, 40)
+@given(
+    MESHES,
+    st.integers(0, 3),
+    st.sampled_from(["ring", None]),
+    st.booleans(),
+    st.sampled_from([None, 5]),
+    st.sampled_from([None, "fx"]),
+)
+def test_training_with_split_sequences_is_training_with_whole_ones(mesh, stage, method, documents, window, backend):
+    params = params_of()
+    batches = [batch_of(i, documents) for i in range(2)]
+    train_step = train_step_for(loss_for(causal=True, method=method, window=window), OPT)
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    step = step if backend is None else fzero.jit(step, backend=backend)
+    assert_trains_as_whole(train_step, params, step, batches)
+
+
+@examples(3, 12)
+@given(MESHES, st.integers(0, 3), st.integers(1, 2), st.booleans())
+def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, has_documents):
+    """Padded ends and the last tokens of documents have none: "weighted" is the mean over all labels."""
+    params, batches = params_of(length=64), []
+    for i in range(2):
+        batch = batch_of(i, has_documents, samples=2 * micro_batches, length=13)
+        batches.append(batch | {"labels": context.shift_labels(batch["tokens"], batch.get("documents"))})
+    loss_fn = loss_for(weighted=True, causal=True)
+    train_step = train_step_for(loss_fn, OPT, reduce="weighted", micro_batches=micro_batches)
+    pad = {"tokens": 0, "labels": -100, "documents": -1}
+    assert_trains_as_whole(train_step, params, fzero.shard(train_step, stage=stage, mesh=mesh), batches, pad=pad)
+
+
+def test_a_step_averages_over_the_axis():
+    """Else its ranks would keep the gradients of their own tokens."""
+    mesh, params = fzero.mesh(dp=1, cp=2), params_of()
+    step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh, axis="dp")
+    with pytest.raises(ValueError, match=r"axis='cp'.*does not average over it.*add 'cp'"):
+        step(*step.init(params, OPT), context.split(mesh, batch_of(0)))
+
+
+@pytest.mark.slow
+def test_the_default_backend():
+    """Inductor, with the ring and documents."""
+    params, batches = params_of(), [batch_of(i, True) for i in range(2)]
+    train_step = train_step_for(loss_for(causal=True, method="ring"), OPT)
+    step = fzero.jit(fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=1, cp=2)))
+    assert_trains_as_whole(train_step, params, step, batches)

@@ -1,0 +1,165 @@
+"""Models of transformers with split sequences compute what they compute with whole ones, or are refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero
+from fzero import optim
+from fzero.parallel import context
+from tests.helpers import cases, train_step_for
+
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    **{"vocab_size": 50, "max_position_embeddings": 64, "use_cache": False},
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+NO_DROPOUT = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64, "use_cache": False}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", GROUPED),
+    "MistralForCausalLM": ("MistralConfig", GROUPED | {"sliding_window": 5}),
+    "Qwen3ForCausalLM": ("Qwen3Config", GROUPED | {"head_dim": 8}),
+    "Phi3ForCausalLM": ("Phi3Config", GROUPED | {"sliding_window": 5}),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        GROUPED | {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "SmolLM3ForCausalLM": ("SmolLM3Config", GROUPED),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2 | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
+    "OlmoeForCausalLM": ("OlmoeConfig", GROUPED | EXPERTS),
+    "MixtralForCausalLM": ("MixtralConfig", GROUPED | EXPERTS),
+    "BertForMaskedLM": ("BertConfig", SIZES | NO_DROPOUT),
+    "ModernBertForMaskedLM": (
+        "ModernBertConfig",
+        SIZES | {"local_attention": 8} | dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0),
+    ),
+}
+OPT = optim.sgd(0.1)
+
+
+def model_of(name: str, config: str = "", **sizes: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config, own = MODELS.get(name, (config, {}))
+    return getattr(transformers, name)(getattr(transformers, config)(**own, **sizes)).double()
+
+
+def step_for(apply: Any, buffers: Any) -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        options = {"documents": batch["documents"]} if "documents" in batch else {}
+        logits, labels = apply(params, buffers, input_ids=batch["tokens"], **options)[0].logits, batch["labels"]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+    return train_step_for(loss_fn, OPT, reduce="weighted")
+
+
+def batch_of(seed: int, shift: bool = True) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 50, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens, "labels": context.shift_labels(tokens) if shift else tokens}
+
+
+@pytest.mark.parametrize(
+    "name,backend",
+    cases(
+        [("LlamaForCausalLM", "fx"), ("MistralForCausalLM", None), ("ModernBertForMaskedLM", None)],
+        [*[(name, None) for name in MODELS], ("LlamaForCausalLM", "auto"), ("GPT2LMHeadModel", "auto")],
+    ),
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
+    """To 1e-6: most of them compute positions and norms in float32."""
+    model = model_of(name)
+    plain, params, buffers = fzero.nn.functional(model)
+    apply = fzero.nn.functional(model, context=context.model(model)).apply
+    mesh = fzero.mesh(dp=2, cp=2)
+    step = fzero.shard(step_for(apply, buffers), stage=3, mesh=mesh)
+    run = step if backend is None else fzero.jit(step, backend=backend)
+    state, expected = step.init(params, OPT), (params, OPT.init(params))
+    for i in range(2):
+        batch = batch_of(i, not name.endswith("MaskedLM"))
+        *state, loss = run(*state, context.split(mesh, batch))
+        *expected, wanted = step_for(plain, buffers)(*expected, batch)
+        torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=0)
+    for path, x in step.gather(state[0]).items():
+        torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
+
+
+def test_documents_replace_the_mask():
+    """Two documents in one sequence have the logits of two sequences, but for positions: these are not relative."""
+    model = model_of("LlamaForCausalLM")
+    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    tokens = batch_of(0)["tokens"][:1]
+    documents = (torch.arange(16) >= 7).long().unsqueeze(0)
+    mesh = fzero.mesh(cp=2)
+
+    def logits(tokens: Any, documents: Any) -> Any:
+        return fzero.PerRank(apply(params, buffers, input_ids=tokens, documents=documents)[0].logits)
+
+    found = mesh.spmd(logits)(context.split(mesh, tokens), context.split(mesh, documents)).value
+    alone = [apply(params, buffers, input_ids=x)[0].logits for x in (tokens[:, :7], tokens[:, 7:])]
+    expected = context.split(mesh, torch.cat(alone, 1)).value
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # rotary positions are relative
+
+
+def test_labels_are_shifted_before_they_are_split():
+    model = model_of("LlamaForCausalLM")
+    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]
+    labels = context.shift_labels(tokens)
+    whole = fzero.nn.functional(model).apply(params, buffers, input_ids=tokens, labels=tokens)[0].loss
+
+    def loss(tokens: Any, labels: Any) -> Any:
+        return fzero.PerRank(apply(params, buffers, input_ids=tokens, shift_labels=labels)[0].loss)
+
+    losses = mesh.spmd(loss)(context.split(mesh, tokens), context.split(mesh, labels)).value
+    counts = (context.split(mesh, labels).value != -100).sum((1, 2))
+    torch.testing.assert_close((losses * counts).sum() / counts.sum(), whole)
+
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM shifts them.*shift_labels="):
+        mesh.spmd(lambda x: apply(params, buffers, input_ids=x, labels=x)[0].loss)(context.split(mesh, tokens))
+    with pytest.raises(ValueError, match="attention_mask of whole sequences has no meaning"):
+        apply(params, buffers, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    "name,config,sizes,message",
+    [
+        ("MambaForCausalLM", "MambaConfig", SMALL, "is a Mamba.*which combines tokens without attention"),
+        ("Llama4ForCausalLM", "Llama4TextConfig", GROUPED | {"head_dim": 8, **EXPERTS}, "layers of type 'chunked_att"),
+        ("BertForSequenceClassification", "BertConfig", SIZES, "reads the results of some tokens"),
+        ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "num_layers": 1, "vocab_size": 50}, "to an encoder"),
+        ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "has attention of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_models_that_combine_tokens_otherwise_are_refused(name, config, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        context.model(model_of(name, config, **sizes))
+
+
+@pytest.mark.parametrize(
+    "name,config,sizes,message",
+    [
+        ("Gemma2ForCausalLM", "Gemma2Config", GROUPED | {"head_dim": 8}, "Gemma2Attention attends with softcap"),
+        ("GptOssForCausalLM", "GptOssConfig", GROUPED | {"head_dim": 8, **EXPERTS}, "attends with s_aux"),
+        ("LlamaForCausalLM", "LlamaConfig", {"attention_dropout": 0.1}, r"drops attention weights, p=0\.1"),
+    ],
+)
+def test_attention_that_is_more_than_attention_is_refused(name, config, sizes, message):
+    model = model_of(name, config, **sizes)
+    apply, params, buffers = fzero.nn.functional(model.train(), context=context.model(model))
+    with pytest.raises(ValueError, match=message):
+        apply(params, buffers, input_ids=batch_of(0)["tokens"])
+
+
+def test_a_module_of_ones_own_is_refused():
+    with pytest.raises(TypeError, match=r"expected a model of transformers.*context\.attention"):
+        context.model(torch.nn.Linear(2, 2))
