@@ -35,6 +35,7 @@ SCRIPT = f"""
 import sys, torch
 before = set(sys.modules)
 import fzero
+assert {{*fzero.__all__}} <= {{*dir(fzero)}}
 new = set(sys.modules) - before
 others = [name for name in new if not name.startswith("fzero")]
 print(len(others), [name for name in {LATE!r} if name in new])
@@ -49,10 +50,15 @@ import optree
 assert not on_import._REGISTRATIONS and on_import._FINDER not in sys.meta_path
 assert type(torch._dynamo.__loader__).__module__ != on_import.__name__
 assert fzero.checkpoint.dcp.save
+assert "hypothesis" not in sys.modules
+fzero.testing.assert_trees_close([], [])
+for package in (fzero, *[getattr(fzero.parallel, name) for name in fzero.parallel.__all__]):
+    assert all(getattr(package, name) is getattr(package, name) for name in package.__all__)
 """
 
 
 def test_importing_fzero_loads_nothing_that_a_step_may_not_need():
+    """And the rest is there at its first use: what Dynamo must know, fzero.testing, and every public name."""
     count, late = run(SCRIPT).split(" ", 1)
     assert late == "[]\n" and int(count) < 50, f"{count} modules of others, among them {late}"
 
@@ -79,10 +85,6 @@ def test_there_is_no_other_attribute():
         _ = fzero.psum
 
 
-def test_testing_is_imported_where_it_is_used():
-    run("import sys, fzero; assert 'hypothesis' not in sys.modules; fzero.testing.assert_trees_close([], [])")
-
-
 TREES = """
 import torch
 {imports}
@@ -90,19 +92,9 @@ assert optree.tree_map(torch.neg, fzero.sharding.PerRank(torch.ones(2))).value.t
 """
 
 
-@pytest.mark.parametrize("imports", ["import fzero, optree", "import optree, fzero"])
+@pytest.mark.parametrize("imports", cases(["import optree, fzero"], ["import fzero, optree"]))
 def test_optree_knows_the_boxes_whichever_is_imported_first(imports: str):
     run(TREES.format(imports=imports))
-
-
-def test_every_name_is_there_before_and_after_its_first_use():
-    names = "fzero, *[getattr(fzero.parallel, name) for name in fzero.parallel.__all__]"
-    run(f"""
-import fzero
-assert {{*fzero.__all__}} <= {{*dir(fzero)}}
-for package in ({names}):
-    assert all(getattr(package, name) is getattr(package, name) for name in package.__all__)
-""")
 
 
 def test_it_says_its_version():

@@ -182,6 +182,7 @@ def test_an_api_boundary_has_the_signature_and_the_help_of_its_function():
     assert list(inspect.signature(STEP.init).parameters) == ["params", "opt", "donate"]
 
 
+@pytest.mark.slow
 def test_all_frames_stay_in_development_mode():
     code = """if True:
         import traceback
