@@ -30,8 +30,10 @@ LAYERS = [
     ["transforms"],
     ["parallel.pipeline", "parallel.tensor", "parallel.experts", "parallel.context"],
     ["zero"],
-    ["checkpoint", "tuning"],
-    ["nn", "errors"],
+    ["checkpoint"],
+    ["nn"],
+    ["tuning"],
+    ["errors"],
     ["plugs"],
     ["testing", "examples", "__main__"],
 ]

@@ -1,7 +1,7 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._calibrate import calibrate
-from fzero.tuning._machines import A100, CPU, H100, H200, Constant, Machine
+from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine
 from fzero.tuning._offload_costs import OffloadCosts, OffloadWork, model_work, offload_costs, planned_work
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._ratio import OffloadRatio, RatioTrial, offload_ratio
@@ -14,6 +14,7 @@ from fzero.tuning._watch import Hint, StepMeasurement, WatchedStep, watch
 
 __all__ = [
     "A100",
+    "A100_80GB",
     "CPU",
     "H100",
     "H200",

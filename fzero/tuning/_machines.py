@@ -12,6 +12,7 @@ from fzero.graph import Hardware
 
 __all__ = [
     "A100",
+    "A100_80GB",
     "CPU",
     "H100",
     "H200",
@@ -56,7 +57,12 @@ CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and i
     "link": ("copies between a device and its host", GIGA, "GB/s"),
     "host_memory": ("memory of a host", GIGA, "GB/s"),
     "ranks": ("devices of a host", 1, ""),
+    "product_flops": ("products of half precision, of any size", 1e12, "TFLOP/s"),
+    "half_depth": ("half of that by an inner dimension of", 1, ""),
+    "processors": ("processors that share a product's tiles", 1, ""),
+    "attention_flops": ("fused attention, all pairs counted", 1e12, "TFLOP/s"),
 }
+OPTIONAL = ("product_flops", "half_depth", "processors", "attention_flops")  # 0 where they were not measured
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ class Machine:
         network_hop: seconds that each step of a ring between hosts adds.
         launch: the least seconds that an operation takes.
         slow: the time of a product in float32, as a multiple of its time in half precision.
+        product_flops: floating-point operations a second that no product of half precision exceeds. With it, the cost
+            model rates a product by its shape; with 0 products and attention reach `flops` in any shape.
+        half_depth: the inner dimension at which a product reaches half of `product_flops`.
+        processors: the number of processors over which the tiles of a product are distributed.
+        attention_flops: floating-point operations a second of fused attention, all pairs counted.
         links: bytes a second that a device sends along an axis of the mesh, by the name of the axis. They replace
             `peers` and `network`.
         sources: the sources of constants: `(name, value, source)`. A constant whose value was changed since has the
@@ -116,6 +127,10 @@ class Machine:
     slow: float = 2.0
     hop: float = 3.4e-6
     network_hop: float = 9.6e-6
+    product_flops: float = 0.0
+    half_depth: float = 0.0
+    processors: int = 0
+    attention_flops: float = 0.0
     links: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, float, str], ...] = ()
 
@@ -127,6 +142,8 @@ class Machine:
                 raise ValueError(f"Machine: links={dict(self.links)!r}: expected bytes a second by the name of an axis")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name in OPTIONAL and value == 0:
+                continue
             if field.name not in ("name", "source", "kind", "links", "sources") and not _is_speed(value):
                 raise ValueError(f"Machine: {field.name}={value!r}: expected a number above 0")
 
@@ -144,6 +161,8 @@ class Machine:
         constants = []
         for name, (label, unit, unit_name) in CONSTANTS.items():
             value = getattr(self, name)
+            if name in OPTIONAL and value == 0:
+                continue
             text = f"{value / unit:,.4g} {unit_name}".strip()
             constants.append(Constant(label, text, sources.get((name, value), "as given")))
         links = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
@@ -166,6 +185,10 @@ class Machine:
             hop=self.hop,
             network_hop=self.network_hop,
             links=self.links,
+            product_flops=self.product_flops,
+            half_depth=self.half_depth,
+            processors=self.processors,
+            attention_flops=self.attention_flops,
         )
 
 
@@ -183,7 +206,7 @@ def _make_machine(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -
     """Make a machine from constants, each with its source."""
     values = {constant: value for constant, (value, _) in constants.items()}
     sources = tuple([(constant, value, source) for constant, (value, source) in constants.items()])
-    texts = dict.fromkeys([text for constant, (_, text) in constants.items() if constant in SUMMARY])
+    texts = dict.fromkeys([constants[constant][1] for constant in SUMMARY])
     return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(texts)}", sources=sources)
 
 
@@ -196,21 +219,40 @@ NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
     "launch": (4e-6, "the launch of a kernel"),
     "slow": (2.0, "TF32 has half the rate"),
 }
+FITTED = "fitted to half of the published runs: benchmarks/published.md"
+AMPERE: dict[str, Any] = {  # constants of both A100
+    "flops": (140e12, "45% of 312 TFLOP/s"),
+    "link": (22e9, "70% of PCIe 4 x16"),
+    "host_memory": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
+    "host_copies": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
+    "ranks": (8, "a DGX"),
+    "peers": (230e9, f"98% of 235 GB/s, the most in {NCCL}"),
+    "network": (20e9, "80% of a port of 200 Gb/s for each device"),
+    "processors": (108, "the data sheet"),
+    **NVIDIA,
+}
 A100 = _make_machine(
     "8 x A100 40 GB",
-    flops=(140e12, "45% of 312 TFLOP/s"),
     device_bytes=(0.93 * 40e9, "93% of 40 GB"),
     device_memory=(1.3e12, "84% of 1,555 GB/s"),
-    link=(22e9, "70% of PCIe 4 x16"),
-    host_memory=(300e9, "73% of 2 x 8 channels of DDR4-3200"),
-    host_copies=(300e9, "73% of 2 x 8 channels of DDR4-3200"),
-    ranks=(8, "a DGX"),
-    peers=(230e9, f"98% of 235 GB/s, the most in {NCCL}"),
-    network=(20e9, "80% of a port of 200 Gb/s for each device"),
-    **NVIDIA,
+    product_flops=(217e12, FITTED),
+    attention_flops=(194e12, FITTED),
+    **AMPERE,
+)
+A100_80GB = _make_machine(
+    "8 x A100 80 GB",
+    device_bytes=(0.93 * 80e9, "93% of 80 GB"),
+    device_memory=(1.71e12, "84% of 2,039 GB/s"),
+    product_flops=(236e12, FITTED),
+    attention_flops=(202e12, FITTED),
+    **AMPERE,
 )
 H100 = _make_machine(
     "8 x H100 80 GB",
+    product_flops=(591e12, FITTED),
+    half_depth=(438.0, FITTED),
+    processors=(132, "the data sheet"),
+    attention_flops=(378e12, FITTED),
     flops=(400e12, "40% of 989 TFLOP/s"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
     device_memory=(2.6e12, "78% of 3,350 GB/s"),
@@ -224,6 +266,10 @@ H100 = _make_machine(
 )
 H200 = _make_machine(
     "H200 with 16 cores",
+    product_flops=(591e12, "as the H100's"),
+    half_depth=(438.0, "as the H100's"),
+    processors=(132, "the data sheet"),
+    attention_flops=(378e12, "as the H100's"),
     flops=(500e12, "51% of 989 TFLOP/s"),
     device_bytes=(0.93 * 141e9, "93% of 141 GB"),
     device_memory=(4.0e12, "83% of 4,800 GB/s"),
@@ -254,7 +300,7 @@ CPU = _make_machine(
     launch=(2e-6, JIT),
     slow=(1.0, JIT),
 )
-MACHINES = {"a100": A100, "h100": H100, "h200": H200, "cpu": CPU}
+MACHINES = {"a100": A100, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "cpu": CPU}
 
 
 # The user's cache folder: the calibrated machine, and rows that were planned before.

@@ -37,6 +37,7 @@ class Configuration:
         tp: the size of the mesh axis along which each rank holds part of every matrix.
         pp: the size of the mesh axis along which the stages of a pipeline lie.
         schedule: the name of the pipeline schedule.
+        chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
 
     Example:
         >>> import fzero
@@ -57,6 +58,7 @@ class Configuration:
     tp: int = 1
     pp: int = 1
     schedule: str = "1f1b"
+    chunked_loss: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -93,13 +95,15 @@ class Configuration:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
         parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
         parts += [f"offload {self.offload:g}"] if self.offload else []
+        parts += ["chunked loss"] if self.chunked_loss else []
         parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("tp", self.tp)) if n > 1]
         return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
         return (
-            (self.precision, self.depth, self._dims) == (other.precision, other.depth, other._dims)
+            (self.precision, self.depth, self.chunked_loss) == (other.precision, other.depth, other.chunked_loss)
+            and self._dims == other._dims
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
@@ -136,6 +140,7 @@ class TuneOptions(NamedTuple):
     pp: Sequence[int] = (1,)
     schedule: Sequence[str] = ("1f1b",)
     depth: int | None = None
+    chunked_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,7 @@ class Space:
         parallel_dims: the sizes of the axes, and the schedule.
         global_batch: samples of one step, over all ranks.
         depth: the number of blocks; None if it is not known.
+        chunked_loss: as in `Configuration`.
     """
 
     stages: tuple[int, ...]
@@ -161,6 +167,7 @@ class Space:
     parallel_dims: tuple[ParallelDims, ...]
     global_batch: int
     depth: int | None
+    chunked_loss: bool = False
 
     def __iter__(self) -> Iterator[Configuration]:
         """Yield the configurations, the smallest first."""
@@ -175,7 +182,8 @@ class Space:
         for m, remat, stage, offload, precision, dims in product(*lean):
             k, remainder = divmod(self.global_batch // dims.ranks, m)
             if not remainder:
-                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **dims._asdict())
+                more = {"depth": self.depth, "chunked_loss": self.chunked_loss}
+                yield Configuration(stage, m, k, remat, precision, offload, **dims._asdict(), **more)
 
 
 def make_space(options: TuneOptions) -> Space:
@@ -212,6 +220,7 @@ def make_space(options: TuneOptions) -> Space:
         parallel_dims=tuple(parallel_dims),
         global_batch=options.global_batch,
         depth=options.depth,
+        chunked_loss=options.chunked_loss,
     )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fzero import optim, tree
 from fzero._arguments import check_int
 from fzero.axes import axis_if_bound, axis_size
+from fzero.nn import linear_cross_entropy
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
@@ -32,7 +33,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary an
 
 
 def compute_loss(
-    shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any
+    shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any, chunked: bool = False
 ) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
@@ -42,13 +43,14 @@ def compute_loss(
         run: wraps a block, as `fzero.remat` does.
         params: the parameters, or their boxes.
         batch: as `make_batch` makes it.
+        chunked: as in `head_loss`.
     """
     block = run(partial(_apply_block, shape, explicit))
     x = embed(shape, params, batch)
     tables = _rotary_tables(shape, x)
     for p in params["blocks"]:
         x = block(p, x, tables)
-    return head_loss(shape, params, x, batch)
+    return head_loss(shape, params, x, batch, chunked)
 
 
 def embed(shape: ModelShape, params: Params, batch: Any) -> torch.Tensor:
@@ -74,18 +76,30 @@ def apply_block(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor) -
     return _apply_block(shape, explicit, p, x, _rotary_tables(shape, x))
 
 
-def head_loss(shape: ModelShape, params: Params, x: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Return the loss, given the output of the last block."""
+def head_loss(shape: ModelShape, params: Params, x: torch.Tensor, batch: Any, chunked: bool = False) -> torch.Tensor:
+    """Return the loss, given the output of the last block; if it is `chunked`, logits never exist as a whole."""
     x = _norm(shape, gather(params["norm"]), x)
     if shape.task == "image":
         x = x[:, 0]
     if shape.task == "masked":
         x = F.gelu(_linear(gather(params["last"]), x))
+    if chunked:
+        weight, bias = _head(shape, params)
+        axis = "tp" if axis_size(axis_if_bound("tp")) > 1 else None
+        return linear_cross_entropy(x, weight, batch[1], bias, axis=axis)
     x = tp.enter(x)
     logits = x @ gather(params["tokens"]).T if shape.tied else _linear(gather(params["head"]), x)
     logits = (logits + gather(params["bias"]) if "bias" in params else logits).flatten(0, -2).float()
     loss = F.cross_entropy if axis_size(axis_if_bound("tp")) == 1 else tp.cross_entropy
     return loss(logits, batch[1].flatten())
+
+
+def _head(shape: ModelShape, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight `[classes, width]` of the output head, and its bias."""
+    if shape.tied:
+        return gather(params["tokens"]), gather(params["bias"]) if "bias" in params else None
+    head = gather(params["head"])
+    return head["w"].mT, head.get("b")
 
 
 def _linear(p: Params, x: torch.Tensor) -> torch.Tensor:
@@ -277,14 +291,15 @@ class ModelStep:
         policy = config.policy
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
-        loss_fn = partial(compute_loss, shape, self.explicit, _remat_wrapper(config.remat))
+        run = _remat_wrapper(config.remat)
+        loss_fn = partial(compute_loss, shape, self.explicit, run, chunked=config.chunked_loss)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
     def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
         return pipeline(
             first=partial(embed, shape),
             block=partial(apply_block, shape, self.explicit),
-            last=partial(head_loss, shape),
+            last=partial(head_loss, shape, chunked=config.chunked_loss),
             micro_batches=config.accumulation,
             schedule=config.schedule,
             stages_per_rank=config.pipeline_stages,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fzero._arguments import check_int
+from fzero._arguments import check_choice, check_int
 from fzero._format import format_bytes
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
@@ -240,6 +240,7 @@ def tune(
     schedule: Sequence[str] = ("1f1b",),
     links: Mapping[str, float] | None = None,
     depth: int | None = None,
+    chunked_loss: bool = False,
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
@@ -275,6 +276,8 @@ def tune(
             default they follow from the machine.
         depth: the number of blocks. With it, `make_step` must build `config.depth` blocks. Every second block may be of
             another kind. If all are alike, give `make_step` a true attribute `blocks_alike`: rows then take less time.
+        chunked_loss: the `chunked_loss` of all configurations. With it, models by name compute their loss by
+            `fzero.nn.linear_cross_entropy`, without logits as a whole.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.
@@ -319,7 +322,8 @@ def tune(
     machine = machine_of(machine)
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     batch = (world_size, global_batch, stages, micro_batches)
-    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
+    check_choice("chunked_loss", chunked_loss, (False, True))
+    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, chunked_loss))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)

@@ -164,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write attention out, so that its weights are saved for the backward pass",
     )
+    plan.add_argument(
+        "--chunked-loss",
+        action="store_true",
+        help="compute the loss from chunks of classes, without all logits at once",
+    )
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
     plan.add_argument(
         "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
@@ -293,6 +298,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             schedule=args.schedule,
             links=args.links,
             depth=depth,
+            chunked_loss=args.chunked_loss,
             workers=args.workers,
             cache=not args.no_cache,
             on_result=on_result,
@@ -384,10 +390,13 @@ def _rules(c: Configuration) -> list[str]:
     ]
 
 
+CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
+
+
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
     rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
-    lines = []
+    lines = [CHUNKED_LOSS] * c.chunked_loss
     if c.tp > 1:
         lines += [
             "# names of leaves, and the dimension that is split; or, for a transformers model, the rule",

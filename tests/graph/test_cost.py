@@ -68,3 +68,49 @@ def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
         return estimate_seconds(graph, hardware=DEVICE._replace(host=host, host_link=link))
 
     assert takes(host * slower, link) >= takes(host, link) and takes(host, link * slower) >= takes(host, link)
+
+
+# ---------------------------------------------------------------- products and attention by their shapes
+
+
+CARD = Hardware("gpu", 1.0, 1e30, 1e30, 0, 0, product_flops=1024.0, half_depth=64.0, processors=4, attention_flops=8.0)
+sizes = st.sampled_from((1, 64, 100, 128, 200, 256, 300, 512))
+
+
+def product_seconds(hardware: Hardware, *shapes: tuple[int, ...], op: Any = torch.matmul) -> float:
+    """Return the seconds of one product of half precision, without memory."""
+    operands = [torch.empty(s, dtype=torch.bfloat16, device="cpu") for s in shapes]
+    return estimate_seconds(make_fx(op, tracing_mode="fake")(*operands).graph, hardware)
+
+
+@examples(30, 200)
+@given(m=sizes, k=sizes, n=sizes, more=st.integers(1, 3))
+def test_no_product_is_faster_than_its_card_and_none_of_more_work_takes_less(m, k, n, more):
+    seconds = product_seconds(CARD, (m, k), (k, n))
+    assert seconds >= 2 * m * k * n / CARD.product_flops * (1 + CARD.half_depth / k) * (1 - 1e-9)
+    for larger in ((m * more, k, n), (m, k * more, n), (m, k, n * more)):
+        rows, depth, columns = larger
+        assert product_seconds(CARD, (rows, depth), (depth, columns)) >= seconds * (1 - 1e-9)
+
+
+def test_a_product_that_fills_all_processors_reaches_its_rate():
+    """Four tiles of 128 x 256 are one wave of four processors; a fifth begins another wave."""
+    full = product_seconds(CARD, (256, 64), (64, 512))
+    assert full == pytest.approx(2 * 2 * 256 * 64 * 512 / 1024)  # half of the rate, at the depth of 64
+    assert product_seconds(CARD, (129, 64), (64, 257)) == pytest.approx(full)
+    assert product_seconds(CARD, (257, 64), (64, 512)) == pytest.approx(2 * full)
+    assert product_seconds(CARD, (4, 128, 64), (4, 64, 256), op=torch.bmm) == pytest.approx(full)
+    added = product_seconds(CARD, (512,), (256, 64), (64, 512), op=torch.addmm)
+    assert added == pytest.approx(full)
+    assert product_seconds(CARD._replace(half_depth=0.0, processors=0), (256, 64), (64, 512)) == pytest.approx(full / 2)
+
+
+def test_attention_has_a_rate_of_its_own():
+    q = (1, 2, 32, 16)
+    seconds = product_seconds(CARD, q, q, q, op=torch.nn.functional.scaled_dot_product_attention)
+    assert seconds == pytest.approx(2 * 2 * 2 * 32 * 32 * 16 / CARD.attention_flops)
+
+
+def test_without_a_rate_of_products_every_shape_reaches_the_mean():
+    plain = CARD._replace(product_flops=0.0)
+    assert product_seconds(plain, (3, 5), (5, 7)) == 2 * 3 * 5 * 7

@@ -185,6 +185,15 @@ MUTANTS = [
         ),
         Fault("a link of another axis is used", "collective_seconds", dropped("A in B")),
         Fault("float32 is as fast as half", "work_seconds", skipped("A *= B.slow"), TUNE),
+        Fault("a product reaches its rate at any depth", "_rate", becomes("A + B.half_depth", "A"), COST),
+        Fault(
+            "the last wave of tiles counts as full",
+            "_filled",
+            becomes("math.ceil(A / processors)", "A / processors"),
+            COST,
+        ),
+        Fault("attention is as fast as a product", "_rate", never("'attention' in A(B)"), COST),
+        Fault("the bias of a product is taken for its factor", "PRODUCTS", constant(1, 0, at="1 of 2"), COST),
     ),
     *File("tuning/_tune.py", TUNE).faults(
         Fault("margin= is ignored", "budget_of", becomes("A if B is None else B", "0")),
@@ -195,6 +204,9 @@ MUTANTS = [
     ),
     *File("graph/_ir.py", TUNE).faults(
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
+    ),
+    *File("tuning/_steps.py", MODELS).faults(
+        Fault("a chunked loss has all logits at once", "head_loss", never("chunked")),
     ),
     *File("tuning/_models.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
@@ -236,6 +248,7 @@ MUTANTS = [
         Fault("the recipe does not split experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
         Fault("the recipe does not split matrices", "_rules", becomes("A.tp > 1", "A.tp > 99")),
         Fault("the recipe splits the batch over pipeline stages", "_shard_lines", dropped("A != 'pp'")),
+        Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss"), COMMAND),
         Fault("the recipe forgets blocks that are not alike", "_model_lines", never("A.B", at="2 of 3")),
         Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.B > 1", at="2 of 2")),
     ),

@@ -46,6 +46,12 @@ def test_it_says_what_fits_and_what_to_paste(files):
     assert re.search(r"fzero.jit\(fzero.shard\(train_step, stage=[23], mesh=fzero.mesh\(dp=-1\)\)\)", lines)
 
 
+def test_a_chunked_loss_reaches_each_row_and_the_lines_to_paste(capsys):
+    assert main([*WORDS, "--memory", "1GB", "--chunked-loss", "--stages", "3", "--micro-batches", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "best: stage 3" in said and "chunked loss" in said and "fzero.nn.linear_cross_entropy(" in said
+
+
 def test_the_lines_to_paste_run(files):
     import torch
 

@@ -10,8 +10,9 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
-from fzero.tuning._models import PRESETS, init, shape_of
+from fzero.tuning._models import PRESETS, init, make_batch, shape_of
 from fzero.tuning._search import ConfigurationPlanner
+from fzero.tuning._steps import ModelStep, compute_loss
 from fzero.tuning.command import recipe
 from tests.helpers import either
 from tests.tuning.helpers import TINY
@@ -132,6 +133,19 @@ def test_experts_are_split_over_an_axis_of_their_own(tiny):
 def test_experts_that_do_not_divide_are_refused(tiny, name, ep):
     with pytest.raises(ValueError, match=rf"ep={ep} does not divide the [04] experts of"):
         tuning.model_step(name, length=16)(Configuration(1, 1, 1, ranks=8, ep=ep))
+
+
+@pytest.mark.parametrize("name", ["causal", "masked"])
+def test_a_chunked_loss_is_the_loss_without_its_logits(name):
+    """Of a tied head and of one with a bias; and no plan holds the logits of all tokens."""
+    shape = replace(TINY[name], vocab=9000)
+    params = fzero.tree.map(lambda p: torch.randn(p.shape) * 0.1, init(shape, 2))
+    batch = fzero.tree.map(lambda x: torch.randint(shape.vocab, x.shape), make_batch(shape, 2, 16))
+    losses = [compute_loss(shape, False, lambda block: block, params, batch, chunked) for chunked in (False, True)]
+    assert losses[0] == pytest.approx(losses[1].item(), rel=1e-5)
+    config = Configuration(1, 64, 1, ranks=2, depth=2)
+    plans = [fzero.plan(*ModelStep(shape, 16, False)(replace(config, chunked_loss=c))) for c in (False, True)]
+    assert plans[1].peak_bytes < plans[0].peak_bytes - 4 * 64 * 16 * 9000
 
 
 @pytest.mark.slow

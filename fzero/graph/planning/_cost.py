@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph._ir import (
+    aten,
     collective_axes,
     collective_kind,
     collective_of,
@@ -57,6 +58,12 @@ class Hardware(NamedTuple):
         network_hop: seconds that each step of a ring between machines adds; counted only if `axes` are known.
         links: bytes per second along an axis, by the axis's name; they replace `link` and `network`.
         groups: the axes of each process group, by the group's name.
+        product_flops: floating-point operations per second that no product of half precision exceeds; with 0, products
+            and attention reach `flops` in any shape.
+        half_depth: the inner dimension at which a product reaches half of `product_flops`.
+        processors: the number of processors over which the tiles of a product are distributed; with 0 any shape fills
+            them.
+        attention_flops: floating-point operations per second of fused attention, all pairs counted.
     """
 
     kind: str
@@ -75,6 +82,10 @@ class Hardware(NamedTuple):
     network_hop: float = 0.0
     links: tuple[tuple[str, float], ...] = ()
     groups: tuple[tuple[str, str], ...] = ()
+    product_flops: float = 0.0
+    half_depth: float = 0.0
+    processors: int = 0
+    attention_flops: float = 0.0
 
 
 HARDWARE = {
@@ -306,10 +317,39 @@ class _HostClock:
 def work_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds of one operation that is no collective."""
     operands = stand_ins_of_args(node)
-    compute = flops(node) / hardware.flops
+    count = flops(node)
+    compute = count / _rate(node, hardware) if count else 0.0
     if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.slow
     return max(compute, nbytes(*stand_ins_of(node), *operands) / hardware.memory, hardware.launch)
+
+
+TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # the position of the first factor
+
+
+def _rate(node: Node, hardware: Hardware) -> float:
+    """Return the floating-point operations per second that an operation reaches by its shape."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if not hardware.product_flops:
+        return hardware.flops
+    if packet not in PRODUCTS:  # fused attention, or a convolution
+        return hardware.attention_flops if "attention" in str(packet) else hardware.product_flops
+    factors = [a for a in node.args if isinstance(a, Node)][PRODUCTS[packet] :]
+    (*batch, m, k), (*_, n) = [stand_ins_of(a)[0].shape for a in factors[:2]]
+    return hardware.product_flops * k / (k + hardware.half_depth) * _filled(math.prod(batch), m, n, hardware.processors)
+
+
+def _filled(batch: int, m: int, n: int, processors: int) -> float:
+    """Return the share of the processors' work that belongs to a result `[batch, m, n]`.
+
+    Each processor computes one tile at a time. So the last tiles of a dimension, and the last wave of tiles, may not be
+    full.
+    """
+    rows, columns = TILE
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    waves = math.ceil(tiles / processors) * processors if processors else tiles
+    return batch * m * n / (waves * rows * columns)
 
 
 def _host_seconds(node: Node, hardware: Hardware) -> float:
