@@ -5,9 +5,19 @@ from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._linear_cross_entropy import linear_cross_entropy
 from fzero.nn._pipeline import ModulePipeline, pipeline
+from fzero.nn._tiled import tiled
 from fzero.zero import initializer
 
-__all__ = ["Apply", "Functional", "ModulePipeline", "functional", "initializer", "linear_cross_entropy", "pipeline"]
+__all__ = [
+    "Apply",
+    "Functional",
+    "ModulePipeline",
+    "functional",
+    "initializer",
+    "linear_cross_entropy",
+    "pipeline",
+    "tiled",
+]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [

@@ -3,7 +3,7 @@
 from typing import Any
 
 import fzero
-from tests.distributed.harness import Cases, into
+from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, train_step_for
 from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, loss_for, params_of
 
@@ -21,5 +21,9 @@ def training_with_split_sequences_is_training_with_whole_ones(_: fzero.ranks.Mes
         train_step = train_step_for(loss_for(causal=True, method=method, window=window), OPT)
         for axes in ({"dp": 1, "cp": -1}, {"dp": 2, "cp": -1}):
             step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**axes), check=True)
-            for run in (step, fzero.jit(step, backend="fx")) if stage == 3 else (step,):
-                assert_trains_as_whole(train_step, params_of(), run, batches)
+            for run_step in (step, fzero.jit(step, backend="fx")) if stage == 3 else (step,):
+                assert_trains_as_whole(train_step, params_of(), run_step, batches)
+
+
+if __name__ == "__main__":
+    run(CASES)

@@ -13,6 +13,11 @@ MUTANTS = [
         Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
         Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
     ),
+    *File("nn/_tiled.py", ("tests/nn/test_tiled.py",)).faults(
+        Fault("the activations of all tiles are kept", "tiled", bare("remat(A)")),
+        Fault("tiles come back in another order", "tiled", becomes("torch.cat(ys, dim)", "torch.cat(ys[::-1], dim)")),
+        Fault("a tile's result may have any number of tokens", "_check_part", never("A or B or C")),
+    ),
     *File("nn/_linear_cross_entropy.py", CHUNKS).faults(
         Fault("logits are kept for the backward pass", "_combined", bare("remat(A)")),
         Fault("a chunk's labels are those of the first chunk", "_of_chunk", bare("A - B * C")),
