@@ -64,7 +64,7 @@ def halve(teacher: Any) -> Any:
 mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
 torch.manual_seed(0)  # the same weights on every process
 teacher_model, tokens_of = load()
-files = sorted(glob.glob(args.data or f"{sysconfig.get_path('stdlib')}/*.py"))
+files = sorted(glob.glob(args.data or f"{sysconfig.get_path('stdlib')}/*.py")) or parser.error("no such files")
 windows = torch.tensor([t for file in files for t in tokens_of(file)]).unfold(0, args.context + 1, args.context)
 held_out, train = windows[: 8 * args.batch], data.batches(windows[8 * args.batch :], mesh, global_batch=args.batch)
 student = halve(teacher_model)
@@ -108,7 +108,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
     for i, windows in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, teacher, buffers, windows)
         log(i + 1, found)
-        if (i + 1) % args.every == 0 or i + 1 == args.steps:
+        if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             batches = data.once(held_out, mesh, global_batch=args.batch)
             means = data.mean(evaluate(params, teacher, buffers, *some) for some in batches)

@@ -40,7 +40,7 @@ args = parser.parse_args()
 
 def load() -> tuple[Any, Any, list[Any]]:
     """Return a model, its tokenizer and preferences: those of the arguments, or tiny ones about sums."""
-    if args.model:
+    if all(given := (args.model, args.data)) or (any(given) and parser.error("--model and --data go together")):
         pairs = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(args.model), pairs
@@ -107,7 +107,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
     for i, batch in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, reference, buffers, batch)
         log(i + 1, found)
-        if (i + 1) % args.every == 0 or i + 1 == args.steps:
+        if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             held_out = data.once(test, mesh, global_batch=args.batch)
             means = data.mean(evaluate(params, reference, buffers, *some) for some in held_out)

@@ -65,7 +65,7 @@ def collate(documents: list[str]) -> torch.Tensor:
 mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
 torch.manual_seed(0)  # the same weights on every process
 model, tokenizer = load()
-files = sorted(glob.glob(args.data or f"{sysconfig.get_path('stdlib')}/*.py"))
+files = sorted(glob.glob(args.data or f"{sysconfig.get_path('stdlib')}/*.py")) or parser.error("no such files")
 documents = [p for file in files for p in Path(file).read_text(errors="replace").split("\n\n") if len(p) > 16]
 train = data.batches(documents[8 * args.batch :], mesh, global_batch=args.batch, collate=collate)
 apply, params, buffers = fzero.nn.functional(model.train(), remat=True)  # each block gathers its own weights
@@ -108,7 +108,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
     for i, batch in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, buffers, batch, random.fold_in(key, i))
         log(i + 1, found)
-        if (i + 1) % args.every == 0 or i + 1 == args.steps:
+        if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             held_out = data.once(documents[: 8 * args.batch], mesh, global_batch=args.batch, collate=collate)
             log(i + 1, {"held-out loss": data.mean(evaluate(params, buffers, *some) for some in held_out)})

@@ -59,7 +59,7 @@ def library_shards(folder: Path) -> str:
 
 
 mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
-*shards, held_out = sorted(glob.glob(args.data or library_shards(Path(args.out, "shards"))))
+*shards, held_out = sorted(glob.glob(args.data or library_shards(Path(args.out, "shards")))) or parser.error("no data")
 train = data.batches(windows_of(shards), mesh, global_batch=args.batch, collate=torch.stack)
 test = torch.utils.data.Subset(windows_of([held_out]), range(8 * args.batch))
 
@@ -104,7 +104,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
     for i, windows in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, buffers, windows)
         log(i + 1, found)
-        if (i + 1) % args.every == 0 or i + 1 == args.steps:
+        if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             batches = data.once(test, mesh, global_batch=args.batch, collate=torch.stack)
             log(i + 1, {"held-out loss": data.mean(evaluate(params, buffers, *batch) for batch in batches)})

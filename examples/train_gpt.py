@@ -108,7 +108,7 @@ def main() -> None:
         for i, batch in train.steps(done, args.steps):
             params, opt_state, found = step(params, opt_state, batch)
             log(i + 1, found)
-            if (i + 1) % args.every == 0 or i + 1 == args.steps:
+            if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
                 runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
                 batches = data.once(test, mesh, global_batch=args.batch)
                 log(i + 1, {"held-out loss": data.mean(evaluate(params, *some) for some in batches)})

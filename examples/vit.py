@@ -105,7 +105,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
     for i, batch in train.steps(done, args.steps):
         params, opt_state, found = step(params, opt_state, buffers, batch, random.fold_in(key, i))
         log(i + 1, found)
-        if (i + 1) % args.every == 0 or i + 1 == args.steps:
+        if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             held_out = data.once(test, mesh, global_batch=args.batch, num_workers=args.workers)
             means = data.mean(evaluate(opt_state.inner[-1].ema, buffers, *some) for some in held_out)

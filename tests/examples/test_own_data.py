@@ -100,3 +100,16 @@ def test_preferences_are_learnt_and_a_teacher_is_halved(start, tmp_path):
     run("examples/distill.py", *WORDS, "4", *words, "--out", str(tmp_path / "half"))
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "model")
     assert student.config.num_hidden_layers == 1 and last(tmp_path / "half")["held-out divergence"] > 0
+
+
+@pytest.mark.parametrize("words", [("--data", "nothing.jsonl"), ("--model", "nothing")], ids=["data", "model"])
+def test_data_without_a_model_are_not_left_for_the_tiny_ones(words, tmp_path):
+    done = python("examples/dpo.py", *words, "--out", str(tmp_path))
+    assert done.returncode == 2 and "--model and --data go together" in done.stderr
+
+
+def test_a_pattern_without_files_is_named_and_every_0_saves_at_the_end(tmp_path):
+    done = python("examples/pretrain.py", "--data", str(tmp_path / "*.bin"), "--out", str(tmp_path))
+    assert done.returncode == 2 and "no data" in done.stderr
+    run("examples/train_gpt.py", *WORDS, "2", "--every", "0", "--out", str(tmp_path))
+    assert last(tmp_path)["step"] == 2
