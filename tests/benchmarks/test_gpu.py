@@ -72,6 +72,7 @@ def test_memory_falls_with_the_stage_and_stays_above_the_formula(one_of_eight):
     assert rows[1]["formula MB"] == pytest.approx(rows[0]["formula MB"] / RANKS, rel=0.05, abs=0.06)
 
 
+@pytest.mark.slow
 def test_peers_offload_and_kernels_give_rows(one_of_eight):
     for row in rows_of(peers, one_of_eight, "fzero-3-fx", "FSDP2-3-reshard", "DDP-0"):
         assert row["ms a step"] > 0

@@ -4,7 +4,7 @@ python -m tests.mutants [NAME ...]      (`make mutants`)
 
 A fault is killed if a test fails, and has survived if none does. It is not applicable if the place that it names is not
 found any more, or if its tests fail without it: each set of tests runs once without a fault, first. A fault that
-survives then meets the slow tests of the same files. Only if all are killed is the exit code 0.
+survives then meets what the same files hold for `make test-all`. Only if all are killed is the exit code 0.
 
 Each fault gets a copy of the project, and a process that runs its tests there until one fails. The processes are
 forked from this one, which has imported torch and runs nothing: fzero they import themselves, from their copy.
@@ -82,7 +82,7 @@ def run_tests(mutant: Mutant, folder: pathlib.Path) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(folder)
-        os.environ["HYPOTHESIS_PROFILE"] = "mutants"
+        os.environ["HYPOTHESIS_PROFILE"] = "all" if "-m" in mutant.tests else "mutants"
         sys.path[0] = str(folder)
         for name in [name for name in sys.modules if name.split(".")[0] in ("fzero", "tests")]:
             del sys.modules[name]
@@ -137,9 +137,9 @@ def with_failing_tests(mutants: list[Mutant], found: list[Verdict]) -> list[Verd
 
 
 def with_slow_tests(found: list[Verdict], project: pathlib.Path) -> Iterator[Verdict]:
-    """Run the slow tests of the faults that survived the others, and yield those that are killed now."""
+    """Run the tests of `make test-all` for the faults that survived those of `make test`; yield those killed now."""
     survivors = [v.mutant for v in found if v.outcome == SURVIVED and "-m" not in v.mutant.tests]
-    mutants = [m._replace(tests=(*m.tests, "-m", "slow")) for m in survivors]
+    mutants = [m._replace(tests=(*m.tests, "-m", "slow or not slow")) for m in survivors]
     passing = {v.mutant.tests for v in verdicts(without_faults(mutants), project) if v.by.startswith("exit code 0")}
     for v in verdicts([m for m in mutants if m.tests in passing], project):
         if v.outcome == KILLED:
