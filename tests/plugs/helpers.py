@@ -22,7 +22,7 @@ def llama(dropout: float = 0.0) -> LlamaForCausalLM:
         "vocab_size": VOCAB,
     }
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=either(1, 2), attention_dropout=dropout))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=dropout))
 
 
 def documents(count: int, length: int = 8) -> list[dict[str, torch.Tensor]]:
