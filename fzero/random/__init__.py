@@ -1,6 +1,6 @@
 """Random numbers by key: a draw depends only on its key and its shape, on every rank and at every stage."""
 
-from fzero.random._draws import bernoulli, dropout, normal, randint, uniform
+from fzero.random._draws import apply_mask, bernoulli, dropout, keep_mask_at, normal, randint, uniform
 from fzero.random._keys import fold_in, key, split
 from fzero.random._seeded import call_with_key, next_key, seeded
 
@@ -18,6 +18,8 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "apply_mask",
     "call_with_key",
+    "keep_mask_at",
     "next_key",
 ]

@@ -5,9 +5,19 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero.random._keys import bits, fold_in
+from fzero.random._keys import bits, bits_at, check_key, fold_in
 
-__all__ = ["bernoulli", "dropout", "exponential", "normal", "permutation", "randint", "uniform"]
+__all__ = [
+    "apply_mask",
+    "bernoulli",
+    "dropout",
+    "exponential",
+    "keep_mask_at",
+    "normal",
+    "permutation",
+    "randint",
+    "uniform",
+]
 
 Device = torch.device | str | None
 # The number of random bits of a number in [0, 1): as many as the dtype's significand holds.
@@ -188,10 +198,25 @@ def keep_mask(key: torch.Tensor, p: float, shape: Sequence[int], device: Device)
     Raises:
         ValueError: if `p` is no probability.
     """
+    return _is_kept(bits(key, shape, device), p)
+
+
+def keep_mask_at(key: torch.Tensor, p: float, counter: torch.Tensor) -> torch.Tensor:
+    """Draw the mask of some elements that dropout keeps, by their places in the flat tensor.
+
+    Raises:
+        TypeError: if `key` is no key.
+        ValueError: if `p` is no probability.
+    """
+    check_key(key)
+    return _is_kept(bits_at(key.to(counter.device), counter), p)
+
+
+def _is_kept(random_bits: torch.Tensor, p: float) -> torch.Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}: a probability of dropout is between 0 and 1")
     # bits are int64, from -2^63 on: to compare them as they are is faster than to convert them to fractions
-    return bits(key, shape, device) >= min(round(p * 2**64) - 2**63, 2**63 - 1)
+    return random_bits >= min(round(p * 2**64) - 2**63, 2**63 - 1)
 
 
 def apply_mask(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from fzero._arguments import is_int
 
-__all__ = ["bits", "check_key", "fold_in", "key", "split"]
+__all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "split"]
 
 
 def _signed(x: int) -> int:
@@ -141,6 +141,10 @@ def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | N
     """Draw 64 random bits per element: an int64 tensor of this shape, by default on the key's device."""
     check_key(key)
     key = key if device is None else key.to(device)
-    counter = torch.arange(math.prod(shape), device=key.device).view(tuple(shape))
+    return bits_at(key, torch.arange(math.prod(shape), device=key.device).view(tuple(shape)))
+
+
+def bits_at(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Draw the 64 random bits of some elements: int64, those of `bits` at these places of its flat result."""
     # The key enters twice: else two keys that differ in few bits would give the same numbers in another order.
     return _mix(key, counter, second=_mix(key + SECOND, 0))

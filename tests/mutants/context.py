@@ -41,6 +41,11 @@ MUTANTS = [
             bare("A * B.exp().unsqueeze(-1)", at="1 of 2"),
         ),
         Fault("gradients of keys do not come home", "_attend_grad", becomes("A + B[0]", "A")),
+        Fault(
+            "each rank drops the weights of the first tokens",
+            "_by_definition",
+            becomes("A + queries.to(q.device).unsqueeze(-1)", "A + torch.arange(t).unsqueeze(-1)"),
+        ),
         Fault("documents are ignored in derivatives of the second order", "_by_definition", never("A is not None")),
     ),
     *File("parallel/context/_attention.py", ATTENTION).faults(

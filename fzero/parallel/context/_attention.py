@@ -11,7 +11,7 @@ from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import from_rank_order, to_rank_order
 from fzero.parallel.context._meeting import AttentionOptions
-from fzero.parallel.context._ring import ring_attention
+from fzero.parallel.context._ring import dropout_attention, ring_attention
 
 __all__ = ["attention"]
 
@@ -28,6 +28,8 @@ def attention(
     window: int | None = None,
     documents: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
+    key: torch.Tensor | None = None,
     axis: str = "cp",
     method: Literal["all_to_all", "ring"] | None = None,
 ) -> torch.Tensor:
@@ -45,6 +47,9 @@ def attention(
         window: a token attends only to tokens at distances below it; None for any distance.
         documents: ints `[.., t]`: a token attends only to tokens with the same number; None for one document.
         scale: the factor of the products; by default `1 / sqrt(d)`.
+        dropout: the probability with which a weight is dropped. Then keys are gathered, and all weights of this rank's
+            tokens are in memory, `[.., h, t, n t]`.
+        key: the key that determines which weights are dropped, whatever the number of ranks.
         axis: the axis along which tokens are split.
         method: "all_to_all" or "ring"; by default the first if the axis divides the heads, else the second.
 
@@ -54,7 +59,7 @@ def attention(
     Raises:
         ValueError: if shapes do not match, t is odd, or an option is invalid. Also if the axis does not divide the
             heads with "all_to_all", or the step does not average over the axis.
-        TypeError: if `documents` are not ints.
+        TypeError: if `documents` are not ints, or `dropout` is given without a key.
 
     Example:
         >>> import fzero
@@ -74,6 +79,10 @@ def attention(
     if n > 1:
         _check_average(axis)
     options = AttentionOptions(bool(causal), window, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
+    if dropout:
+        if key is None:
+            raise TypeError(f"dropout={dropout!r} needs key=, a key of fzero.random: the same on all ranks of {axis!r}")
+        return dropout_attention(bound_axis(axis) if bound else NO_AXIS, options, q, k, v, documents, dropout, key)
     if n == 1:
         return _whole(q, k, v, documents, options)
     if method is None:

@@ -11,6 +11,7 @@ import torch
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
+from fzero.random import next_key
 
 __all__ = ["ContextModel", "install", "model"]
 
@@ -151,9 +152,11 @@ def _attend(
         raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
     if attention_mask is not None:
         raise ValueError(f"{name} makes an attention mask of its own, which has no meaning on split sequences")
-    if dropout:
+    random_key = next_key() if dropout else None
+    if dropout and random_key is None:
         raise ValueError(
-            f"{name} drops attention weights, p={dropout}: set the configuration's dropout of attention to 0"
+            f"{name} drops attention weights, p={dropout}: call apply within fzero.random.seeded, or set the "
+            "configuration's dropout of attention to 0"
         )
     config: Any = getattr(module, "config", None)
     if sliding_window is MISSING and _has_window(config):
@@ -170,6 +173,8 @@ def _attend(
         window=window,
         documents=documents,
         scale=scaling,
+        dropout=dropout,
+        key=random_key,
         axis=context.axis,
     )
     return y.transpose(1, 2).contiguous(), None

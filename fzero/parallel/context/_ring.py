@@ -22,8 +22,9 @@ from fzero.axes import Axis, Binding
 from fzero.collectives import DimOptions, apply, mapped_binding
 from fzero.parallel.context._layout import from_rank_order, positions_of
 from fzero.parallel.context._meeting import AttentionOptions, Half, Mask, Meeting, Ring
+from fzero.random import apply_mask, keep_mask_at
 
-__all__ = ["ring_attention"]
+__all__ = ["dropout_attention", "ring_attention"]
 
 # ---------------------------------------------------------------- one block
 
@@ -294,21 +295,32 @@ def _by_definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    dropout: float = 0.0,
+    key: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by the definition, to gathered keys and with all weights in memory, for derivatives of higher orders."""
+    """Attend by the definition, to gathered keys and with all weights in memory.
+
+    It serves derivatives of higher orders, and dropout, whose mask is that of the weights `[.., h, T, T]` of whole
+    sequences: it depends on the key and not on the ranks.
+    """
 
     def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
         (x,) = apply(token, "all_gather", binding, DimOptions(dim), x)
         return from_rank_order(x, binding.size, dim)
 
     t, size, groups = q.shape[-2], binding.size, q.shape[-3] // k.shape[-3]
-    keep = options.keep(positions_of(token, size, t), torch.arange(t * size, device=token.device))
+    queries = positions_of(token, size, t)
+    keep = options.keep(queries, torch.arange(t * size, device=token.device))
     if documents is not None:
         own, all_of_them = documents.unsqueeze(-1), gathered(documents, -1).unsqueeze(-2)
         keep = keep & (own == all_of_them).unsqueeze(-3)
     wide_q, wide_k, wide_v = at_least_float32(q), at_least_float32(gathered(k, -2)), at_least_float32(gathered(v, -2))
     scores = (wide_q @ wide_k.repeat_interleave(groups, -3).mT) * options.scale
     weights = torch.where(keep.to(q.device), scores, -math.inf).softmax(-1)
+    if key is not None:
+        places = torch.arange(q.shape[:-2].numel(), device=q.device).view(*q.shape[:-2], 1, 1) * t * size
+        places = (places + queries.to(q.device).unsqueeze(-1)) * t * size + torch.arange(t * size, device=q.device)
+        weights = apply_mask(weights, keep_mask_at(key, dropout, places), dropout)
     return (weights @ wide_v.repeat_interleave(groups, -3)).to(q.dtype)
 
 
@@ -339,6 +351,20 @@ def _applied(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     return _Attention.apply(token, binding, options, q, k, v, documents)[0]
+
+
+def dropout_attention(
+    axis: Axis,
+    options: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None,
+    dropout: float,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """Attend as `ring_attention` does, and drop weights by a key."""
+    return _by_definition(axis.token, axis.binding, options, documents, q, k, v, dropout, key)
 
 
 def ring_attention(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero import collectives
+from fzero import collectives, random
 from fzero.parallel import context
 from tests.helpers import examples
 from tests.parallel.context.model import defined
@@ -173,6 +173,33 @@ def test_bytes_that_travel(n, causal, has_documents):
         assert found == wanted[method], method
 
 
+@examples(6, 40)
+@given(SIZES, st.sampled_from(["vmap", "lockstep"]), st.booleans(), st.booleans())
+def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal, has_documents):
+    """Those that `fzero.random.dropout` drops of the weights of whole sequences; with gradients."""
+    length, key = 4 * n, random.key(3)
+    values = values_of(n, 4, 2, length)
+    documents = documents_of(0, (2,), length) if has_documents else None
+    options: Any = {"causal": causal, "window": None, "documents": documents}
+
+    def expected(q: Any, k: Any, v: Any, w: Any) -> Any:
+        weights = defined(q, k, torch.eye(length, dtype=v.dtype).expand(2, 2, length, length), **options)
+        y = random.dropout(key, weights, 0.4) @ v.repeat_interleave(2, -3)
+        return (y * w).sum(), y
+
+    def found(documents: Any, *values: torch.Tensor) -> Any:
+        def loss(q: Any, k: Any, v: Any, w: Any) -> Any:
+            y = context.attention(q, k, v, causal=causal, documents=documents, dropout=0.4, key=key)
+            return (y * w).sum(), y
+
+        grads, y = torch.func.grad(loss, (0, 1, 2), has_aux=True)(*values)
+        return [*grads, y]
+
+    mesh = fzero.mesh(cp=n, simulate=simulate)
+    grads, y = torch.func.grad(expected, (0, 1, 2), has_aux=True)(*values)
+    assert_near(on_ranks(mesh, found, values, documents), parts(mesh, [*grads, y]))
+
+
 def test_padding_has_no_effect():
     """Of causal attention at the end, and of any attention with the padding as a document of its own."""
     length, n = 13, 2
@@ -217,6 +244,8 @@ def test_wrong_arguments_are_refused_by_name():
     refused(r"documents have the shape \[1, 3\]: expected \[1, 4\]", documents=torch.zeros(1, 3, dtype=torch.int64))
     refused("expected ints", TypeError, documents=torch.zeros(1, 4))
     refused("expected the name of the axis", TypeError, axis=None)
+    refused("dropout=0.1 needs key=", TypeError, dropout=0.1)
+    refused("a probability of dropout is between 0 and 1", dropout=2.0, key=random.key(0))
     odd = x[:, :, :3]
     refused("3 tokens are odd", n=2, q=odd, k=odd, v=odd)
     refused('method="all_to_all": 4 heads do not divide by the 3 ranks', n=3, method="all_to_all")

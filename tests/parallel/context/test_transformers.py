@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import fzero
 from fzero import optim
 from fzero.parallel import context
+from fzero.parallel import tensor as tp
 from tests.helpers import cases, train_step_for
 
 transformers = pytest.importorskip("transformers")
@@ -124,6 +125,44 @@ def test_labels_are_shifted_before_they_are_split():
         mesh.spmd(lambda x: apply(params, buffers, input_ids=x, labels=x)[0].loss)(context.split(mesh, tokens))
     with pytest.raises(ValueError, match="attention_mask of whole sequences has no meaning"):
         apply(params, buffers, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+def test_dropout_of_attention_draws_by_key():
+    """As any draw of a seeded function, by a key for each rank: and so it depends on the number of ranks."""
+    model = model_of("LlamaForCausalLM", attention_dropout=0.3).train()
+    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]
+
+    def logits(key: Any, tokens: Any) -> Any:
+        return fzero.random.seeded(lambda x: apply(params, buffers, input_ids=x)[0].logits)(key, tokens)
+
+    def run(seed: int) -> Any:
+        box = context.split(mesh, tokens)
+        return mesh.spmd(lambda key, x: fzero.PerRank(logits(key, x)))(fzero.random.key(seed), box).value
+
+    assert torch.equal(run(1), run(1))
+    assert (run(1) - run(2)).abs().mean() > 1e-3
+
+
+def test_tensor_parallel_layers_attend_across_the_ranks_as_well():
+    """Heads over `tp`, and tokens over `cp`."""
+    model = model_of("LlamaForCausalLM")
+    plain, params, buffers = fzero.nn.functional(model)
+    layers = tp.layers(model, {"lm_head": "colwise"})
+    apply, split_params, _ = fzero.nn.functional(model, tp=layers, context=context.model(model))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        logits, labels = apply(params, buffers, input_ids=batch["tokens"])[0].logits, batch["labels"]
+        return tp.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
+
+    train_step = train_step_for(loss_fn, OPT, reduce="weighted")
+    mesh = fzero.mesh(dp=1, cp=2, tp=2)
+    step = fzero.shard(train_step, stage=3, mesh=mesh, axis=("dp", "cp"), split=layers.split)
+    *state, loss = step(*step.init(split_params, OPT), context.split(mesh, batch_of(0), batch_axis="dp"))
+    *expected, wanted = step_for(plain, buffers)(params, OPT.init(params), batch_of(0))
+    torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=0)
+    for path, x in layers.pack(step.gather(state[0])).items():
+        torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
