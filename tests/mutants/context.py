@@ -46,7 +46,9 @@ MUTANTS = [
             "_by_definition",
             becomes("A + queries.to(q.device).unsqueeze(-1)", "A + torch.arange(t).unsqueeze(-1)"),
         ),
-        Fault("documents are ignored in derivatives of the second order", "_by_definition", never("A is not None")),
+        Fault(
+            "documents are ignored in derivatives of the second order", "_by_definition", never("documents is not None")
+        ),
     ),
     *File("parallel/context/_attention.py", ATTENTION).faults(
         Fault("heads come back in the order of positions", "_over_heads", bare("to_rank_order(A, B, C)")),
