@@ -1,0 +1,1 @@
+"""The planner beside runs that others published. README.md tells where the numbers come from."""

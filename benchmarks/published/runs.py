@@ -1,0 +1,134 @@
+"""Read the published runs, and say which half each belongs to."""
+
+import csv
+import hashlib
+import math
+import pathlib
+from dataclasses import dataclass, field, replace
+
+from fzero.tuning import A100, A100_80GB, H100, Configuration, Machine
+from fzero.tuning._models import PRESETS, ModelShape
+
+__all__ = ["CARDS", "GIB", "Run", "runs"]
+
+FOLDER = pathlib.Path(__file__).parent
+MIB, GIB = 2**20, 2**30
+# What a site's network reached is no constant of a card: it is fitted beside the card's (`fit.py`).
+CARDS: dict[str, Machine] = {
+    "a100_40gb": replace(A100, network=2.4e9),
+    "a100_80gb": replace(A100_80GB, network=4.3e9),
+    "h100_80gb": H100,
+    "h100-96gb-hbm2e": replace(H100, device_bytes=0.93 * 96e9, device_memory=0.78 * 2.4e12),
+    "unknown": replace(A100, device_bytes=0.93 * 80e9),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that someone published, as fzero can say it.
+
+    Attributes:
+        family: who published it.
+        card: the card, a key of `CARDS`.
+        shape: the sizes of the model.
+        length: tokens of a sequence, or the side of an image.
+        config: the configuration.
+        tokens: tokens a second on one card; nan where none were published.
+        memory: the most bytes of the fullest card; nan where none were published.
+        every_second: whether every second block recomputes.
+        bfloat16_sums: whether gradients are summed over ranks in bfloat16.
+        note: what the run did that fzero does not.
+    """
+
+    family: str
+    card: str
+    shape: ModelShape = field(repr=False)
+    length: int
+    config: Configuration
+    tokens: float = math.nan
+    memory: float = math.nan
+    every_second: bool = False
+    bfloat16_sums: bool = False
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The run as text. Its hash decides on the half."""
+        c = self.config
+        remat = " every second" if self.every_second else " remat" if c.remat else ""
+        sizes = f"{self.length} x {c.micro_batch} x {c.accumulation}"
+        return f"{self.family} {self.shape.name} {sizes}, stage {c.stage}{remat}, {c.world} x {self.card}"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the run belongs to the half that no constant was fitted to."""
+        return self.family != "llm-foundry" or bool(hashlib.sha256(self.name.encode()).digest()[0] % 2)
+
+
+def runs() -> tuple[list[Run], list[str]]:
+    """Return the runs that fzero can say, and the lines on those that it cannot."""
+    found, left = [], []
+    for read in (_llm_foundry, _torchtitan, _deepspeed):
+        some, others = read()
+        found += some
+        left += others
+    return found, [*left, *[f"llama 3's own {r['gpus']} GPUs: {_LLAMA}" for r in _rows("llama3_paper")]]
+
+
+_LLAMA = "not built: the residual stream of models by name is not cut along tokens"
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (FOLDER / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def _llm_foundry() -> tuple[list[Run], list[str]]:
+    some, left = [], []
+    for r in _rows("llm_foundry"):
+        width, layers, heads, length, gpus, micro, times = (
+            int(r[k]) for k in ("width", "layers", "heads", "sequence", "gpus", "micro_batch", "accumulation")
+        )
+        if r["precision"] == "amp_fp8":
+            left.append(f"llm-foundry {r['model']} on {gpus} x {r['gpu']}, length {length}: not built: float8")
+            continue
+        shape = ModelShape(
+            f"mpt-{r['model']}", width, layers, heads, 4 * width, 50368, positions=length, tied=True, biases=""
+        )
+        stage = 3 if r["sharding"] == "FULL_SHARD" else 2
+        config = Configuration(stage, micro, times, r["remat"] == "True", ranks=gpus, depth=layers)
+        tokens = float(r["tokens_per_s_per_gpu"])
+        some.append(Run("llm-foundry", r["gpu"], shape, length, config, tokens, bfloat16_sums=True))
+    return some, left
+
+
+def _torchtitan() -> tuple[list[Run], list[str]]:
+    some, left = [], []
+    for r in _rows("torchtitan"):
+        float8, gpus, name = r["float8"] != "no", int(r["gpus"]), r["model"].replace("llama-3.1", "llama-3")
+        reasons = [
+            *(["float8"] if float8 else []),
+            *(["the residual stream of models by name is not cut along tokens"] if "tp" in r["parallel"] else []),
+            *(["context parallelism of models by name"] if "cp" in r["parallel"] else []),
+        ]
+        if reasons:
+            left.append(f"torchtitan {name}, {r['parallel']}, length {r['sequence']}: not built: {', '.join(reasons)}")
+            continue
+        shape = PRESETS[name]
+        config = Configuration(3, int(r["local_batch"]), 1, ranks=gpus, depth=shape.depth)
+        measured = float(r["tokens_per_s_per_gpu"]), float(r["memory_gib"]) * GIB
+        note = "compiled" if r["compile"] == "yes" else "eager"
+        card, length = r["gpu"], int(r["sequence"])
+        some.append(Run("torchtitan", card, shape, length, config, *measured, every_second=True, note=note))
+    return some, left
+
+
+def _deepspeed() -> tuple[list[Run], list[str]]:
+    some = []
+    for r in _rows("deepspeed"):
+        shape = PRESETS[r["model"]]
+        stage, micro, gpus = (int(r[k]) for k in ("stage", "micro_batch", "gpus"))
+        config = Configuration(stage, micro, 1, precision=r["precision"], ranks=gpus, depth=shape.depth)
+        memory = float(r["memory_mib"]) * MIB
+        some.append(Run("DeepSpeed", "unknown", shape, int(r["length"]), config, memory=memory))
+    return some, []
