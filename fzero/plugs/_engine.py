@@ -241,7 +241,9 @@ class Engine:
         self._run = None if backend is None else jit(step, backend=backend)
         # An eager update of the whole tree would hold the state three times. The parameters are not donated: a user's
         # module may keep a loss with its graph, which holds them.
-        self._update = jit(replace(step, train_step=self._loop_step.update), backend="fx", donate=(1, 2))
+        update = replace(step, train_step=self._loop_step.update, check=False)  # no argument of it is a batch
+        in_lockstep = step.mesh.simulation == "lockstep"  # which is not compiled, as a notice of jit would say
+        self._update = update if in_lockstep else jit(update, backend="fx", donate=(1, 2))
 
     @property
     def is_jitted(self) -> bool:

@@ -239,6 +239,7 @@ class _ShardedTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a micro-batch; with the last one, run the step, and return the loss of all."""
         micro_batches, engine = self._fzero.micro_batches, self._fzero.engine
+        model.train()  # as Trainer does here: an evaluation has left dropout off
         micro_batches.append(_batch(self, inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

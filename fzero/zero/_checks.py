@@ -54,7 +54,11 @@ def check_tree(values: Any, mesh: Mesh) -> None:
 
 
 def check_arguments(
-    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, mean_axes: Sequence[str], rules: LayoutRules = DEFAULT_RULES
+    call: tuple[Sequence[Any], dict[str, Any]],
+    mesh: Mesh,
+    mean_axes: Sequence[str],
+    rules: LayoutRules = DEFAULT_RULES,
+    has_batch: bool = True,
 ) -> None:
     """Check that boxes were sharded for this step, and print a notice if no argument differs by rank.
 
@@ -63,6 +67,7 @@ def check_arguments(
         mesh: the step's mesh.
         mean_axes: the axes over which the step averages.
         rules: the step's rules for layouts.
+        has_batch: whether some argument should differ by rank.
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
@@ -74,7 +79,8 @@ def check_arguments(
             _check_device(path.split(".", 1)[1], x, mesh)
     check_means(entries, mean_axes, rules.pipeline_axes)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.pipeline_axes])
-    if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
+    is_split = not has_batch or any(isinstance(x, PerRank) for x in entries)
+    if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not is_split:
         warn_once(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: split the global "
             "batch with mesh.split(batch), or wrap each rank's batch with mesh.local(batch)"

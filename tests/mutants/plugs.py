@@ -16,6 +16,7 @@ MUTANTS = [
             "_ShardedTrainer.training_step",
             skipped("micro_batches.clear()"),
         ),
+        Fault("dropout stays off after an evaluation", "_ShardedTrainer.training_step", skipped("model.train()")),
         Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / count", "loss")),
         Fault("the best model is not loaded", "_ShardedTrainer._load_best_model", skipped("A.load(B)")),
     ),

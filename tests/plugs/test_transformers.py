@@ -43,6 +43,12 @@ def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backe
     assert_trains_alike(tmp_path, stage, backend, dropout=0.1, max_grad_norm=0.5, **options)
 
 
+@pytest.mark.parametrize("backend", ["fx", None])
+def test_dropout_goes_on_after_an_evaluation(tmp_path, backend):
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
+    assert_trains_alike(tmp_path, 3, backend, dropout=0.1, activation_checkpointing=backend is None, **options)
+
+
 @pytest.mark.slow
 def test_inductor_has_trainers_numbers(tmp_path):
     assert_trains_alike(tmp_path, 3, "inductor", gradient_accumulation_steps=3)
