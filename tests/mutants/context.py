@@ -32,7 +32,7 @@ MUTANTS = [
         Fault("keys of later ranks count as earlier", "Meeting.pairs", swapped("A < B", ">")),
         Fault("documents stay where they are", "Ring.shift_keys", bare("self._shift(A)")),
         Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
-        Fault("a tile misses its first key", "Mask.tiles", becomes("A - B + 1", "A - B + 2")),
+        Fault("a tile misses its last keys", "Mask.tiles", becomes("min(s, A + B - 1)", "min(s, b)")),
     ),
     *File("parallel/context/_ring.py", ATTENTION).faults(
         Fault(

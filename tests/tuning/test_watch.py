@@ -133,12 +133,11 @@ def test_planned_seconds_are_those_of_the_machine_that_is_named():
 
 
 def test_ranks_in_lockstep_have_no_plan():
-    step = fzero.jit(
-        fzero.shard(lambda x: fzero.collectives.psum(x), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep"))
-    )
+    mesh = fzero.mesh(dp=2, simulate="lockstep")
+    step = fzero.jit(fzero.shard(lambda params, x: (params, fzero.collectives.psum(x)), stage=0, mesh=mesh))
     watched = watch(step, print_fn=None, every=1)
     for _ in range(2):
-        watched(watched.mesh.split(torch.ones(4)))
+        watched(torch.ones(2), mesh.split(torch.ones(4)))
     watched.flush()
     assert watched.last is None and not watched.hints
 

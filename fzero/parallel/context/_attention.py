@@ -79,6 +79,8 @@ def attention(
     if n > 1:
         _check_average(axis)
     options = AttentionOptions(bool(causal), window, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
+    if not q.shape[TOKENS]:  # the kernels divide by the number of tokens
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
     if dropout:
         if key is None:
             raise TypeError(f"dropout={dropout!r} needs key=, a key of fzero.random: the same on all ranks of {axis!r}")

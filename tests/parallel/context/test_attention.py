@@ -200,6 +200,22 @@ def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal
     assert_near(on_ranks(mesh, found, values, documents), parts(mesh, [*grads, y]))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("window", [None, 2])
+def test_empty_sequences_and_batches(n, window):
+    for lead, length in ((2,), 0), ((0,), 4):
+        values = values_of(0, 4, 2, length, lead)
+
+        def f(documents: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
+            def loss(q: Any) -> Any:
+                return (context.attention(q, k, v, causal=True, window=window, method="ring") * w).sum()
+
+            return [context.attention(q, k, v, causal=True, window=window), torch.func.grad(loss)(q)]
+
+        for x in on_ranks(fzero.mesh(cp=n), f, values, None):
+            assert x.shape == (n, *lead, 4, length // n, 4)
+
+
 def test_padding_has_no_effect():
     """Of causal attention at the end, and of any attention with the padding as a document of its own."""
     length, n = 13, 2
