@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import sum_dtype
 from fzero._tracebacks import api_boundary, api_boundary_with
-from fzero.axes import axis_index
+from fzero.axes import AxisName, axis_index
 from fzero.collectives import all_gather_invariant, psum
 from fzero.parallel.pipeline import Pipeline
 from fzero.transforms import gather as gather_boxes
@@ -21,7 +21,12 @@ __all__ = ["evaluate", "predict"]
 
 @api_boundary_with("evaluate(step, f) returns a program: program(params, batch, rows)")
 def evaluate(
-    step: ShardedStep, f: Callable[..., Any], *, weighted: bool = False, gather: bool = True
+    step: ShardedStep,
+    f: Callable[..., Any],
+    *,
+    weighted: bool = False,
+    gather: bool = True,
+    axis: AxisName = None,
 ) -> Callable[..., Any]:
     """Make a program that evaluates a model on a batch over all ranks of a step.
 
@@ -37,13 +42,16 @@ def evaluate(
             and its weight is the number of tokens.
         gather: whether boxes in the arguments are gathered first. With False `f` gathers them itself, as blocks with
             remat do.
+        axis: the axes over which examples are split; by default all axes of the step's batch. Name them if ranks share
+            examples, as along an axis of tokens (`fzero.parallel.context`): sums are over all ranks.
 
     Returns:
         A program that returns `(sums, weight)`: the tree with 0-d sums over the first `rows` examples of the global
         batch, and the sum of their weights. Both are in float32 at least, and equal on all ranks.
 
     Raises:
-        ValueError: when called, if a value is not one number per example. The message names the value.
+        ValueError: when called, if a value is not one number per example. The message names the value. Also if `axis`
+            names an axis that is not among those of the step's batch.
 
     Example:
         >>> import fzero, torch
@@ -55,6 +63,9 @@ def evaluate(
         >>> fzero.data.mean(program(params, batch, rows) for batch, rows in data)
         {'error': 1.2}
     """
+    axes = step.data_axes if axis is None else step.mesh.names(axis)
+    if other := [name for name in axes if name not in step.data_axes]:
+        raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")
 
     def totals(*args: Any) -> Any:
         *trees, batch, rows = args
@@ -62,7 +73,7 @@ def evaluate(
         values, weights = out if weighted else (out, None)
         b = _examples("evaluate", f, values if weights is None else (values, weights))
         device = tree.tensors(values)[0].device  # the rows are counted on the host
-        index = torch.arange(b, device=device) + axis_index(step.data_axes) * b
+        index = torch.arange(b, device=device) + axis_index(axes) * b
         is_real = index < rows
         weight = is_real if weights is None else torch.where(is_real, weights, 0)
         sums = tree.map(lambda x: _sum(torch.where(is_real, x, 0)), values)

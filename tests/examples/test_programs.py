@@ -11,6 +11,7 @@ from tests.examples.helpers import run
 
 PROGRAMS = {  # what each prints of its evaluation, and the options with which a simulation has two ranks
     "pretrain": ("held-out loss",),
+    "long_context": ("held-out loss",),
     "sft": ("held-out loss",),
     "finetune_hf": ("held-out loss",),
     "lora": ("held-out loss",),

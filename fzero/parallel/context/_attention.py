@@ -159,8 +159,8 @@ def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
 def _check_options(window: int | None, scale: float | None, method: str | None) -> None:
     if window is not None and (not is_int(window) or window < 1):
         raise ValueError(f"window={window!r}: expected an int above 0, or None for any distance")
-    if scale is not None and not isinstance(scale, int | float):
-        raise ValueError(f"scale={scale!r}: expected a number, or None for 1 / sqrt(width)")
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale) and scale):
+        raise ValueError(f"scale={scale!r}: expected a finite number other than 0, or None for 1 / sqrt(width)")
     check_choice("method", method, (*METHODS, None))
 
 

@@ -152,6 +152,7 @@ def split(
     axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
+    _check_paths(batch, dims=dims, pad=pad)
     padded = tree.map_with_path(lambda path, x: _padded(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
 
     def part(index: int) -> Any:
@@ -164,6 +165,8 @@ def split(
                 sample, samples = sample + i * samples, samples * sizes[name]
 
         def of_leaf(path: str, x: torch.Tensor) -> torch.Tensor:
+            if not x.ndim:
+                return x
             count = len(x) // samples
             own = x.narrow(0, sample * count, count)
             dim = _by_path(dims, path)
@@ -186,9 +189,17 @@ def _by_path(values: Any, path: str) -> Any:
     return values.get(path, 1) if isinstance(values, Mapping) else values
 
 
+def _check_paths(batch: Any, **options: Any) -> None:
+    """Check that options by path name leaves of the batch: else a misspelled one has no effect."""
+    paths = tree.flatten_with_paths(batch)[0]
+    for name, values in options.items():
+        if isinstance(values, Mapping) and (unknown := [path for path in values if path not in paths]):
+            raise ValueError(f"{name}={values!r}: {unknown[0]!r} is no leaf of the batch, which are {list(paths)}")
+
+
 def _check_samples(path: str, x: torch.Tensor, sizes: list[int], mesh: Mesh) -> None:
     n = torch.Size(sizes).numel()
-    if len(x) % n:
+    if x.ndim and len(x) % n:
         raise ValueError(
             f"{tree.leaf_name('batch', path)} is {list(x.shape)}: dimension 0 must be divisible by the {n} parts of "
             f"samples of {mesh!r}"
@@ -200,9 +211,14 @@ def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.T
     name = tree.leaf_name("batch", path)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}: expected a tensor")
-    if dim is None and x.ndim:
+    if dim is None:
         return x
-    if dim is None or not is_int(dim) or not 1 <= dim < x.ndim:
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name} is {list(x.shape)}, and has no dimension of tokens besides that of samples: pass "
+            f"dims={{{path!r}: None}} if it has no tokens"
+        )
+    if not is_int(dim) or not 1 <= dim < x.ndim:
         raise ValueError(
             f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected 1 to {x.ndim - 1}, or "
             f"dims={{{path!r}: None}} for a leaf of samples without tokens"

@@ -19,7 +19,8 @@ __all__ = ["ContextModel", "install", "model"]
 MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
 MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForTokenClassification"
+ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
+CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
 MISSING: Any = object()
 
@@ -70,6 +71,10 @@ def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
     for path, module in model.named_modules():
         if isinstance(module, MIXERS) or any(word in type(module).__name__.lower() for word in MIXER_NAMES):
             raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
+        if any(attribute.startswith("create_position_ids") for attribute in dir(module)):
+            raise ValueError(f"{name}: {path!r} numbers tokens by the padding before them, on any rank")
+        if found := _rope_types(module) & CHANGING_ROPE:
+            raise ValueError(f"{name}: {path!r} has rope_type={min(found)!r}, which depends on the longest sequence")
     text = config.get_text_config()
     if other := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(LAYER_TYPES)}")
@@ -77,11 +82,20 @@ def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
         raise ValueError(f"{name} attends from a decoder to an encoder: only attention of one sequence can be split")
     if not name.endswith(ENDINGS):
         raise ValueError(f"{name} reads the results of some tokens: expected a model that treats all tokens alike")
-    takes = inspect.signature(model.forward).parameters
+    signature = inspect.signature(model.forward)
+    if "Pooling" in str(signature.return_annotation) and getattr(model, "pooler", MISSING) is not None:
+        raise ValueError(f"{name} pools some tokens: build it without, as add_pooling_layer=False does for many models")
+    takes = signature.parameters
     has_further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if "position_ids" not in takes or not has_further or not model._can_set_attn_implementation():  # type: ignore[operator]
         raise ValueError(f"{name} has attention of its own, not the registry's: its sequences cannot be split")
     return ContextModel(name, axis)
+
+
+def _rope_types(module: Any) -> set[Any]:
+    """Return the types of a module's rotary embedding: one, or one for each type of layer."""
+    types = getattr(module, "rope_type", None)
+    return set(types.values()) if isinstance(types, dict) else {types}
 
 
 def install(copied: torch.nn.Module, context: ContextModel) -> None:

@@ -252,6 +252,7 @@ def test_wrong_arguments_are_refused_by_name():
     refused("window=0", window=0)
     refused("window=2.5", window=2.5)
     refused("scale='a'", scale="a")
+    refused("scale=0.0: expected a finite number other than 0", scale=0.0)
     refused("method='ulysses'", method="ulysses")
     refused("4 heads of q do not divide by the 3 heads of k", k=x[:, :3], v=x[:, :3])
     refused("as many heads and tokens of k as of v", k=x[:, :2])

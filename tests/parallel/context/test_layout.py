@@ -63,8 +63,9 @@ def test_labels_are_shifted_within_documents():
 
 def test_leaves_without_tokens_are_shared():
     mesh = fzero.mesh(dp=2, cp=2)
-    batch = {"tokens": torch.arange(16).view(2, 8), "weight": torch.tensor([1.0, 2.0])}
-    box = context.split(mesh, batch, dims={"weight": None})
+    batch = {"tokens": torch.arange(16).view(2, 8), "weight": torch.tensor([1.0, 2.0]), "one": torch.tensor(3.0)}
+    box = context.split(mesh, batch, dims={"weight": None, "one": None})
+    assert box.value["one"].tolist() == [3.0] * 4
     assert box.value["weight"].tolist() == [[1.0], [1.0], [2.0], [2.0]]
 
 
@@ -85,11 +86,17 @@ def test_wrong_batches_are_refused_by_leaf():
     refused(
         r"batch leaf 'x' is \[2, 6\]: its 6 tokens \(dimension 1\) do not divide into 4 parts", {"x": torch.zeros(2, 6)}
     )
-    refused(r"pass pad=\{'x': value\}", {"x": torch.zeros(2, 6)}, pad={"y": 0})
+    refused(r"pass pad=\{'x': value\}", {"x": torch.zeros(2, 6), "y": torch.zeros(2, 8)}, pad={"y": 0})
     refused(r"batch leaf 'w' is \[2\].*dims=\{'w': None\}", {"w": torch.zeros(2)})
     refused(r"dimension 0 must be divisible by the 2 parts", torch.zeros(3, 8))
     refused("'tp' is not an axis", axis="tp")
     refused("expected one axis for tokens", batch_axis=("dp", "cp"))
+    refused(
+        r"dims=\{'y': 1\}: 'y' is no leaf of the batch, which are \['x'\]",
+        {"x": torch.zeros(2, 8)},
+        dims={"y": 1},
+    )
+    refused(r"pad=\{'y': 0\}: 'y' is no leaf", {"x": torch.zeros(2, 8)}, pad={"y": 0})
     refused("expected a tensor", {"x": "text"}, TypeError)
     refused("its dimension of tokens is dims=0", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):

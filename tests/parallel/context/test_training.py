@@ -1,13 +1,17 @@
 """The law of laws: training with split sequences on any mesh, at any stage, is training with whole ones."""
 
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero.parallel import context
 from tests.helpers import examples, train_step_for
-from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, loss_for, params_of
+from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, logits_of, loss_for, params_of
 
 MESHES = st.sampled_from(
     [
@@ -50,6 +54,27 @@ def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, 
     train_step = train_step_for(loss_fn, OPT, reduce="weighted", micro_batches=micro_batches)
     pad = {"tokens": 0, "labels": -100, "documents": -1}
     assert_trains_as_whole(train_step, params, fzero.shard(train_step, stage=stage, mesh=mesh), batches, pad=pad)
+
+
+def test_an_evaluation_counts_the_tokens_of_all_parts():
+    """Also of a last batch that is not full: its rows are examples, and not parts of them."""
+    mesh, params, batch = fzero.mesh(dp=2, cp=2), params_of(), batch_of(0, samples=8)
+    step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh)
+
+    def sums(params: Any, batch: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, documents: Any) -> Any:
+            return context.attention(q, k, v, causal=True)
+
+        losses = F.cross_entropy(logits_of(params, batch, attend).mT, batch["labels"], reduction="none")
+        return losses.sum(1), torch.full((len(losses),), losses.shape[1])
+
+    program = fzero.evaluate(step, sums, weighted=True, axis="dp")
+    for rows in (8, 5):
+        total, weight = program(step.init(params, OPT)[0], context.split(mesh, batch), rows)
+        whole = sums(params, {name: x[:rows] for name, x in batch.items()})
+        torch.testing.assert_close((total, weight), (whole[0].sum(), whole[1].sum().float()))
+    with pytest.raises(ValueError, match="'tp' is not an axis"):
+        fzero.evaluate(step, sums, axis="tp")
 
 
 def test_a_step_averages_over_the_axis():

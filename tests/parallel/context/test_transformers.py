@@ -173,6 +173,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     [
         ("MambaForCausalLM", "MambaConfig", SMALL, "is a Mamba.*which combines tokens without attention"),
         ("Llama4ForCausalLM", "Llama4TextConfig", GROUPED | {"head_dim": 8, **EXPERTS}, "layers of type 'chunked_att"),
+        ("RobertaForMaskedLM", "RobertaConfig", SIZES, "numbers tokens by the padding before them"),
+        (
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type='dynamic', which depends on the longest sequence",
+        ),
+        ("BertModel", "BertConfig", SIZES, "BertModel pools some tokens"),
         ("BertForSequenceClassification", "BertConfig", SIZES, "reads the results of some tokens"),
         ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "num_layers": 1, "vocab_size": 50}, "to an encoder"),
         ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "has attention of its own"),
