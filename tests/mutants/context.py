@@ -71,7 +71,15 @@ MUTANTS = [
             "_attend",
             becomes("A.sliding_window + 1", "A.sliding_window"),
         ),
+        Fault("rotary angles may follow from one rank's tokens", "model", never("(found := A)")),
         Fault("a softcap is ignored", "_attend", never("(other := A)")),
+    ),
+    *File("zero/_evaluate.py", TRAINING).faults(
+        Fault(
+            "an evaluation counts parts as examples",
+            "evaluate",
+            becomes("axis_index(axes)", "axis_index(step.data_axes)"),
+        ),
     ),
     *File("_torch/attention.py", KERNELS).faults(
         Fault("a query without keys counts", "attention_block", always("A is None", at="1 of 1")),
