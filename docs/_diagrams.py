@@ -36,6 +36,7 @@ CAPTIONS = {
     "parallel.pipeline": "a loss on many ranks",
     "parallel.experts": "route, dispatch, balance",
     "parallel.tensor": "parts of layers",
+    "parallel.context": "parts of sequences",
     "zero": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
     "tuning": "what fits, what it costs",

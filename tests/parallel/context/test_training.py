@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
+from fzero import nn
 from fzero.parallel import context
 from tests.helpers import examples, train_step_for
 from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, logits_of, loss_for, params_of
@@ -54,6 +55,33 @@ def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, 
     train_step = train_step_for(loss_fn, OPT, reduce="weighted", micro_batches=micro_batches)
     pad = {"tokens": 0, "labels": -100, "documents": -1}
     assert_trains_as_whole(train_step, params, fzero.shard(train_step, stage=stage, mesh=mesh), batches, pad=pad)
+
+
+def test_the_program_of_a_long_run():
+    """Offloaded inputs of blocks, an MLP in tiles and a loss in chunks, as docs/_plan_long_llama.py plans them."""
+    params = {name: params_of()[name] for name in ("embed", "blocks")}
+
+    def mlp(x: torch.Tensor, block: Any) -> torch.Tensor:
+        return x + torch.tanh(x @ block["up"]) @ block["down"]
+
+    def run_block(x: torch.Tensor, block: Any) -> torch.Tensor:
+        q, k, v = (x @ block["qkv"]).unflatten(-1, (8, -1)).transpose(1, 2).split([4, 2, 2], 1)
+        y = context.attention(q, k, v, causal=True)
+        return nn.tiled(mlp, 2)(x + y.transpose(1, 2).flatten(2) @ block["out"], block)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = params["embed"][batch["tokens"]]
+        for block in params["blocks"]:
+            x = fzero.remat(run_block, save="host")(x, block)
+        total = nn.linear_cross_entropy(x, params["embed"], batch["labels"], chunk=5, reduction="sum")
+        return total, (batch["labels"] != -100).sum()
+
+    batches = [batch_of(i) for i in range(2)]
+    batches = [batch | {"labels": context.shift_labels(batch["tokens"])} for batch in batches]
+    train_step = train_step_for(loss_fn, OPT, reduce="weighted")
+    step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=1, cp=2))
+    for run_step in (step, fzero.jit(step, backend="fx")):
+        assert_trains_as_whole(train_step, params, run_step, batches)
 
 
 def test_an_evaluation_counts_the_tokens_of_all_parts():
