@@ -152,7 +152,7 @@ def split(
     axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
-    _check_paths(batch, dims=dims, pad=pad)
+    _check_paths(batch, dims)
     padded = tree.map_with_path(lambda path, x: _padded(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
 
     def part(index: int) -> Any:
@@ -189,12 +189,11 @@ def _by_path(values: Any, path: str) -> Any:
     return values.get(path, 1) if isinstance(values, Mapping) else values
 
 
-def _check_paths(batch: Any, **options: Any) -> None:
-    """Check that options by path name leaves of the batch: else a misspelled one has no effect."""
+def _check_paths(batch: Any, dims: Dims) -> None:
+    """Check that dims by path name leaves of the batch: else a misspelled one has no effect."""
     paths = tree.flatten_with_paths(batch)[0]
-    for name, values in options.items():
-        if isinstance(values, Mapping) and (unknown := [path for path in values if path not in paths]):
-            raise ValueError(f"{name}={values!r}: {unknown[0]!r} is no leaf of the batch, which are {list(paths)}")
+    if isinstance(dims, Mapping) and (unknown := [path for path in dims if path not in paths]):
+        raise ValueError(f"dims={dims!r}: {unknown[0]!r} is no leaf of the batch, which are {list(paths)}")
 
 
 def _check_samples(path: str, x: torch.Tensor, sizes: list[int], mesh: Mesh) -> None:

@@ -96,7 +96,6 @@ def test_wrong_batches_are_refused_by_leaf():
         {"x": torch.zeros(2, 8)},
         dims={"y": 1},
     )
-    refused(r"pad=\{'y': 0\}: 'y' is no leaf", {"x": torch.zeros(2, 8)}, pad={"y": 0})
     refused("expected a tensor", {"x": "text"}, TypeError)
     refused("its dimension of tokens is dims=0", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):
