@@ -8,7 +8,8 @@ import pathlib
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from fzero.parallel.context._layout import parts_in_rank_order
+import fzero
+from fzero.parallel import context
 
 DOCS = pathlib.Path(__file__).parent
 RANKS, TOKENS = 4, 16  # two tokens a part
@@ -17,8 +18,8 @@ RANKS, TOKENS = 4, 16  # two tokens a part
 def draw() -> Figure:
     """Draw the queries and keys of one sequence, coloured by the rank that holds the queries."""
     part = TOKENS // (2 * RANKS)
-    order = parts_in_rank_order(RANKS)
-    holder = [order.index(i // part) // 2 for i in range(TOKENS)]
+    positions = fzero.mesh(cp=RANKS).spmd(lambda: fzero.PerRank(context.positions(2 * part)))().value.tolist()
+    holder = [next(rank for rank in range(RANKS) if i in positions[rank]) for i in range(TOKENS)]
     cells = [[holder[i] if j <= i else float("nan") for j in range(TOKENS)] for i in range(TOKENS)]
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()

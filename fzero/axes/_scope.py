@@ -42,6 +42,7 @@ __all__ = [
     "current_rules",
     "current_scope",
     "in_loss",
+    "index_on",
     "join_axes",
     "loss_axes",
     "micro_batch",
@@ -379,6 +380,16 @@ def axis_index(axis: AxisName = None) -> torch.Tensor:
     for a in resolve_axes(axis):
         index = index * a.size + a.token
     return index
+
+
+def index_on(device: torch.device, token: torch.Tensor, binding: Binding) -> torch.Tensor:
+    """Return this rank's index along the axis of a token on a device: an int64 tensor of shape [].
+
+    Where the rank is known it is made there, since the host would wait for a copy. Under vmap the token holds it.
+    """
+    if binding.group:
+        return torch.full((), binding.rank, dtype=torch.int64, device=device)
+    return token.to(device)
 
 
 def axis_size(axis: AxisName = None) -> int:

@@ -44,6 +44,7 @@ from fzero.collectives._table import (
     apply,
     apply_along,
     apply_stacked,
+    in_front,
     mapped_binding,
 )
 from fzero.collectives.gloo import PendingMessages
@@ -93,6 +94,7 @@ INTERNAL = [
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
+    "in_front",
     "mapped_binding",
     "mark_invariant",
     "own_part",

@@ -44,6 +44,7 @@ __all__ = [
     "apply",
     "apply_along",
     "apply_stacked",
+    "in_front",
     "mapped_binding",
     "row_of",
 ]
@@ -245,12 +246,12 @@ class _LinearMap(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
-            ys = _LinearMap.apply(token, name, mapped_binding(binding, n), options, *_in_front(xs, dims, n))
+            ys = _LinearMap.apply(token, name, mapped_binding(binding, n), options, *_all_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.input is not VARYING and any(d is not None for d in dims):
             raise DiffersByRankError(_differs_message(name, binding.axis))
         if row.operation.uniform is None or any(d is not None for d in dims):
-            ys = apply_stacked(name, binding, options, n, *_in_front(xs, dims, n))
+            ys = apply_stacked(name, binding, options, n, *_all_in_front(xs, dims, n))
         else:
             ys = tuple(row.operation.uniform(n, options, xs))
             received = _numel(ys) if row.is_replicated else _numel(ys) // n
@@ -321,8 +322,13 @@ def _numel(xs: Tensors) -> int:
     return sum(x.numel() for x in xs)
 
 
-def _in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
-    return [x.unsqueeze(0).expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
+def _all_in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
+    return [in_front(x, d, n) for x, d in zip(xs, dims, strict=True)]
+
+
+def in_front(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+    """Move the dimension of a vmap of n values to the front; a value without one is the same for all."""
+    return x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 @allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)

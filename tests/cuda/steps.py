@@ -1,4 +1,4 @@
-"""The train steps that the lane runs: a perceptron, a GPT, experts, a pipeline, an offloaded optimizer."""
+"""The train steps that the lane runs: a perceptron, a GPT, experts, a pipeline, sequences, an offloaded optimizer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
-from fzero.parallel import experts
+from fzero.parallel import context, experts
 from fzero.tuning._models import init, shape_of
 from fzero.tuning._steps import compute_loss
 
@@ -187,6 +187,31 @@ def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float
     )
 
 
+def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, masked: bool = False) -> Task:
+    """Two layers of attention to sequences that are split over two ranks."""
+    opt, heads = adamw(), 4
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = batch["x"].to(dtype)
+        documents, window = (batch["documents"], 5) if masked else (None, None)
+        for p in tree.map(lambda w: w.to(dtype), params["layers"]):
+            q, k, v = (x @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            y = context.attention(q, k, v, causal=True, documents=documents, window=window, method=method)
+            x = x + y.transpose(1, 2).flatten(2) @ p["out"]
+        positions = context.positions(x.shape[1], device=x.device)
+        return (x.float() * positions[:, None] - batch["y"]).square().mean()
+
+    def layer() -> Any:
+        return {"qkv": torch.randn(WIDTH, 3 * WIDTH), "out": torch.randn(WIDTH, WIDTH)}
+
+    def batch() -> Any:
+        rows = {name: torch.randn(2, 8, WIDTH) for name in ("x", "y")}
+        return rows | {"documents": torch.randint(0, 3, (2, 8))}
+
+    axes = {"dp": ranks // 2, "cp": 2}
+    return Task(axes, {}, train_step_of(loss_fn, opt), opt, lambda mesh: {"layers": [layer(), layer()]}, batch)
+
+
 def pipeline(ranks: int) -> Task:
     """Four blocks on two stages, four micro-batches by 1F1B."""
     opt, words = adamw(), 50
@@ -233,6 +258,9 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "experts, dropless": lambda ranks: mixture(ranks, None),
     "experts, dropless, bfloat16": lambda ranks: mixture(ranks, None, torch.bfloat16),
     "pipeline": pipeline,
+    "sequences, ring": lambda ranks: sequences(ranks, "ring", torch.bfloat16),
+    "sequences, all_to_all": lambda ranks: sequences(ranks, "all_to_all", torch.bfloat16),
+    "sequences, ring, masked": lambda ranks: sequences(ranks, "ring", masked=True),
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),
     LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),

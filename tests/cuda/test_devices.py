@@ -75,11 +75,12 @@ def test_what_is_left_on_the_cpu_is_named(kind):
         "parallel_mlp.py --steps 1",
         "finetune_hf.py --steps 2 --backend fx --every 99",
         "finetune_hf.py --steps 2 --backend eager --every 99",
+        "long_context.py --steps 2 --backend fx --every 99",
     ],
 )
 def test_an_example_runs(command, tmp_path):
     script, *options = command.split()
-    pytest.importorskip("transformers" if "hf" in script else "matplotlib")
+    pytest.importorskip("transformers" if script.startswith(("finetune_hf", "long_context")) else "matplotlib")
     out = [] if script == "parallel_mlp.py" else ["--out", str(tmp_path)]
     try:
         lane.run([sys.executable, "-m", "tests.cuda.devices", f"examples/{script}", *options, *out])

@@ -4,7 +4,10 @@ import pytest
 
 from tests.cuda.lane import facts
 
-TASKS = ("dense", "experts, capacity", "pipeline", "offload, host update", "offload, device update")
+TASKS = (
+    *("dense", "experts, capacity", "pipeline", "offload, host update", "offload, device update"),
+    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked"),
+)
 
 
 @pytest.mark.parametrize("task", TASKS)

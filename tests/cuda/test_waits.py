@@ -7,7 +7,10 @@ import pytest
 from tests.cuda.lane import facts
 
 BACKENDS = ("eager", "fx", "inductor")
-NEVER = ("dense", "dense, 4 micro-batches", "experts, capacity", "experts, dropless, bfloat16", "pipeline")
+NEVER = (
+    *("dense", "dense, 4 micro-batches", "experts, capacity", "experts, dropless, bfloat16", "pipeline"),
+    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked"),
+)
 UNITS = 4  # of the perceptron
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from fzero import tree
 from fzero._arguments import is_int
 from fzero._tracebacks import api_boundary
-from fzero.axes import AxisName, axis_if_bound, axis_index, axis_size
+from fzero.axes import AxisName, axis_if_bound, axis_size, bound_axis, index_on
+from fzero.collectives import NO_AXIS
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, is_box
 
@@ -93,8 +94,8 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
         raise ValueError(
             f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence"
         )
-    index = axis_index(bound)
-    return positions_of(index if device is None else index.to(device), axis_size(bound), tokens)
+    own = bound_axis(axis) if bound else NO_AXIS
+    return positions_of(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
 
 
 Dims = int | Mapping[str, int | None]
@@ -172,6 +173,8 @@ def split(
             dim = _by_path(dims, path)
             if dim is None:
                 return own
+            if ranks == 1:
+                return own
             parts = own.chunk(2 * ranks, dim)
             return torch.cat([parts[token], parts[2 * ranks - 1 - token]], dim)
 
@@ -222,7 +225,7 @@ def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.T
             f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected 1 to {x.ndim - 1}, or "
             f"dims={{{path!r}: None}} for a leaf of samples without tokens"
         )
-    missing = -x.shape[dim] % (2 * ranks)
+    missing = -x.shape[dim] % (2 * ranks if ranks > 1 else 1)
     if not missing:
         return x
     value = pad.get(path) if isinstance(pad, Mapping) else pad

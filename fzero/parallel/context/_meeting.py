@@ -39,14 +39,19 @@ class Ring(NamedTuple):
     """The ranks of an axis, as one of them sees it, or all at once in a simulation.
 
     Attributes:
-        token: the index of this rank; in a simulation, the indices `[n]` of all.
+        token: the axis's token.
         binding: the constants of the axis.
-        stacked: whether values have a first dimension `[n]`, one for each rank.
+        index: the index of this rank `[]`, or the indices `[n]` of all, where the values are.
     """
 
     token: torch.Tensor
     binding: Binding
-    stacked: bool
+    index: torch.Tensor
+
+    @property
+    def stacked(self) -> bool:
+        """Whether values have a first dimension `[n]`, one for each rank."""
+        return self.index.ndim > 0
 
     @property
     def size(self) -> int:
@@ -54,7 +59,7 @@ class Ring(NamedTuple):
 
     def source(self, step: int) -> torch.Tensor:
         """Return the rank whose keys this rank holds after some steps."""
-        return (self.token - step) % self.size
+        return (self.index - step) % self.size
 
     def like(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
         """Give a value for each rank `[]` or `[n]` more dimensions, so that it broadcasts to one of `ndim`."""
@@ -131,7 +136,7 @@ class Meeting(NamedTuple):
         """
         if step == 0 or self.halves == 1:
             return [HalfPair(ALL, ALL)]
-        is_earlier = self.ring.source(step) < self.ring.token
+        is_earlier = self.ring.source(step) < self.ring.index
         return [HalfPair(LATE, EARLY), HalfPair(is_earlier, is_earlier)]
 
     def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
@@ -153,7 +158,7 @@ class Meeting(NamedTuple):
         """Return the mask of a pair; None if it needs none. `theirs` are the documents of the keys."""
         if not self.masked:
             return None
-        queries = self.take(positions_of(self.ring.token, self.ring.size, self.tokens), pair.queries, -1)
+        queries = self.take(positions_of(self.ring.index, self.ring.size, self.tokens), pair.queries, -1)
         keys = self.take(positions_of(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
         if self.documents is None or theirs is None:
             return Mask(self, queries, keys, None, None)

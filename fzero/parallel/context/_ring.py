@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph, attention_block, attention_block_grad
-from fzero.axes import Axis, Binding
-from fzero.collectives import DimOptions, apply, mapped_binding
+from fzero.axes import Axis, Binding, index_on
+from fzero.collectives import DimOptions, apply, in_front, mapped_binding
 from fzero.parallel.context._layout import from_rank_order, positions_of
 from fzero.parallel.context._meeting import AttentionOptions, Half, Mask, Meeting, Ring
 from fzero.random import apply_mask, keep_mask_at
@@ -124,7 +124,7 @@ def _attend_grad(
     m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: _Result
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Those of keys travel with the keys, and end at the rank that has them."""
-    size, theirs, _parts = m.ring.size, m.documents, m.halves
+    size, theirs = m.ring.size, m.documents
     dtypes = q.dtype, k.dtype, v.dtype
     to_q, own, sent = [], [], []
     for step in range(size):
@@ -183,7 +183,7 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         documents: torch.Tensor | None,
     ) -> Any:
-        return _run(Ring(token, binding, stacked=False), options, q, k, v, documents)
+        return _run(Ring(token, binding, index_on(q.device, token, binding)), options, q, k, v, documents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -215,7 +215,7 @@ class _AttentionGrad(torch.autograd.Function):
     def forward(
         token: torch.Tensor, binding: Binding, options: AttentionOptions, grad: torch.Tensor, *saved: Any
     ) -> Any:
-        return _run_grad(Ring(token, binding, stacked=False), options, grad, *saved)
+        return _run_grad(Ring(token, binding, index_on(grad.device, token, binding)), options, grad, *saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -276,14 +276,12 @@ def _mapped(
     *xs: torch.Tensor | None,
 ) -> Any:
     """Apply a function under a vmap: that of the axis, whose ranks it computes all at once, or any other."""
-    rows = [
-        x if x is None else x.unsqueeze(0).expand(n, *x.shape) if d is None else x.movedim(d, 0)
-        for x, d in zip(xs, in_dims[3:], strict=True)
-    ]
+    rows = [None if x is None else in_front(x, d, n) for x, d in zip(xs, in_dims[3:], strict=True)]
     if in_dims[0] is None:
         ys = function.apply(token, mapped_binding(binding, n), options, *rows)
     else:
-        ys = run(Ring(token.movedim(in_dims[0], 0), binding._replace(size=n), stacked=True), options, *rows)
+        device = next(x.device for x in xs if x is not None)
+        ys = run(Ring(token, binding, torch.arange(n, device=device)), options, *rows)
     return ys, (0,) * len(ys)
 
 
@@ -309,17 +307,17 @@ def _by_definition(
         return from_rank_order(x, binding.size, dim)
 
     t, size, groups = q.shape[-2], binding.size, q.shape[-3] // k.shape[-3]
-    queries = positions_of(token, size, t)
-    keep = options.keep(queries, torch.arange(t * size, device=token.device))
+    queries, keys = positions_of(index_on(q.device, token, binding), size, t), torch.arange(t * size, device=q.device)
+    keep = options.keep(queries, keys)
     if documents is not None:
         own, all_of_them = documents.unsqueeze(-1), gathered(documents, -1).unsqueeze(-2)
         keep = keep & (own == all_of_them).unsqueeze(-3)
     wide_q, wide_k, wide_v = at_least_float32(q), at_least_float32(gathered(k, -2)), at_least_float32(gathered(v, -2))
     scores = (wide_q @ wide_k.repeat_interleave(groups, -3).mT) * options.scale
-    weights = torch.where(keep.to(q.device), scores, -math.inf).softmax(-1)
+    weights = torch.where(keep, scores, -math.inf).softmax(-1)
     if key is not None:
         places = torch.arange(q.shape[:-2].numel(), device=q.device).view(*q.shape[:-2], 1, 1) * t * size
-        places = (places + queries.to(q.device).unsqueeze(-1)) * t * size + torch.arange(t * size, device=q.device)
+        places = (places + queries.unsqueeze(-1)) * t * size + keys
         weights = apply_mask(weights, keep_mask_at(key, dropout, places), dropout)
     return (weights @ wide_v.repeat_interleave(groups, -3)).to(q.dtype)
 

@@ -69,6 +69,11 @@ def test_leaves_without_tokens_are_shared():
     assert box.value["weight"].tolist() == [[1.0], [1.0], [2.0], [2.0]]
 
 
+def test_one_rank_holds_sequences_of_any_length():
+    x = torch.arange(10).view(2, 5)
+    assert torch.equal(context.split(fzero.mesh(dp=2, cp=1), x).value.flatten(0, 1), x)
+
+
 def test_sequences_are_padded_by_leaf():
     mesh = fzero.mesh(dp=1, cp=2)
     batch = {"tokens": torch.ones(1, 5, dtype=torch.int64), "labels": torch.ones(1, 5, dtype=torch.int64)}
