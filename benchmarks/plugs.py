@@ -55,16 +55,16 @@ SYSTEMS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 PEERS = ("FSDP2", "DeepSpeed 3")
 NOTE = (
-    "A Llama of 8 blocks, 512 wide, with 28 million float32 parameters, under transformers' Trainer: AdamW, clipping, "
-    "2 micro-batches of 2 x 128 tokens a rank, two processes of one thread on gloo. A step's time is the median of the "
-    "steps after the third. The peaks are the CPU allocator's. accelerate leaves FSDP2 off where there is no "
-    "accelerator, so the benchmark turns it on."
+    "A Llama of 8 blocks, 512 wide, has 28 million float32 parameters. transformers' Trainer trains it with AdamW, "
+    "clipping and 2 micro-batches of 2 x 128 tokens a rank, on two processes of one thread on gloo. A step's time is "
+    "the median of the steps after the third. The peaks are the CPU allocator's. accelerate leaves FSDP2 off where "
+    "there is no accelerator, so the benchmark turns it on."
 )
 GOALS = "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of FSDP2's and of DeepSpeed's."
 
 FLOOR = (
-    "The peak's goal beside FSDP2 lies below what must be alive here without remat: state 167 MB, gradients of "
-    "the first micro-batch 56, activations 73, one gathered block 12, together 308 MB or 0.88. An eager step, the "
+    "The peak's goal beside FSDP2 lies below what must be alive here without remat, which is 308 MB or 0.88: state "
+    "167 MB, gradients of the first micro-batch 56, activations 73 and one gathered block 12. An eager step, the "
     "default for a class that overrides `compute_loss`, runs each block twice; pass a backend if its code is "
     "pure."
 )

@@ -30,16 +30,16 @@ def parts(
         "## Speed",
         "Goals on the held half: Spearman at least 0.97, median error at most 10%, 90% of the runs within 25%.",
         tables["speed"],
-        "The half of a run follows from a hash of its name: model, length, batch, stage, remat, ranks, card. Four "
-        "constants of a card are fitted to the other half, for the least mean of |log(predicted / measured)| (`python "
-        "-m benchmarks.published.fit`): `product_flops` and `half_depth`, since no training reaches the rate of a "
-        "data sheet at its clock; `attention_flops`, since flash attention reaches another rate; `network`, since "
-        "that is the site's. No constant belongs to a model or a run. A closed formula of the same terms takes the "
-        "place of plans in the fit, since a plan takes seconds. Of eight runs the plans of seven were within 2% of "
-        "the formula, and that of a model of 125 M was 11% below it. A `half_depth` of 0 means that the fit saw no "
-        "dependence on the inner dimension. The network does not matter to the fit for the H100: there it is 80% of "
-        "the data sheet. For the A100 it is a tenth to a sixth of a port of 25 GB/s, which few runs decide. Take that "
-        "for these sites only; `fzero plan` has 20 GB/s.",
+        "The half of a run follows from a hash of its name: model, length, batch, stage, remat, ranks, card. `python "
+        "-m benchmarks.published.fit` fits four constants of a card to the other half, for the least mean of "
+        "|log(predicted / measured)|. `product_flops` and `half_depth` are among them, since no training reaches the "
+        "rate of a data sheet at its clock. `attention_flops` is, since flash attention reaches another rate, and "
+        "`network`, since that is the site's. No constant belongs to a model or a run. A closed formula of the same "
+        "terms takes the place of plans in the fit, since a plan takes seconds. Of eight runs the plans of seven were"
+        " within 2% of the formula, and that of a model of 125 M was 11% below it. A `half_depth` of 0 means that the"
+        " fit saw no dependence on the inner dimension. The network does not matter to the fit for the H100: there it"
+        " is 80% of the data sheet. For the A100 it is a tenth to a sixth of a port of 25 GB/s, which few runs "
+        "decide. Take that for these sites only; `fzero plan` has 20 GB/s.",
         "The terms were chosen with the errors of both halves in view, and the fit was repeated after a correction "
         "of remat's second pass. So the held half shows that the constants carry over, and not that the terms do.",
         "\n".join(constants),
