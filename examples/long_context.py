@@ -62,9 +62,7 @@ def library_shards(folder: Path) -> str:
 
 
 if args.context % (2 * args.cp):
-    parser.error(
-        f"--context {args.context}: two equal parts for each of --cp {args.cp} ranks need a multiple of {2 * args.cp}"
-    )
+    parser.error(f"--context {args.context} does not divide into two equal parts for each of --cp {args.cp} ranks")
 mesh = fzero.mesh(dp=-1, cp=args.cp, simulated_ranks=args.ranks)
 *shards, held_out = sorted(glob.glob(args.data or library_shards(Path(args.out, "shards")))) or parser.error("no data")
 train = data.batches(windows_of(shards), mesh, global_batch=args.batch, collate=torch.stack, axis="dp")
@@ -82,11 +80,12 @@ opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), adamw), h
 
 def token_losses(params: Any, buffers: Any, windows: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """[b, t + 1] tokens → the sum of the losses of this rank's tokens of each sequence, and their number."""
+    windows = windows.long()  # a GPU does not index 16 bits
     is_end = windows[:, :-1] == args.end
     document = F.pad(is_end[:, :-1], (1, 0)).cumsum(1)  # a document starts after another's end
     own = context.positions(args.context // args.cp, device=windows.device)  # where this rank's tokens lie
-    output, _ = apply(params, buffers, input_ids=windows[:, own].long(), documents=document[:, own])
-    labels = windows[:, own + 1].long().masked_fill(is_end[:, own], -100)  # an end does not tell which document follows
+    output, _ = apply(params, buffers, input_ids=windows[:, own], documents=document[:, own])
+    labels = windows[:, own + 1].masked_fill(is_end[:, own], -100)  # an end does not tell which document follows
     losses = F.cross_entropy(output.logits.float().mT, labels, reduction="none")
     return losses.sum(1), (labels != -100).sum(1)
 
