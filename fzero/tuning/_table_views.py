@@ -70,7 +70,7 @@ def notes(table: "Table") -> list[str]:
     """Return lines on skipped and extrapolated rows, unused links, and the sources of constants."""
     lines = []
     if table.skipped:
-        lines.append(f"{len(table.skipped)} were not planned: each holds no less than another that does not fit")
+        lines.append(f"not planned: {len(table.skipped)}, since each holds no less than another that does not fit")
     rough = sum([not r.in_full for r in table.rows])
     if rough:
         lines.append(f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third proves the line")

@@ -44,7 +44,7 @@ MUTANTS = [
         Fault(
             "each rank drops the weights of the first tokens",
             "_by_definition",
-            becomes("A + queries.to(q.device).unsqueeze(-1)", "A + torch.arange(t).unsqueeze(-1)"),
+            becomes("A + queries.unsqueeze(-1)", "A + torch.arange(t).unsqueeze(-1)"),
         ),
         Fault(
             "documents are ignored in derivatives of the second order", "_by_definition", never("documents is not None")
