@@ -37,6 +37,7 @@ from fzero.optim._links import (
     scale_by_schedule,
     set_to_zero,
 )
+from fzero.optim._moments import EightBit, Moments
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
@@ -62,12 +63,14 @@ __all__ = [
     "AdagradState",
     "AdamState",
     "DelayedState",
+    "EightBit",
     "EmaState",
     "InjectHyperparamsState",
     "LionState",
     "LossScaleState",
     "Mask",
     "MasterState",
+    "Moments",
     "MuonState",
     "OptState",
     "Optimizer",

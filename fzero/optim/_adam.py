@@ -1,5 +1,6 @@
 """Adam, AdamW, and LAMB, which scales Adam's updates by norms."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim._moments import Moments, MomentsLike, init_moment, map_moments, moments_of
 from fzero.optim._norms import leaf_norms
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
@@ -32,7 +34,7 @@ __all__ = ["AdamState", "adam", "adamw", "lamb", "scale_by_adam", "scale_by_trus
 
 
 class AdamState(NamedTuple):
-    """The number of updates (int64, 0-d), and the two moments, trees like the parameters."""
+    """The number of updates (int64, 0-d), and the two moments: trees like the parameters, or each an `EightBit`."""
 
     count: torch.Tensor
     mu: Tree
@@ -40,7 +42,13 @@ class AdamState(NamedTuple):
 
 
 @torch_hints
-def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
+def adam(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    moments: MomentsLike = None,
+) -> Optimizer:
     """Adam (arXiv:1412.6980): `torch.optim.Adam`'s numbers.
 
     It is `adamw` without weight decay.
@@ -51,7 +59,7 @@ def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999,
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.1000)}
     """
-    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
+    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, moments=moments)
 
 
 @torch_hints
@@ -62,6 +70,7 @@ def adamw(
     eps: Number = 1e-8,
     weight_decay: Number = 1e-2,
     mask: Mask | None = None,
+    moments: MomentsLike = None,
 ) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101): `torch.optim.AdamW`'s numbers.
 
@@ -73,9 +82,11 @@ def adamw(
         weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
         mask: which leaves decay: a tree of bools, or a function that returns one from the tree of full leaves (as meta
             tensors). By default all leaves decay.
+        moments: how to store the moments: "int8" for a byte an element, or an `optim.Moments`; by default in the
+            parameter's dtype. The update reads them before they are rounded.
 
     Returns:
-        An optimizer; its state has two moments per element, of the parameter's dtype.
+        An optimizer; its state has two moments per element.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter is negative. On update, if
@@ -88,15 +99,20 @@ def adamw(
     check_rate(learning_rate)
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps, weight_decay=weight_decay)
+    policy = moments_of(moments)
+    init = partial(_init, policy=policy)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
+        if not is_zero(weight_decay) and params is None:
+            raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
         rate = rate_at(learning_rate, state.count)
+        if policy is not None:
+            decay = None if is_zero(weight_decay) else rate * weight_decay
+            return _update_eight_bit(grads, state, params, mask, AdamNumbers(b1, b2, eps, rate, decay))
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
         updates = tree.elementwise(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
-            if params is None:
-                raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
-            decay = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
+            decay = _decays(params, mask)
             updates = tree.elementwise(
                 lambda u, p, d: (u - rate * weight_decay * d * p).to(u.dtype),
                 updates,
@@ -105,7 +121,11 @@ def adamw(
             )
         return updates, AdamState(count, mu, nu)
 
-    return Optimizer(_init, update, exact_on_shards=True)
+    return Optimizer(init, update, exact_on_shards=True, elementwise=None if policy is None else False)
+
+
+def _decays(params: Params, mask: Mask | None) -> Tree:
+    return tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
 
 
 @torch_hints
@@ -144,9 +164,9 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
     return Optimizer(_init, update, exact_on_shards=True)
 
 
-def _init(params: Params) -> AdamState:
+def _init(params: Params, policy: Moments | None = None) -> AdamState:
     count = torch.zeros((), dtype=torch.int64, device="cpu")
-    return AdamState(count, tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
+    return AdamState(count, init_moment(params, policy, signed=True), init_moment(params, policy, signed=False))
 
 
 def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
@@ -160,6 +180,40 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
     mu = tree.elementwise(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
     nu = tree.elementwise(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
     return AdamState(count, mu, nu), 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+
+
+class AdamNumbers(NamedTuple):
+    """The hyperparameters of one update; `decay` is the rate times the weight decay, None without decay."""
+
+    b1: Number
+    b2: Number
+    eps: Number
+    rate: Number
+    decay: Any
+
+
+def _update_eight_bit(
+    grads: Updates, state: AdamState, params: Params | None, mask: Mask | None, numbers: AdamNumbers
+) -> tuple[Updates, AdamState]:
+    """Return the updates and the new state, of moments in 8 bits: one unit after the other in float32."""
+    b1, b2, eps, rate, decay = numbers
+    check_gradients_like(state.mu.codes, grads, "state")
+    count = state.count + 1
+    t = count.to(torch.float64)
+    r1, r2 = 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+
+    def step(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        wide = g.to(m.dtype)
+        m, v = (b1 * m + (1 - b1) * wide).to(m.dtype), (b2 * v + (1 - b2) * wide * wide).to(v.dtype)
+        u = (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype)
+        if rest:
+            p, decays = rest
+            u = u - decay * decays * p
+        return u.to(g.dtype), m, v
+
+    rest = () if decay is None else (params, _decays(params, mask))
+    updates, (mu, nu) = map_moments(step, (True, False), grads, (state.mu, state.nu), *rest)
+    return updates, AdamState(count, mu, nu)
 
 
 # LAMB, and the trust ratio that it scales steps by.

@@ -30,6 +30,7 @@ from fzero.sharding._flat import (
 )
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
+from fzero.sharding._leaf_blocks import block_shape, block_spec, blocks_of_leaf, map_of_blocks
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import (
     abstract,
@@ -96,6 +97,9 @@ INTERNAL = [
     "assign_units",
     "assignment_of",
     "axes_of",
+    "block_shape",
+    "block_spec",
+    "blocks_of_leaf",
     "box_of",
     "boxes_to_device",
     "check_on_device",
@@ -114,6 +118,7 @@ INTERNAL = [
     "is_box",
     "item_of",
     "join_pieces",
+    "map_of_blocks",
     "map_spaces",
     "map_units",
     "mark_donated",

@@ -136,9 +136,10 @@ def every_stage_equals_unsharded_training(mesh: fzero.ranks.Mesh) -> None:
     opts = [
         optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3, mask=_matrices)),
         optim.sgd(0.1, momentum=0.9),
+        optim.adam(1e-2, eps=1e-3, moments=optim.Moments("int8", full=lambda path, leaf: leaf.ndim == 1)),
     ]
-    pairs = [*zip(opts, (3, 1), strict=True)]
-    few = [(pairs[0], 1), (pairs[1], 0), (pairs[0], 3), (pairs[1], 2)]
+    pairs = [*zip(opts, (3, 1, 1), strict=True)]
+    few = [(pairs[0], 1), (pairs[1], 0), (pairs[0], 3), (pairs[1], 2), (pairs[2], 3)]
     for (opt, k), stage in either(few, [*itertools.product(pairs, range(4))]):
         train_step = train_step_for(mlp_loss, opt, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)

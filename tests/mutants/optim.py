@@ -1,8 +1,9 @@
 """Faults in fzero/optim."""
 
-from tests.mutants.changes import bare, becomes, constant, never, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, constant, never, returns, skipped, swapped
 from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
 
+EIGHT_BIT = ("tests/optim/test_eight_bit.py",)
 REMEDIES = ("tests/test_remedies.py",)
 
 MUTANTS = [
@@ -26,6 +27,25 @@ MUTANTS = [
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
+    ),
+    *File("optim/_eight_bit.py", EIGHT_BIT).faults(
+        Fault("a byte is that of the value below", "_midpoints", becomes("(A[1:] + A[:-1]) / 2", "A[1:]")),
+        Fault("the code has no negative values", "dynamic_values", becomes("[-x for x in A]", "A")),
+        Fault("a scale of zero divides", "encode", becomes("torch.where(A == 0, B, C)", "C")),
+    ),
+    *File("optim/_moments.py", EIGHT_BIT).faults(
+        Fault("small leaves are in 8 bits", "_is_small", returns("False")),
+        Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
+    ),
+    *File("sharding/_leaf_blocks.py", EIGHT_BIT).faults(
+        Fault(
+            "elements take the scale of the next block",
+            "BlockMap.gather",
+            becomes("A[self.index]", "A.roll(-1)[self.index]"),
+        ),
+        Fault("a block's maximum is of the rank's part only", "BlockMap.maxima", always("A.ranks == 1 or B")),
+        Fault("all ranks with a part of a block send its scale", "BlockMap.scatter", bare("A & (B < C)")),
+        Fault("parts that cut blocks are taken", "_part_shape", never("A if has_rows else B")),
     ),
     *File("optim/_shapes.py", ("tests/optim/test_shapes.py",)).faults(
         Fault(

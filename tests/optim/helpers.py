@@ -78,7 +78,7 @@ def poison(boxes: Any, value: float) -> Any:
         if not isinstance(x, fzero.sharding.Shard):
             return x
         data = x.data.clone()
-        data.view(-1)[x.spec.numel :] = value
+        data.view(-1)[x.spec.numel :] = value if data.is_floating_point() else 255
         return fzero.sharding.Shard(data, x.spec_id)
 
     return tree.map(fill, boxes, is_leaf=lambda x: isinstance(x, (fzero.sharding.Shard, fzero.sharding.Slot)))

@@ -40,6 +40,7 @@ def whitened_momentum() -> optim.Optimizer:
     return optim.Optimizer(init, update)
 
 
+EVERY_LEAF = optim.Moments("int8", full=lambda path, leaf: False)
 FALLING = optim.linear(1e-2, 1e-3, 5)
 TABLE = {
     "sgd": Row(optim.sgd(0.1), lambda xs: torch.optim.SGD(xs, 0.1)),
@@ -60,6 +61,7 @@ TABLE = {
     "adamw, masked decay": Row(
         optim.adamw(optim.warmup_cosine(0.1, 3, 8, 0.01), weight_decay=0.1, mask=matrices), optax="adamw"
     ),
+    "adamw in 8 bits": Row(optim.adamw(1e-2, mask=matrices, moments=EVERY_LEAF)),
     "adam in links": Row(
         optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2)), lambda xs: torch.optim.Adam(xs, 1e-2)
     ),
