@@ -21,6 +21,7 @@ INK, PAPER, SHADE = "#24292f", "#ffffff", "#eef2f7"
 # what stands under a package's name
 CAPTIONS = {
     "_torch": "private torch APIs",
+    "_liveness": "who is lost",
     "tree": "flatten, map, paths",
     "parallel.schedules": "who does what when",
     "axes": "what an axis name is bound to",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from fzero._liveness import explain
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
 __all__ = ["UserFrames", "api_boundary", "api_boundary_with", "is_message"]
@@ -62,13 +63,18 @@ class UserFrames:
 
     So the last line is the user's line that raised the error, as without transforms. If no user code ran within the
     context and fzero raised the error, the traceback ends at the user's call. If torch raised it, all frames stay. In
-    Python's development mode all frames of all errors stay.
+    Python's development mode all frames of all errors stay. The error of a connection to a lost rank becomes the
+    `LostRankError` that names the rank.
     """
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if (lost := explain(error)) is not None:
+            if error is not None and not sys.flags.dev_mode:
+                error.__traceback__ = _user_frames(trace)
+            raise lost from error
         if not isinstance(error, Exception) or sys.flags.dev_mode:
             return
         # the first entry is the frame of this context

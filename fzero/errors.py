@@ -1,8 +1,9 @@
 """The exceptions that users may catch."""
 
 from fzero._donated import DonatedError
+from fzero._liveness import LostRankError
 from fzero.axes import DiffersByRankError, DivergedError
 from fzero.checkpoint import CheckpointError
 from fzero.graph import SpaceError
 
-__all__ = ["CheckpointError", "DiffersByRankError", "DivergedError", "DonatedError", "SpaceError"]
+__all__ = ["CheckpointError", "DiffersByRankError", "DivergedError", "DonatedError", "LostRankError", "SpaceError"]

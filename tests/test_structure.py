@@ -18,6 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
     ["_torch", "_notice", "_report", "_format", "_registry", "_arguments", "_dtypes"],
+    ["_liveness"],
     ["_tracebacks"],
     ["_donated"],
     ["tree", "parallel.schedules"],

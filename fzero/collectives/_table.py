@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch import allow_in_graph
+from fzero._liveness import current_heart
+from fzero._torch import allow_in_graph, is_tracing
 from fzero._torch.levels import is_current_vmap
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, DiffersByRankError, are_equal, bound_axes, is_lockstep, rendezvous
@@ -219,7 +220,7 @@ class _LinearMap(torch.autograd.Function):
             return tuple(ys) if row.is_replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
             return _rendezvous(row, binding, options, xs)
-        ys = tuple(row.operation.local(binding, options, xs))
+        ys = _call_local(row, binding, options, xs)
         _record_call(row, binding, options, xs[0], _numel(xs), _numel(ys))
         return ys
 
@@ -257,6 +258,22 @@ class _LinearMap(torch.autograd.Function):
             received = _numel(ys) if row.is_replicated else _numel(ys) // n
             _record_call(row, binding, options, xs[0], _numel(xs), received)
         return ys, (None if row.is_replicated else 0,) * len(ys)
+
+
+def _call_local(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Apply a row on one rank of a process group. The other ranks can see that it waits there."""
+    heart = current_heart()
+    if heart is None or not row.operation.kind or is_tracing():
+        return tuple(row.operation.local(binding, options, xs))
+    heart.at(f"{_label(row, options, xs)} over {binding.axis!r}", waiting=True)
+    ys = tuple(row.operation.local(binding, options, xs))
+    heart.at("work")
+    return ys
+
+
+def _label(row: LinearMap, options: Options, xs: Tensors) -> str:
+    unit = row.unit(options)
+    return row.name + (f" of unit {unit!r}" if unit else row.operation.detail(options, xs))
 
 
 def mapped_binding(binding: Binding, n: int) -> Binding:
@@ -298,9 +315,7 @@ def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors)
         # copies, so that no rank writes into another rank's result
         return [tuple([(y if row.is_replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
-    unit = row.unit(options)
-    label = row.name + (f" of unit {unit!r}" if unit else row.operation.detail(options, xs))
-    return rendezvous(binding.group, binding.rank, label, xs, compute)
+    return rendezvous(binding.group, binding.rank, _label(row, options, xs), xs, compute)
 
 
 def _record_call(row: LinearMap, binding: Binding, options: Any, x: torch.Tensor, sent: int, received: int) -> None:

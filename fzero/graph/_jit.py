@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._arguments import check_choice
+from fzero._liveness import current_heart, step_place
 from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
@@ -268,7 +269,8 @@ class Jitted:
                 on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
-            return step.run_checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
+            with step_place(step.name):
+                return step.run_checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -336,6 +338,8 @@ class Jitted:
 
     def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
+        if (heart := current_heart()) is not None:
+            heart.at(f"tracing {options.step.name}")
         with refuse_python_state(options.step.name, options.step.train_step):
             entry = build_entry(options, arguments, args, len(self._entries))
         self._log_donation(entry)

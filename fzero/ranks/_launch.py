@@ -20,7 +20,9 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from fzero._liveness import Heart, current_heart, keep_heart, start_heart
 from fzero._notice import trouble_link
+from fzero._torch import default_store
 
 __all__ = ["TIMEOUT", "AbsentError", "World", "check_timeout", "find_device", "find_world", "join", "rendezvous"]
 
@@ -227,36 +229,40 @@ def _can_use(kind: str, world: World) -> bool:
     return backends.get(kind, "gloo") != "gloo"
 
 
-def check_timeout(timeout: float) -> None:
-    """Check that a timeout is a valid number of seconds.
+def check_timeout(timeout: float | None) -> None:
+    """Check that a timeout is a valid number of seconds, or None.
 
     Raises:
         TypeError: if it is not a number.
         ValueError: if it is not above 0 and below 1e9.
     """
+    if timeout is None:
+        return
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
-        raise TypeError(f"timeout={timeout!r}: expected a number of seconds")
+        raise TypeError(f"timeout={timeout!r}: expected a number of seconds, or None for no heartbeats")
     if not 0 < timeout < 1e9:  # also refuses nan
         raise ValueError(f"timeout={timeout!r}: expected seconds, above 0 and below 1e9")
 
 
-def join(world: World, device: torch.device, timeout: float = TIMEOUT) -> None:
-    """Wait for the other processes of the world, and create the default process group.
+def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) -> None:
+    """Wait for the other processes of the world, and create the default process group. Start this rank's heartbeat.
 
     Args:
         world: the result of `find_world`.
         device: the process's device; torch names the backend of its type. Tensors on the CPU use gloo.
-        timeout: how long to wait for the other processes, in seconds.
+        timeout: how long to wait for the other processes, in seconds; None for no heartbeat.
 
     Raises:
         RuntimeError: if a process does not arrive in time (the message names its rank), or if this process was forked
             from a rank.
     """
+    heart = None
     if world.address:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-        store = _open_store(world, timeout)
+        store = _open_store(world, TIMEOUT if timeout is None else timeout)
         store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
+        heart = _start_heart(world, store, timeout)
         of_device = torch.distributed.get_default_backend_for_device(device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{of_device}"
         torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
@@ -266,6 +272,18 @@ def join(world: World, device: torch.device, timeout: float = TIMEOUT) -> None:
             f"this process was forked from rank {world.rank} and has its connections, which only one process can use: "
             'start it with the method "spawn" or "forkserver", or create no mesh in it'
         )
+    if not world.address and current_heart() is None:
+        heart = _start_heart(world, PrefixStore("fzero", default_store()), timeout)
+    if heart is not None:
+        keep_heart(heart, group)
+
+
+def _start_heart(world: World, store: Store, timeout: float | None) -> Heart | None:
+    """Start this rank's heartbeat, if there are other ranks and it is wanted."""
+    if timeout is None or world.size == 1:
+        return None
+    address = world.address.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "")
+    return start_heart(store, world.rank, world.size, address, timeout)
 
 
 def _open_store(world: World, timeout: float) -> Store:

@@ -125,7 +125,7 @@ def mesh(
     simulate: bool | Literal["vmap", "lockstep"] | None = None,
     simulated_ranks: int | None = None,
     device: str | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = TIMEOUT,
     **axes: int,
 ) -> "Mesh":
     """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
@@ -145,7 +145,9 @@ def mesh(
             accelerator of its local rank if there is one (`torch.accelerator`), else the CPU. Simulated ranks share
             this process's accelerator. `step.init` and `mesh.split` put their results there. "meta" simulates ranks
             without memory, for plans.
-        timeout: how long to wait for the world's other processes, in seconds.
+        timeout: how long the processes wait for one another, in seconds: at the start, and later for a rank that does
+            not go on. A rank without a heartbeat for a fifth of it, 60 s, is lost: then the others raise
+            `LostRankError`, see docs/survive.md. None starts no heartbeats. A world's first mesh sets it.
         **axes: the size of each axis. One size may be -1: this axis takes the rest of the world, and in a simulation
             the rest of the `simulated_ranks` ranks (without `simulated_ranks`, size 1).
 

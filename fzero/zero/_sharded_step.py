@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_choice, is_int
+from fzero._liveness import step_place
 from fzero._notice import warn_once
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
@@ -125,7 +126,8 @@ class ShardedStep:
                 )
             for i, x in enumerate(args):
                 check_not_meta(f"argument {i}", x)
-            return self.run_checked(self._run, *args, **kwargs)
+            with step_place(self.name):
+                return self.run_checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules, has_batch=self.check is not False)

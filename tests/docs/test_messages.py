@@ -277,6 +277,7 @@ ON_PROCESSES = [
     "differs between rank 0 and rank 1, but a plain tensor must be equal",
     "is not the same step on all ranks",
 ]
+ON_A_LOST_RANK = ["is lost: "]
 
 
 def heard(mistake: Callable[[], Any]) -> str:
@@ -297,7 +298,7 @@ def heard(mistake: Callable[[], Any]) -> str:
 def test_what_the_page_lists_is_provoked_and_what_is_provoked_is_listed():
     section = pathlib.Path(ROOT, "docs/trouble.md").read_text().split("## Messages")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
-    assert sorted(listed) == sorted([*PROVOKED, *ON_PROCESSES])
+    assert sorted(listed) == sorted([*PROVOKED, *ON_PROCESSES, *ON_A_LOST_RANK])
 
 
 MISTAKES = [(text, mistake) for text, mistakes in PROVOKED.items() for mistake in mistakes]
@@ -378,3 +379,8 @@ def test_mistakes_on_processes_have_the_messages_of_the_page(tmp_path):
     for text in ON_PROCESSES:
         assert sum(text in line for line in lines) == 2, (text, done.stdout, done.stderr[-2000:])
     assert lines.count("no error") == 4
+
+
+def test_a_lost_rank_has_the_message_of_the_page():
+    done = world(2, "tests/_liveness/lost.py", "killed", "300")
+    assert all(text in done.stderr for text in ON_A_LOST_RANK), done

@@ -11,11 +11,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero._torch import have_equal_strides, line_of, profiling
 from fzero.collectives import gloo
-from fzero.graph._ir import COPY, aten, copy_graph, is_input
+from fzero.graph._ir import COPY, WAIT, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
 from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, record_time, source_and_phase, timed_graph
+from fzero.graph.run._places import at_place
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
 from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
@@ -122,7 +123,8 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
     graph = copy_graph(source)
     for node in graph.nodes:
         loop = loop_of(node)
-        node.target = _loop_function(loop) if loop else REPLACEMENTS.get(node.target, node.target)
+        f = _loop_function(loop) if loop else REPLACEMENTS.get(node.target, node.target)
+        node.target = at_place(f, node.args[0], line_of(node)) if node.target is WAIT else f
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -228,6 +230,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             instructions.append(_CompiledInstruction(False, loop, x.arguments.values, x.out, x.free, None))
         else:
             f = REPLACEMENTS.get(x.target, x.target)
+            f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
             instructions.append(_CompiledInstruction(False, f, x.arguments.values, x.out, x.free, x.line))
 
     def run(args: list[Any]) -> Sequence[Any]:

@@ -1,0 +1,270 @@
+"""A heartbeat: a small process beside each rank that tells rank 0's, over UDP, that its rank lives and what it does.
+
+    python -I -S _beats.py CONFIG
+
+It is a process and no thread, so that it beats while its rank compiles, waits in a collective, or is stopped. Datagrams
+need no connection: each that arrives counts, however many are lost. It ends with its rank.
+
+The rank writes its place into shared memory (`RECORD`), and lines to this process: "broken TEXT", "raised" and
+"bye REASON". This process writes lines of JSON to the rank: its port, the verdict, and notices.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+__all__ = ["RECORD", "Config", "main"]
+
+if __name__ == "__main__":  # without the package, which needs torch
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
+else:
+    from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
+
+RECORD = struct.Struct("<qq?200s")  # how many places the rank has been at, its step, whether it waits, its text
+LINGER = 3.0  # seconds in which a heartbeat whose rank has ended makes sure that rank 0's knows it
+URGENT = 0.1  # seconds between beats while there is something to say
+BUSY = 0.05  # the share of a processor above which a rank is busy
+DATAGRAM = 8192
+
+
+class Config(NamedTuple):
+    """What a heartbeat is told.
+
+    Attributes:
+        rank: its rank.
+        size: the number of ranks.
+        host: the name of its host.
+        token: a text that only this world's datagrams have.
+        address: rank 0's name or address.
+        port: rank 0's port; 0 for rank 0 itself, which takes a free one.
+        limit: a rank is lost after this many seconds without a heartbeat.
+        stall: the ranks hang after this many seconds in which no rank gets on.
+        memory: the file descriptor of the place's memory.
+    """
+
+    rank: int
+    size: int
+    host: str
+    token: str
+    address: str
+    port: int
+    limit: float
+    stall: float
+    memory: int
+
+
+class Process:
+    """The rank's process as the system sees it, and the place that it writes."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self.pid = config, os.getppid()
+        self._memory = mmap.mmap(config.memory, RECORD.size, prot=mmap.PROT_READ)
+        self._count, self._since, self._ended_at = -1, 0.0, 0.0
+        self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds of processor and disk used until then
+        self.end, self.reason, self.broken = "", "", ""
+
+    def place(self, now: float) -> Place:
+        """Return what the rank does."""
+        count, step, waiting, text = RECORD.unpack(self._memory[:])
+        if count != self._count:
+            self._count, self._since = count, now
+            self._uses.clear()
+        if not self.end and os.getppid() != self.pid:
+            self.end = "died"
+        if self.end:
+            self._ended_at = self._ended_at or now
+        state, used = ("", 0.0) if self.end else _use(self.pid)
+        process = self.end or ("stopped" if state in ("T", "t") else "runs")
+        words = text.rstrip(b"\0").decode(errors="ignore")
+        since = self._ended_at or self._since
+        idle = 0.0 if state == "D" else self._idle(now, used)
+        host, reason, broken = self._config.host, self.reason, self.broken
+        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken)
+
+    def _idle(self, now: float, used: float) -> float:
+        """Return for how long the rank has been at its place without using more than the share `BUSY`."""
+        if not self._uses or now - self._uses[-1][0] >= self._config.stall / 20:
+            self._uses.append((now, used))
+        while self._uses and used - self._uses[0][1] > BUSY * (now - self._uses[0][0]) + 0.02:
+            self._uses.popleft()
+        return now - self._uses[0][0] if self._uses else 0.0
+
+
+def _use(pid: int) -> tuple[str, float]:
+    """Return a process's state, such as "R" or "T", and the seconds that it has used of processor and disk."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rpartition(")")[2].split()
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # no such system: a rank always counts as busy
+        return "D", 0.0
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as f:
+        values = dict(line.split(": ") for line in f.read().splitlines())
+        seconds += (int(values["read_bytes"]) + int(values["write_bytes"])) / 1e8
+    return fields[0], seconds
+
+
+class Heartbeat:
+    """One heartbeat: its socket, its rank's process, and its judge."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.process, self.over = config, Process(config), False
+        self.period = min(max(config.limit / 30, 0.05), 2.0)
+        self.clock = Awake(time.monotonic(), 2 * self.period)
+        where = socket.getaddrinfo(config.address, config.port or None, type=socket.SOCK_DGRAM)[0]
+        self.socket = socket.socket(where[0], socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.hub_address: Any = where[4]
+        self.member, self.hub = RankZeroJudge(config.limit), WorldJudge(config.size, config.limit, config.stall)
+        self.addresses: dict[int, Any] = {}
+        self.knowing: set[int] = set()  # the ranks that know the verdict
+        self.verdict: LostRank | None = None
+        self.verdict_at = 0.0
+        self.raised = False
+        self.places = ""
+        if config.rank == 0:
+            self.socket.bind(("", 0))
+            tell(port=self.socket.getsockname()[1])
+
+    def run(self) -> None:
+        """Beat until the rank has ended."""
+        ready = [self.socket, 0]
+        next_beat, ended_at, met = 0.0, None, self.config.rank == 0
+        while not self.over:
+            wait = max(min(next_beat - time.monotonic(), self.period), 0.0)
+            for source in select.select(ready, [], [], wait)[0]:
+                if source == 0:
+                    if not self.read_lines():
+                        ready.remove(0)
+                else:
+                    self.receive()
+            now = self.clock.tick(time.monotonic())
+            if time.monotonic() >= next_beat:
+                self.beat(now)
+                urgent = self.process.end or self.process.broken or self.verdict
+                next_beat = time.monotonic() + (min(URGENT, self.period) if urgent else self.period)
+            self.judge(now)
+            self.end_rank(now)
+            if not met and (self.member.echoed is not None or now > self.config.limit):
+                met = True
+                if self.member.echoed is None:
+                    tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
+            if self.process.end:
+                ended_at = now if ended_at is None else ended_at
+                self.over = now - ended_at > LINGER or self.is_known(ended_at)
+
+    def is_known(self, ended_at: float) -> bool:
+        """Return whether all who have to know that this rank has ended know it."""
+        if self.config.rank:
+            return (self.member.echoed or 0.0) > ended_at
+        others = {r for r, p in self.hub.places.items() if r and p.process not in GONE}
+        return not others or (self.verdict is not None and others <= self.knowing)
+
+    def read_lines(self) -> bool:
+        """Read what the rank says. Return whether it can still say something."""
+        data = os.read(0, 65536).decode(errors="replace")
+        for line in data.splitlines():
+            word, _, rest = line.partition(" ")
+            if word == "broken":
+                self.process.broken = self.process.broken or rest
+            elif word == "raised":
+                self.raised = True
+            elif word == "bye":
+                self.process.end, self.process.reason = "failed" if rest else "ended", rest
+        if not data and not self.process.end:
+            self.process.end = "died"
+        return bool(data)
+
+    def beat(self, now: float) -> None:
+        """Say that the rank lives; rank 0 to itself."""
+        place = self.process.place(now)
+        if self.config.rank == 0:
+            self.hub.hear(0, place, None, now)
+            self.places = show_places(self.hub.places)  # once a beat: it grows with the number of ranks
+        else:
+            message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
+            self.send({**message, "knows": self.verdict is not None}, self.hub_address)
+
+    def send(self, message: dict[str, Any], address: Any) -> None:
+        """Send a datagram. One that cannot be sent now is lost, like any other."""
+        with contextlib.suppress(OSError):
+            self.socket.sendto(json.dumps({"token": self.config.token, **message}).encode(), address)
+
+    def receive(self) -> None:
+        """Take in all datagrams that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    data, address = self.socket.recvfrom(DATAGRAM)
+                    message = json.loads(data)
+                    if message["token"] == self.config.token:
+                        self.hear(message, address)
+                except (ValueError, KeyError, TypeError, ConnectionError):  # not of this world, or an echo of an error
+                    continue
+
+    def hear(self, message: dict[str, Any], address: Any) -> None:
+        """Take in a beat of another rank, and reply; or a reply of rank 0."""
+        now = self.clock.tick(time.monotonic())
+        if self.config.rank:
+            self.member.hear(message, now)
+            return
+        rank = message["rank"]
+        self.addresses[rank] = address
+        if not self.hub.places:
+            self.beat(now)  # the first reply has rank 0's place
+        self.hub.hear(rank, Place(*message["place"]), message["echo"], now)
+        self.knowing |= {rank} if message["knows"] else set()
+        self.reply(rank, message["sent"], now)
+
+    def reply(self, rank: int, echo: float, now: float) -> None:
+        """Send rank 0's place, the verdict, and an echo."""
+        message = {"sent": now, "echo": echo, "place": self.hub.places[0], "places": self.places}
+        self.send({**message, "verdict": self.hub.verdict}, self.addresses[rank])
+
+    def judge(self, now: float) -> None:
+        """Send the verdict to the rank, once there is one; rank 0's heartbeat also sends it to the others."""
+        member, hub = self.member, self.hub
+        verdict = hub.judge(now) if self.config.rank == 0 else member.judge(now, self.process.broken)
+        if verdict is not None and self.verdict is None:
+            self.verdict, self.verdict_at = verdict, now
+            tell(verdict=verdict)
+            for rank in self.addresses if self.config.rank == 0 else ():
+                self.reply(rank, 0.0, now)
+
+    def end_rank(self, now: float) -> None:
+        """Kill the rank if it knows the verdict, and neither raises the error nor does anything else."""
+        if self.verdict is None or self.raised or self.process.end:
+            return
+        place = self.process.place(now)
+        if place.process == "stopped" or min(place.idle, now - self.verdict_at) > max(self.config.limit / 2, 2.0):
+            text = f"fzero: rank {self.config.rank} is killed, since it did not leave {place}: {self.verdict}\n"
+            os.write(2, text.encode())
+            if os.getppid() == self.process.pid:  # else it has ended, and another process may have its number
+                os.kill(self.process.pid, signal.SIGKILL)
+
+
+def tell(**message: Any) -> None:
+    """Write a line to the rank."""
+    with contextlib.suppress(OSError):
+        os.write(1, (json.dumps(message) + "\n").encode())
+
+
+def main() -> None:
+    """Beat for the rank that started this process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a launcher's; this process ends after its rank
+        signal.signal(number, signal.SIG_IGN)
+    Heartbeat(Config(*json.loads(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""This rank's end of its heartbeat: it publishes what the rank does, and learns which rank is lost."""
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import pathlib
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fzero._liveness import _beats
+from fzero._liveness._beats import RECORD, Config
+from fzero._liveness._judge import LostRank
+from fzero._notice import trouble_link
+from fzero._torch.release import is_connection_error, release_waits
+
+__all__ = ["Heart", "LostRankError", "current_heart", "explain", "keep_heart", "start_heart", "step_place"]
+
+SHARE = 5  # a rank without a heartbeat is lost after this part of the timeout, 60 s of 300
+GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
+log = logging.getLogger("fzero")
+
+
+class LostRankError(RuntimeError):
+    """Another rank is gone, cannot be reached, or does not go on; every rank that still lives raises this error.
+
+    Attributes:
+        rank: the lost rank; the lowest if several are lost at once.
+        host: the name of its host.
+        reason: what happened to it.
+        seen: what it was last seen doing: step, collective and line.
+        places: what the other ranks do, as text.
+    """
+
+    def __init__(self, verdict: LostRank) -> None:
+        super().__init__(verdict)
+        self.rank, self.host, self.reason, self.seen, self.places = verdict
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{trouble_link('a-lost-rank')}"
+
+
+class Heart:
+    """The end of a heartbeat in its rank.
+
+    The process `_beats.py` beats. This object writes the rank's place into memory that the process reads, and a thread
+    waits for what the process says.
+
+    Attributes:
+        limit: a rank is lost after this many seconds without a heartbeat.
+        port: the port of rank 0's heartbeat.
+        lost: the error that names the lost rank, once there is one.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.limit, self.port = config.limit, config.port
+        self.lost: LostRankError | None = None
+        self._count, self._step, self._owner = 0, 0, os.getpid()
+        self._known = threading.Event()
+        with _memory() as file:
+            self._place = mmap.mmap(file, RECORD.size)
+            words = json.dumps(config._replace(memory=file))
+            command = [sys.executable, "-I", "-S", str(pathlib.Path(_beats.__file__)), words]
+            self._process = subprocess.Popen(command, stdin=-1, stdout=-1, pass_fds=[file])
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+        if config.rank == 0:
+            self.port = json.loads(self._from.readline())["port"]
+        threading.Thread(target=self._listen, daemon=True, name="fzero heartbeat").start()
+        self.at("the start")
+
+    def at(self, text: str, waiting: bool = False) -> None:
+        """Publish what this rank does now, and whether it waits for other ranks there."""
+        self._count += 1
+        self._place[:] = RECORD.pack(self._count, self._step, waiting, text.encode())
+
+    def begin_step(self, name: str) -> None:
+        """Publish that a step begins."""
+        self._step += 1
+        self.at(name)
+
+    def explain(self, error: BaseException) -> LostRankError | None:
+        """Return the error that names the lost rank, if `error` comes from a connection to it.
+
+        It waits for the verdict, which the heartbeats of all ranks find together.
+        """
+        if isinstance(error, LostRankError) or os.getpid() != self._owner:
+            return None
+        if self.lost is None and is_connection_error(error):
+            self._say(f"broken {' '.join(str(error).split())[:200]}")
+            self._known.wait(self.limit + GRACE)
+        if self.lost is not None and isinstance(error, RuntimeError | OSError):
+            self._say("raised")
+            return self.lost
+        return None
+
+    def stop(self) -> None:
+        """Say how this rank ends, and end the heartbeat."""
+        if os.getpid() != self._owner:  # a fork of the rank ends
+            return
+        error = getattr(sys, "last_value", None)
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        self._say(f"bye {' '.join(reason.split())[:200]}")
+        with contextlib.suppress(OSError):
+            self._to.close()
+        if _CURRENT[-1:] == [self]:
+            _CURRENT.clear()
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the heartbeat has ended
+            self._to.write(f"{line}\n".encode())
+            self._to.flush()
+
+    def _listen(self) -> None:
+        """Take in what the heartbeat says, until it ends."""
+        with self._from:
+            for line in self._from:
+                message: dict[str, Any] = json.loads(line)
+                if "notice" in message:
+                    log.warning("%s", message["notice"])
+                elif self.lost is None:
+                    self.lost = LostRankError(LostRank(*message["verdict"]))
+                    log.error("%s", self.lost)
+                    self._known.set()
+                    release_waits()
+        self._process.wait()
+
+
+@contextmanager
+def _memory() -> Iterator[int]:
+    """Open a file for the memory that a rank shares with its heartbeat."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("fzero-place")
+        os.truncate(file, RECORD.size)
+        yield file
+        os.close(file)
+    else:
+        with tempfile.TemporaryFile() as f:
+            f.truncate(RECORD.size)
+            yield f.fileno()
+
+
+_CURRENT: list[Heart] = []  # at most one: that of the default process group
+
+
+def current_heart() -> Heart | None:
+    """Return the heart of this process's world; None without one, as in a simulation."""
+    return _CURRENT[0] if _CURRENT else None
+
+
+def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) -> Heart:
+    """Start the heartbeat of a rank. The ranks find rank 0's by the store.
+
+    Args:
+        store: a store that only this world uses.
+        rank: this process's rank.
+        size: the number of ranks.
+        address: rank 0's name or address; "" for the name of rank 0's host.
+        timeout: the ranks hang after this many seconds in which none gets on; see `SHARE` for a rank's own silence.
+    """
+    host, key = socket.gethostname(), "fzero/heartbeat"
+    if rank == 0:
+        token, where = secrets.token_hex(8), address or host
+        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0))
+        store.set(key, json.dumps([token, where, heart.port]))
+        return heart
+    token, where, port = json.loads(store.get(key))
+    return Heart(Config(rank, size, host, token, where, port, timeout / SHARE, timeout, 0))
+
+
+def keep_heart(heart: Heart, group: Any) -> None:
+    """Keep a heart until its process group or this process ends."""
+    _CURRENT[:] = [heart]
+    weakref.finalize(group, heart.stop)
+
+
+def explain(error: BaseException | None) -> LostRankError | None:
+    """Return the error that names the lost rank, if an error comes from a connection to it; see `Heart.explain`."""
+    heart = current_heart()
+    return None if heart is None or error is None else heart.explain(error)
+
+
+@contextmanager
+def _in_step(heart: Heart, name: str) -> Iterator[None]:
+    heart.begin_step(name)
+    yield
+    heart.at("between steps")
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def step_place(name: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that publishes that this rank runs a step."""
+    heart = current_heart()
+    return _NOTHING if heart is None else _in_step(heart, name)

@@ -1,0 +1,246 @@
+"""Decide from heartbeats which rank is lost. Pure state: the time is an argument, and no function waits or sends.
+
+Rank 0's heartbeat judges all ranks by their beats; every other rank's heartbeat judges rank 0 by its replies. A beat
+counts once its echo is back, so a link that is cut in one direction is noticed at both ends.
+
+This file and `_beats.py` import only the standard library: the process of a heartbeat has no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["GONE", "Awake", "LostRank", "Place", "RankZeroJudge", "WorldJudge", "show_places"]
+
+GONE = ("ended", "failed", "died")  # how a process can be gone: normally, by an exception, or without a word
+SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' places arrive
+HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
+LENGTH = 1200  # bytes of a text of places, so that a datagram is one packet
+
+
+class Awake:
+    """A clock that stands still while this process does not run, so that a pause of the judge blames nobody."""
+
+    def __init__(self, start: float, step: float) -> None:
+        self._last, self._step, self.now = start, step, 0.0
+
+    def tick(self, time: float) -> float:
+        """Go on to a time of the system's clock, by at most one step."""
+        self.now += min(max(time - self._last, 0.0), self._step)
+        self._last = time
+        return self.now
+
+
+class Place(NamedTuple):
+    """What one rank is doing, as its heartbeat sees it.
+
+    Attributes:
+        host: the name of its host.
+        process: "runs", "stopped", "silent", or one of `GONE`.
+        step: how many steps it has begun.
+        text: what it does, such as "psum of unit 'blocks.0' at train.py:31".
+        waiting: whether it waits there for other ranks.
+        seconds: how long it has been there; for a process that is stopped or gone, how long that has been so.
+        idle: how many seconds it has been there without using a processor or a disk.
+        count: how many places it has been at.
+        reason: the exception of a process that failed.
+        broken: the message of a connection that broke, "" if none did.
+    """
+
+    host: str = "?"
+    process: str = "runs"
+    step: int = 0
+    text: str = ""
+    waiting: bool = False
+    seconds: float = 0.0
+    idle: float = 0.0
+    count: int = 0
+    reason: str = ""
+    broken: str = ""
+
+    def __str__(self) -> str:
+        step = f"in step {self.step}, " if self.step else "before its first step, "
+        return f"{step}{'waiting in ' if self.waiting else ''}{self.text or 'outside of fzero'}"
+
+
+class LostRank(NamedTuple):
+    """Which rank is lost, and what is known of it.
+
+    Attributes:
+        rank: the lost rank.
+        host: the name of its host.
+        reason: what happened to it.
+        seen: what it was last seen doing.
+        places: what the other ranks do, as text.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    seen: str
+    places: str
+
+    def __str__(self) -> str:
+        others = f"; the others: {self.places}" if self.places else ""
+        return f"rank {self.rank} ({self.host}) is lost: {self.reason}; last seen {self.seen}{others}"
+
+
+def _number(ranks: list[int]) -> str:
+    """Format sorted ranks: "ranks 0, 2-4"."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and runs[-1][-1] == r - 1:
+            runs[-1].append(r)
+        else:
+            runs.append([r])
+    texts = [str(x[0]) if len(x) == 1 else f"{x[0]}-{x[-1]}" for x in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+
+
+def show_places(places: Mapping[int, Place]) -> str:
+    """Format the places of ranks, those at one place together, in at most `LENGTH` characters."""
+    groups: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        process = "" if place.process == "runs" else f" ({place.process})"
+        groups.setdefault(f"{place}{process}", []).append(rank)
+    text = ""
+    for shown, (place, ranks) in enumerate(groups.items()):
+        hosts = list(dict.fromkeys(places[r].host for r in ranks))
+        where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
+        longest = max(places[r].seconds for r in ranks)
+        more = f"{'; ' if text else ''}{_number(ranks)} {where} {place} for {longest:.0f} s"
+        if len(text) + len(more) > LENGTH:
+            return f"{text}; and {len(groups) - shown} more places"
+        text += more
+    return text
+
+
+@dataclass
+class WorldJudge:
+    """Rank 0's judge of all ranks.
+
+    Attributes:
+        size: the number of ranks.
+        limit: a rank is lost after this many seconds without an echo.
+        stall: the ranks hang after this many seconds in which no rank gets on, while some wait for others.
+        places: what each rank that was heard does.
+        echoed: when the newest reply was sent whose echo a rank has returned.
+        verdict: the first verdict; there is no second one.
+    """
+
+    size: int
+    limit: float
+    stall: float
+    places: dict[int, Place] = field(default_factory=dict)
+    echoed: dict[int, float] = field(default_factory=dict)
+    verdict: LostRank | None = None
+    _broken_at: float | None = None
+    _stopped_at: dict[int, float] = field(default_factory=dict)
+
+    def hear(self, rank: int, place: Place, echo: float | None, now: float) -> None:
+        """Take in a beat. Its first beat counts as an echo, since no reply came before it."""
+        self.places[rank] = place
+        newest = now if rank == 0 or rank not in self.echoed else echo or 0.0
+        self.echoed[rank] = max(self.echoed.get(rank, 0.0), newest)
+        if place.broken and self._broken_at is None:
+            self._broken_at = now
+        if place.process != "stopped":
+            self._stopped_at.pop(rank, None)
+        else:
+            self._stopped_at.setdefault(rank, now)
+
+    def judge(self, now: float) -> LostRank | None:
+        """Return the verdict, if there is one by now."""
+        if self.verdict is None:
+            for rank, reason in self._lost(now):
+                seen = self.places[rank]
+                others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
+                self.verdict = LostRank(rank, seen.host, reason, str(seen), show_places(others))
+                break
+        return self.verdict
+
+    def _shown(self, rank: int, place: Place, now: float) -> Place:
+        silent = now - self.echoed[rank]
+        is_silent = place.process not in GONE and silent > self.limit / (2 * HASTE)
+        return place._replace(process="silent", seconds=place.seconds + silent) if is_silent else place
+
+    def _lost(self, now: float) -> Iterator[tuple[int, str]]:
+        """Yield lost ranks, and why, the surest first."""
+        alive = {r: p for r, p in self.places.items() if p.process not in GONE}
+        broken = next((p.broken for p in self.places.values() if p.broken), "")
+        gone = {r: p for r, p in self.places.items() if p.process in GONE}
+        patience = min(5.0, self.limit / 2)
+        has_settled = self._broken_at is not None and now - self._broken_at > SETTLE
+        awaited = has_settled or any(p.waiting and p.idle > patience for p in alive.values())
+        for process in reversed(GONE):
+            for rank, place in gone.items():
+                if place.process == process and awaited:
+                    yield rank, _how_gone(place)
+        limit = self.limit / HASTE if broken else self.limit
+        for rank in alive:
+            silent = now - self.echoed[rank]
+            if silent > limit:
+                yield rank, f"no heartbeat came through for {silent:.0f} s"
+            if now - self._stopped_at.get(rank, now) > limit:
+                yield rank, f"its process has been stopped (SIGSTOP) for {now - self._stopped_at[rank]:.0f} s"
+        if self._broken_at is not None and now - self._broken_at > self.limit:
+            rank = next(r for r, p in self.places.items() if p.broken)
+            yield rank, f"a connection of it broke, though every rank answers ({broken})"
+        if any(p.waiting for p in alive.values()) and all(p.idle > self.stall for p in alive.values()):
+            rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
+            others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
+            yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
+
+
+def _how_gone(place: Place) -> str:
+    texts = {
+        "ended": "its script ended while others wait for it",
+        "failed": f"it raised {place.reason}",
+        "died": "its process died without a word (killed, out of memory, or crashed)",
+    }
+    return texts[place.process]
+
+
+UNKNOWN = Place()
+
+
+@dataclass
+class RankZeroJudge:
+    """Another rank's judge of rank 0.
+
+    Attributes:
+        limit: rank 0 is lost after this many seconds without an echo.
+        echoed: when the newest beat was sent that rank 0 has echoed; None before the first.
+        heard: the time of rank 0's newest reply, by rank 0's clock, to be echoed.
+        place: what rank 0 does.
+        places: what the other ranks do, as text.
+        verdict: rank 0's verdict, or this judge's own.
+    """
+
+    limit: float
+    echoed: float | None = None
+    heard: float | None = None
+    place: Place = UNKNOWN
+    places: str = ""
+    verdict: LostRank | None = None
+
+    def hear(self, reply: Mapping[str, Any], now: float) -> None:
+        """Take in a reply of rank 0."""
+        self.heard = max(self.heard or 0.0, reply["sent"])
+        self.echoed = max(self.echoed or 0.0, reply["echo"])
+        self.place, self.places = Place(*reply["place"]), reply["places"]
+        if reply["verdict"] and self.verdict is None:
+            self.verdict = LostRank(*reply["verdict"])
+
+    def judge(self, now: float, broken: str) -> LostRank | None:
+        """Return the verdict, if there is one by now; `broken` is the message of a broken connection, if one broke."""
+        if self.verdict is None and self.echoed is not None:
+            silent, limit = now - self.echoed, self.limit / HASTE if broken else self.limit
+            if self.place.process in GONE and broken:
+                self.verdict = self._on_rank_0(_how_gone(self.place))
+            elif self.place.process not in GONE and silent > limit:
+                self.verdict = self._on_rank_0(f"no heartbeat came through for {silent:.0f} s")
+        return self.verdict
+
+    def _on_rank_0(self, reason: str) -> LostRank:
+        return LostRank(0, self.place.host, reason, str(self.place), self.places)

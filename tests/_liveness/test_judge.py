@@ -1,0 +1,220 @@
+"""The judges of heartbeats, on a simulated network: who is lost, and when, and that a slow rank is not."""
+
+import random
+from typing import Any
+
+import pytest
+
+from fzero._liveness._judge import Awake, Place, RankZeroJudge, WorldJudge, show_places
+
+LIMIT, STALL, BEAT = 60.0, 300.0, 2.0
+WORK = Place("a", step=3, text="work")
+WAITS = Place("a", step=3, text="psum over 'dp'", waiting=True, idle=1.0)
+
+
+class Network:
+    """Rank 0's judge, the other ranks' judges, and datagrams between them that may be late or lost."""
+
+    def __init__(self, ranks: int, seed: int = 0) -> None:
+        self.now, self.rng = 0.0, random.Random(seed)
+        self.hub, self.members = WorldJudge(ranks, LIMIT, STALL), {r: RankZeroJudge(LIMIT) for r in range(1, ranks)}
+        self.places = {r: WORK._replace(host=f"host-{r}") for r in range(ranks)}
+        self.loss, self.delay = {(r, s): 0.0 for r in range(ranks) for s in range(ranks)}, 0.01
+        self.stopped: set[int] = set()
+        self.flying: list[tuple[float, int, int, Any]] = []
+
+    def send(self, source: int, target: int, message: Any) -> None:
+        if self.rng.random() >= self.loss[source, target]:
+            self.flying.append((self.now + self.delay, source, target, message))
+
+    def cut(self, rank: int, outward: bool = True, inward: bool = True) -> None:
+        for other in self.places:
+            self.loss[rank, other] = float(outward) or self.loss[rank, other]
+            self.loss[other, rank] = float(inward) or self.loss[other, rank]
+
+    def run(self, seconds: float) -> None:
+        """Let time go on, by a tenth of a second at a time; the ranks beat each `BEAT` seconds."""
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            arrived = [x for x in self.flying if x[0] <= self.now]
+            self.flying = [x for x in self.flying if x[0] > self.now]
+            for _, source, target, message in arrived:
+                if target in self.stopped:
+                    continue
+                if target:
+                    self.members[target].hear(message, self.now)
+                else:
+                    place, sent, echo = message
+                    self.hub.hear(source, place, echo, self.now)
+                    verdict, places = self.hub.verdict, show_places(self.hub.places)
+                    self.send(0, source, {**self.reply(places, verdict), "echo": sent})
+            if round(self.now * 10) % round(BEAT * 10) == 0:
+                self.hub.hear(0, self.places[0], None, self.now)
+                for rank, member in self.members.items():
+                    if rank not in self.stopped:
+                        self.send(rank, 0, (self.places[rank], self.now, member.heard))
+            self.hub.judge(self.now)
+            for rank, member in self.members.items():
+                member.judge(self.now, self.places[rank].broken)
+
+    def reply(self, places: str, verdict: Any) -> dict[str, Any]:
+        return {"sent": self.now, "place": self.places[0], "places": places, "verdict": verdict}
+
+    def verdicts(self) -> dict[int, int | None]:
+        judges = {0: self.hub, **self.members}
+        return {r: j.verdict and j.verdict.rank for r, j in judges.items() if r not in self.stopped}
+
+
+def test_a_whole_network_has_no_verdict():
+    network = Network(4)
+    network.run(1000)
+    assert set(network.verdicts().values()) == {None}
+
+
+@pytest.mark.parametrize("outward,inward", [(True, True), (True, False), (False, True)])
+def test_a_cut_is_noticed_at_both_ends(outward, inward):
+    """Also if only one direction is cut."""
+    network = Network(3)
+    network.run(100)
+    network.cut(2, outward, inward)
+    network.run(LIMIT - 5)
+    assert set(network.verdicts().values()) == {None}
+    network.run(10)
+    assert network.verdicts() == {0: 2, 1: 2, 2: 0}
+    verdict = network.members[1].verdict
+    assert verdict is not None and "rank 2 (host-2) is lost: no heartbeat came through for 6" in str(verdict)
+    assert "last seen in step 3, work; the others: ranks 0-1 (2 hosts) in step 3, work" in str(verdict)
+
+
+def test_all_survivors_have_one_verdict():
+    network = Network(5)
+    network.run(20)
+    network.stopped = {3, 4}
+    network.run(LIMIT + 10)
+    assert network.verdicts() == {0: 3, 1: 3, 2: 3}
+    assert "rank 4 (host-4) in step 3, work (silent)" in str(network.hub.verdict)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_and_delays_blame_nobody(seed):
+    network = Network(3, seed)
+    network.loss, network.delay = dict.fromkeys(network.loss, 0.3), 2.0
+    network.run(2000)
+    assert set(network.verdicts().values()) == {None}
+
+
+def test_a_judge_that_was_paused_blames_nobody():
+    """Its clock goes on by one step after a pause, however long that was."""
+    clock = Awake(1000.0, 4.0)
+    hub = WorldJudge(2, LIMIT, STALL)
+    now = clock.tick(1001.0)
+    hub.hear(0, WORK, None, now)
+    hub.hear(1, WORK, None, now)
+    assert clock.tick(1001.0 + 10 * LIMIT) == 5.0
+    assert hub.judge(clock.now) is None
+
+
+@pytest.mark.parametrize("seconds", [LIMIT / 2, 10 * LIMIT])
+def test_a_rank_that_works_long_is_not_lost(seconds):
+    """While it compiles, for instance, it beats, and the others wait for it."""
+    network = Network(3)
+    network.run(10)
+    network.places[0] = network.places[2] = WAITS._replace(idle=seconds)
+    network.run(seconds)
+    assert set(network.verdicts().values()) == {None}
+
+
+def test_ranks_that_wait_for_one_another_are_told():
+    network = Network(3)
+    network.places = {r: WAITS._replace(host=f"host-{r}", idle=STALL + 1, count=r) for r in range(3)}
+    network.run(10)
+    assert network.verdicts() == {0: 0, 1: 0, 2: 0}
+    assert "it has not gone on for 301 s, and the ranks wait for one another" in str(network.hub.verdict)
+
+
+def test_an_idle_rank_for_which_others_wait_is_told():
+    network = Network(3)
+    network.places[1] = WORK._replace(idle=STALL + 1)
+    network.run(10)
+    assert set(network.verdicts().values()) == {None}  # nobody waits for it
+    network.places[0] = network.places[2] = WAITS._replace(idle=STALL + 1)
+    network.run(10)
+    assert network.verdicts() == {0: 1, 1: 1, 2: 1}
+    assert "and the others wait for it" in str(network.hub.verdict)
+
+
+def test_a_stopped_process_is_told_from_a_silent_one():
+    network = Network(3)
+    network.run(10)
+    network.places[1] = WORK._replace(process="stopped")
+    network.run(LIMIT - 5)
+    network.places[1] = WORK  # it goes on, and is stopped again
+    network.run(BEAT + 1)
+    network.places[1] = WORK._replace(process="stopped")
+    network.run(LIMIT - 5)
+    assert set(network.verdicts().values()) == {None}
+    network.run(15)
+    assert network.verdicts() == {0: 1, 1: 1, 2: 1}
+    assert "its process has been stopped (SIGSTOP)" in str(network.hub.verdict)
+
+
+@pytest.mark.parametrize("process,reason", [("ended", "its script ended"), ("died", "died without a word")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_gone_is_lost_once_it_is_missed(process, reason, rank):
+    network = Network(3)
+    network.run(10)
+    network.places[rank] = WORK._replace(process=process)
+    network.run(10)
+    assert set(network.verdicts().values()) == {None}
+    network.places[2] = WAITS._replace(broken="Connection closed by peer")
+    network.run(BEAT + 1)
+    assert network.hub.verdict is not None and reason in network.hub.verdict.reason
+    network.run(BEAT + 1)
+    assert network.members[2].verdict is not None and network.members[2].verdict.rank == rank
+
+
+def test_the_exception_of_a_rank_is_told():
+    network = Network(2)
+    network.run(10)
+    network.places[1] = WORK._replace(process="failed", reason="ValueError: planted")
+    network.places[0] = WAITS._replace(idle=10.0)
+    network.run(10)
+    assert network.hub.verdict is not None and network.hub.verdict.reason == "it raised ValueError: planted"
+
+
+def test_a_broken_connection_among_living_ranks_is_told_after_the_limit():
+    network = Network(3)
+    network.run(10)
+    network.places[1] = WAITS._replace(broken="Connection reset by peer")
+    network.run(LIMIT - 5)
+    assert set(network.verdicts().values()) == {None}
+    network.run(10)
+    assert network.verdicts() == {0: 1, 1: 1, 2: 1}
+    assert "though every rank answers (Connection reset by peer)" in str(network.hub.verdict)
+
+
+def test_once_a_connection_has_broken_a_silent_rank_is_lost_sooner():
+    network = Network(3)
+    network.run(10)
+    network.stopped = {2}
+    network.places[1] = WAITS._replace(broken="Connection closed by peer")
+    network.run(15)
+    assert network.verdicts() == {0: 2, 1: 2}
+
+
+def test_a_text_of_many_places_is_short():
+    places = {r: Place(f"host-{r}", step=r, text="x" * 50) for r in range(1000)}
+    assert len(show_places(places)) < 1300 and "more places" in show_places(places)
+    together = {r: Place("h", step=7, text="work", seconds=float(r)) for r in (0, 1, 2, 5)}
+    assert show_places(together) == "ranks 0-2, 5 (h) in step 7, work for 5 s"
+
+
+def test_a_judge_keeps_its_first_verdict():
+    """The error that it has raised stays the error."""
+    network = Network(3)
+    network.run(10)
+    network.cut(2)
+    network.run(LIMIT + 5)
+    network.loss = dict.fromkeys(network.loss, 0.0)  # the link is whole again, and rank 0's verdict arrives
+    network.run(10)
+    assert network.verdicts() == {0: 2, 1: 2, 2: 0}

@@ -1,0 +1,74 @@
+"""A rank that is lost: the others raise an error that names it, in time; a slow one is waited for."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.launch import ROOT, environment, free_port, rank_variables, world
+
+SCRIPT = "tests/_liveness/lost.py"
+LOST = r"LostRankError: rank 1 \(\S+\) is lost: "
+SEEN = r"; last seen in step 5, between steps; the others: ranks? 0.* \(\S+\) in step 6, waiting in "
+
+
+@pytest.mark.parametrize(
+    "what,timeout,reason,wait",
+    [
+        ("killed", 300, r"its process died without a word \(killed, out of memory, or crashed\)", "gather of unit 'w'"),
+        ("jitted, killed", 300, r"its process died without a word .*", "all_gather at lost.py:"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_at_once(what, timeout, reason, wait):
+    start = time.monotonic()
+    done = world(3, SCRIPT, what, str(timeout))
+    assert time.monotonic() - start < 30
+    errors = re.findall(f"^.*{LOST}{reason}{SEEN}{wait}.*$", done.stderr, re.MULTILINE)
+    assert len(errors) == 2, done
+    assert "done" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "what,reason",
+    [
+        ("raises", "it raised ValueError: planted"),
+        pytest.param("ends", "its script ended while others wait for it", marks=pytest.mark.slow),
+    ],
+)
+def test_how_a_script_ends_is_told(what, reason):
+    """The ranks are real processes: a forked one skips the end of the interpreter."""
+    port = free_port()
+    command = [sys.executable, SCRIPT, what, "300"]
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env=environment(**rank_variables(r, 2, port)), stderr=-1, text=True)
+        for r in range(2)
+    ]
+    err, _ = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert ranks[0].returncode == 1
+    assert re.search(f"LostRankError.*{LOST.removeprefix('LostRankError: ')}{reason}{SEEN}gather of unit 'w'", err), err
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout():
+    start = time.monotonic()
+    done = world(2, SCRIPT, "jitted, hangs", "5")
+    assert 4 < time.monotonic() - start < 30
+    text = f"{LOST}it has not gone on for . s, and the others wait for it{SEEN}all_gather at lost.py"
+    assert re.search(text, done.stderr), done
+    assert "fzero: rank 1 is killed, since it did not leave in step 5, between steps" in done.stderr
+
+
+def test_a_rank_that_is_stopped_is_named_after_the_limit_and_ended():
+    done = world(2, SCRIPT, "stopped", "10")
+    assert re.search(rf"{LOST}its process has been stopped \(SIGSTOP\) for . s{SEEN}", done.stderr), done
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout.split()[-1]), signal.SIGCONT)
+
+
+def test_a_slow_rank_is_waited_for():
+    """It runs no Python for twice the limit of a lost rank."""
+    done = world(2, SCRIPT, "slow", "10")
+    assert done.stdout == "done\n" * 2 and "lost" not in done.stderr, done

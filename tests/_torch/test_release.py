@@ -1,0 +1,47 @@
+"""Private torch APIs about waits: a wait for another rank ends early, and its error is that of a connection."""
+
+import pytest
+import torch
+
+from fzero._torch.release import is_connection_error
+from tests.distributed.launch import world
+
+WAITS = """
+import sys, threading, time, torch
+import torch.distributed as dist
+from fzero._torch.release import is_connection_error, release_waits
+dist.init_process_group("gloo")
+group, rank, x = dist.new_group([0, 1]), dist.get_rank(), torch.ones(5)
+dist.all_reduce(x, group=group)
+if rank == 1:
+    sys.stdin.read() or time.sleep(3)
+    sys.exit()
+waits = {
+    "all_reduce": lambda: dist.all_reduce(x, group=group),
+    "recv": lambda: dist.recv(x, 1, group=group),
+    "functional": lambda: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
+    ),
+    "barrier": lambda: dist.barrier(),
+}
+threading.Timer(0.3, release_waits).start()
+start = time.monotonic()
+for name, wait in waits.items():
+    try:
+        wait()
+    except RuntimeError as error:
+        print(name, is_connection_error(error), time.monotonic() - start < 2)
+"""
+
+
+def test_waits_are_released():
+    """The first waits when they are released; the others find the connections closed."""
+    done = world(2, "-c", WAITS)
+    lines = [f"{name} True True" for name in ("all_reduce", "recv", "functional", "barrier")]
+    assert done.stdout.splitlines() == lines, done
+
+
+@pytest.mark.parametrize("error", [ValueError("gloo/transport"), RuntimeError("shape '[3]' is invalid"), OSError()])
+def test_other_errors_are_not_those_of_a_connection(error):
+    assert not is_connection_error(error)
+    assert is_connection_error(torch.distributed.DistNetworkError("broken pipe"))

@@ -1,0 +1,43 @@
+"""Faults in who is lost: fzero/_liveness, and the errors of waits that end."""
+
+from tests.mutants.changes import always, becomes, constant, dropped, never, returns, skipped
+from tests.mutants.mutant import Fault, File
+
+JUDGE = ("tests/_liveness/test_judge.py",)
+LOST = ("tests/_liveness/test_lost.py",)
+RELEASE = ("tests/_torch/test_release.py",)
+
+MUTANTS = [
+    *File("_liveness/_judge.py", JUDGE).faults(
+        Fault("a heartbeat that stops is ignored", "WorldJudge._lost", never("silent > limit")),
+        Fault("a slow rank is called lost", "WorldJudge._lost", dropped("A(p.idle > self.stall for p in B)")),
+        Fault("ranks that hang are not told", "WorldJudge._lost", never("A and all(p.idle > self.stall for p in B)")),
+        Fault("a beat counts without its echo", "WorldJudge.hear", becomes("rank == 0 or A", "True")),
+        Fault("rank 0 is never lost", "RankZeroJudge.judge", never("A and silent > limit")),
+        Fault("a rank that ended is lost before it is missed", "WorldJudge._lost", dropped("awaited")),
+        Fault("a stopped process counts as silent never", "WorldJudge.hear", never("place.process != 'stopped'")),
+        Fault("a pause of the judge blames the others", "Awake.tick", becomes("min(A, self._step)", "A")),
+        Fault("a second verdict replaces the first", "RankZeroJudge.hear", dropped("self.verdict is None")),
+        Fault("a text of places has no bound", "show_places", never("A > LENGTH")),
+    ),
+    *File("_liveness/_beats.py", LOST).faults(
+        Fault("a rank that does not leave its wait lives on", "Heartbeat.end_rank", skipped("os.kill(A, B)")),
+        Fault("a rank that holds the interpreter's lock is idle at once", "Process._idle", returns("now")),
+    ),
+    *File("_liveness/_heart.py", LOST).faults(
+        Fault("waits are not released", "Heart._listen", skipped("release_waits()")),
+        Fault("a broken connection is not reported", "Heart.explain", skipped("self._say(f'broken {A}')")),
+    ),
+    *File("_torch/release.py", RELEASE).faults(
+        Fault(
+            "a released wait is no error of a connection",
+            "_GLOO",
+            constant("Application timeout caused pair closure", ""),
+        ),
+        Fault(
+            "every error counts as one of a connection",
+            "is_connection_error",
+            always("isinstance(error, RuntimeError)"),
+        ),
+    ),
+]
