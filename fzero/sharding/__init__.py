@@ -30,7 +30,7 @@ from fzero.sharding._flat import (
 )
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
-from fzero.sharding._leaf_blocks import block_shape, block_spec, blocks_of_leaf, map_of_blocks
+from fzero.sharding._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import (
     abstract,
@@ -88,6 +88,7 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "BlockMap",
     "Matrix",
     "OwnerAssignment",
     "ShardedUnit",

@@ -13,6 +13,7 @@ A leaf may instead have a number for each element: then its numbers have the sha
 of 256 the numbers have the leaf's shape with a last dimension of 1/256, or one dimension if 256 does not divide it.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -103,137 +104,140 @@ def _part_shape(spec: Spec, index: int) -> tuple[int, ...]:
 
 
 class BlockMap(NamedTuple):
-    """The block of each element of a rank's shard.
+    """The blocks of which a rank's shard of k elements has a part: at most t - 1, and the padding.
 
     Attributes:
         spec_id: the unit of the elements.
         numbers_id: the unit of the blocks' numbers.
-        index: the index of each element's block among the unit's blocks, int64 `[k]`; their count for padding.
-        single: whether each element is a block of its own: a bool, or a bool tensor `[k]`.
+        blocks: the indices of the blocks among the unit's b blocks, int64 `[t]`; from b on they stand for padding.
+        starts: the index of each block's first element in the shard, int64 `[t]`; k for a block of a later rank.
+        single: whether each block is one element, bool `[t]`; None if all are alike.
+        last: the index in `blocks` of the block of the last element, int64 `[1]`.
     """
 
     spec_id: int
     numbers_id: int
-    index: torch.Tensor
-    single: torch.Tensor | bool
+    blocks: torch.Tensor
+    starts: torch.Tensor
+    single: torch.Tensor | None
+    last: torch.Tensor
 
-    def gather(self, boxes: Sequence[Shard]) -> list[torch.Tensor]:
-        """Return the number of each element's block, `[k]`, from shards of numbers; 0 for padding."""
+    def index(self) -> torch.Tensor:
+        """Return which of the t blocks each element lies in, int64 `[k]`: the last that begins before it."""
+        k = traced_spec(self.spec_id).shard_numel
+        begins = torch.zeros(k + 1, dtype=torch.int64, device=self.starts.device)
+        return begins.scatter_add(0, self.starts, torch.ones_like(self.starts)).cumsum(0)[:k] - 1
+
+    def gather(self, boxes: Sequence[Shard]) -> torch.Tensor:
+        """Return the blocks' numbers `[m, t]` from m shards of numbers; 0 for padding."""
         spec = traced_spec(self.numbers_id)
         shards = torch.stack([box.data for box in boxes])  # [m, b / N]
         full = all_gather(shards, spec.axes, dim=-1) if spec.ranks > 1 else shards
         full = torch.cat([full[:, : spec.numel], full.new_zeros(len(boxes), 1)], dim=1)
-        return [x[self.index] for x in full.unbind()]
+        return full.index_select(1, self.blocks.clamp(max=spec.numel))
 
-    def maxima(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the largest absolute value in each block that this rank has a part of: `[b]` for each x.
+    def at_borders(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks of the first and of the last element, and the elements of both in the shard.
 
-        The other ranks' parts of the block count, too. Of a block of one element it is the element, with its sign.
+        Returns:
+            Indices into `blocks`, int64 `[2]`; and indices of elements, int64 `[2, 256]`: some twice, or k for none.
         """
-        blocks = traced_spec(self.numbers_id).numel
-        local = torch.stack([self._maxima_of_own(x) for x in xs])  # [m, b]
-        spec = traced_spec(self.spec_id)
-        if spec.ranks == 1 or not blocks:
-            return list(local.unbind())
-        borders = torch.tensor(_borders(self.spec_id, self.numbers_id), device=local.device)  # [N, 2]
-        rank = unit_index(self.spec_id).reshape(1).to(local.device)
-        own = borders.index_select(0, rank).squeeze(0)  # [2]
-        at_borders = all_gather(local.index_select(1, own.clamp(max=blocks - 1)), spec.axes, dim=-1)  # [m, 2 N]
-        for i in range(2):
-            same = borders.flatten() == own[i]
-            border = at_borders.masked_fill(~same, -math.inf).amax(1, keepdim=True)
-            local = torch.where(torch.arange(blocks, device=local.device) == own[i], border, local)
-        return list(local.unbind())
+        k = traced_spec(self.spec_id).shard_numel
+        block = torch.cat([torch.zeros_like(self.last), self.last])
+        ends = torch.cat([self.starts, torch.full_like(self.last, k)]).index_select(0, block + 1)
+        element = self.starts.index_select(0, block)[:, None] + torch.arange(BLOCK, device=block.device)
+        return block, torch.where(element < ends[:, None], element, k)
 
-    def _maxima_of_own(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = traced_spec(self.numbers_id).numel
-        if isinstance(self.single, torch.Tensor):
-            sizes = torch.where(self.single, x, x.abs())
-        else:
-            sizes = x if self.single else x.abs()
-        return x.new_full((blocks + 1,), -math.inf).scatter_reduce(0, self.index, sizes, "amax")[:blocks]
+    def magnitudes(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return the absolute values of elements, but those that are blocks of their own unchanged."""
+        if self.single is not None:
+            return torch.where(self.single.index_select(0, index), x, x.abs())
+        return x if traced_spec(self.numbers_id).shapes == traced_spec(self.spec_id).shapes else x.abs()
 
-    def of_elements(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the number of each element's block `[k]`, from the numbers of all blocks `[b]`; 0 for padding."""
-        return torch.cat([numbers, numbers.new_zeros(1)])[self.index]
+    def maxima(self, xs: Sequence[torch.Tensor], index: torch.Tensor, at_borders: torch.Tensor | None) -> torch.Tensor:
+        """Return the largest magnitudes in the blocks, `[m, t]`, the other ranks' parts of the blocks included.
 
-    def scatter(self, numbers: Sequence[torch.Tensor]) -> list[Shard]:
-        """Return shards of numbers from those that this rank has for the blocks of its elements, `[b]` each.
+        Args:
+            xs: m tensors of the shard's elements.
+            index: the result of `index`.
+            at_borders: the largest magnitudes in the blocks at the borders of all N shards, `[m, 2 N]`; None if N is 1.
+        """
+        lowest = xs[0].new_full(self.blocks.shape, -math.inf)
+        own = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
+        if at_borders is None:
+            return own
+        borders = torch.tensor(_borders(self.spec_id, self.numbers_id), device=own.device).flatten()  # [2 N], blocks
+        for block in self.blocks.index_select(0, self.at_borders()[0]).unbind():
+            largest = at_borders.masked_fill(borders != block, -math.inf).amax(1, keepdim=True)
+            own = torch.where(self.blocks == block, largest, own)
+        return own
+
+    def scatter(self, numbers: torch.Tensor) -> list[Shard]:
+        """Return m shards of numbers from the numbers `[m, t]` of this rank's blocks.
 
         Of the ranks that hold parts of a block, the last one sends its number.
         """
         spec = traced_spec(self.numbers_id)
-        full = torch.stack(list(numbers))  # [m, b]
-        if spec.ranks == 1:
-            return [box_of(self.numbers_id, [x]) for x in full.unbind()]
-        rank = unit_index(self.spec_id).reshape(1).to(full.device)
-        first, stop = torch.tensor(_owned(self.spec_id, self.numbers_id), device=full.device).index_select(0, rank)[0]
-        block = torch.arange(spec.numel, device=full.device)
-        owned = torch.where((block >= first) & (block < stop), full, torch.zeros_like(full))
-        padding = spec.shard_numel * spec.ranks - spec.numel
-        owned = torch.cat([owned, owned.new_zeros(len(numbers), padding)], dim=1)
-        return [box_of(self.numbers_id, [x]) for x in psum_scatter(owned, spec.axes, dim=-1).unbind()]
+        own = numbers
+        if spec.ranks > 1:
+            ranges = torch.tensor(_owned(self.spec_id, self.numbers_id), device=own.device)  # [N, 2]
+            first, stop = ranges.index_select(0, unit_index(self.spec_id).reshape(1).to(own.device))[0]
+            own = torch.where((self.blocks >= first) & (self.blocks < stop), own, torch.zeros_like(own))
+        length = spec.shard_numel * spec.ranks
+        full = own.new_zeros(len(own), length + own.shape[1]).index_add(1, self.blocks, own)[:, :length]
+        shards = psum_scatter(full, spec.axes, dim=-1) if spec.ranks > 1 else full
+        return [box_of(self.numbers_id, [x]) for x in shards.unbind()]
 
 
 def map_of_blocks(spec_id: int, numbers_id: int, device: torch.device) -> BlockMap:
-    """Return the block of each element of this rank's shard of a unit.
+    """Return the blocks of this rank's shard of a unit.
 
     Args:
         spec_id: the unit of the elements.
         numbers_id: the unit of the blocks' numbers, by `block_spec`.
         device: the device of the elements.
     """
-    spec = traced_spec(spec_id)
-    k = spec.shard_numel
-    position = unit_index(spec_id).to(device) * k + torch.arange(k, device=device)
-    leaf = torch.bucketize(position, torch.tensor(spec.offsets[1:], device=device), right=True)
-    rows = [*_leaf_rows(spec_id, numbers_id), (spec.numel, spec.numel + k * spec.ranks + 1, _count(numbers_id))]
+    k, rank = traced_spec(spec_id).shard_numel, unit_index(spec_id).reshape(1).to(device)
+    borders = _borders(spec_id, numbers_id)
+    t = max([last - first for first, last in borders]) + 2
+    first_and_last = torch.tensor(borders, device=device).index_select(0, rank)  # [1, 2]
+    blocks = first_and_last[:, 0] + torch.arange(t, device=device)
+    rows = _leaf_rows(spec_id, numbers_id)
+    leaf = torch.bucketize(blocks, torch.tensor([first for _, _, first in rows[1:]], device=device), right=True)
     offset, size, first = torch.tensor(list(zip(*rows, strict=True)), device=device)[:, leaf]
-    sizes = {row[1] for row in rows[:-1]}
-    single = size == 1 if len(sizes) > 1 else sizes == {1}
-    return BlockMap(spec_id, numbers_id, first + torch.div(position - offset, size, rounding_mode="floor"), single)
-
-
-def _count(numbers_id: int) -> int:
-    return traced_spec(numbers_id).numel
+    starts = (offset + (blocks - first) * size - rank * k).clamp(0, k)
+    is_mixed = len({row[1] for row in rows[:-1]}) > 1
+    last = first_and_last[:, 1] - first_and_last[:, 0]
+    return BlockMap(spec_id, numbers_id, blocks, starts, size == 1 if is_mixed else None, last)
 
 
 def _leaf_rows(spec_id: int, numbers_id: int) -> list[tuple[int, int, int]]:
-    """Return for each leaf its offset in the unit, the size of its blocks, and its first block."""
+    """Return for each leaf its offset in the unit, the size of its blocks, and its first block; then for padding."""
     spec, numbers = traced_spec(spec_id), traced_spec(numbers_id)
     sizes = [1 if a == b else BLOCK for a, b in zip(spec.shapes, numbers.shapes, strict=True)]
-    return list(zip(spec.offsets, sizes, numbers.offsets, strict=False))
+    padding = spec.shard_numel * spec.ranks + 1
+    return list(zip(spec.offsets, [*sizes, padding], numbers.offsets, strict=True))
 
 
 def _block_at(spec_id: int, numbers_id: int, position: int) -> int:
     """Return the index of the block of an element of a unit; the count of blocks for padding."""
     spec = traced_spec(spec_id)
-    if position >= spec.numel:
-        return _count(numbers_id)
-    sizes = [math.prod(shape) for shape in spec.shapes]
-    leaf = next(i for i, size in enumerate(sizes) if spec.offsets[i] <= position < spec.offsets[i] + size)
+    leaf = bisect.bisect_right(spec.offsets[1:], position)
     offset, size, first = _leaf_rows(spec_id, numbers_id)[leaf]
     return first + (position - offset) // size
 
 
 @assume_constant_result
 def _borders(spec_id: int, numbers_id: int) -> tuple[tuple[int, int], ...]:
-    """Return for each rank the blocks of the first and of the last element of its shard."""
+    """Return for each rank the blocks of the first and of the last element of its shard, padding left out."""
     spec = traced_spec(spec_id)
-    k = spec.shard_numel
-    ends = [(r * k, min(r * k + k, spec.numel) - 1) for r in range(spec.ranks)]
-    count = _count(numbers_id)
-    return tuple(
-        [
-            (_block_at(spec_id, numbers_id, a), _block_at(spec_id, numbers_id, b)) if a <= b else (count, count)
-            for a, b in ends
-        ]
-    )
+    starts = [min(r * spec.shard_numel, spec.numel) for r in range(spec.ranks + 1)]
+    pairs = [(a, max(b - 1, a)) for a, b in itertools.pairwise(starts)]
+    return tuple([(_block_at(spec_id, numbers_id, a), _block_at(spec_id, numbers_id, b)) for a, b in pairs])
 
 
 @assume_constant_result
 def _owned(spec_id: int, numbers_id: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the range of blocks whose last elements lie in its shard."""
-    spec, count = traced_spec(spec_id), _count(numbers_id)
-    firsts = [_block_at(spec_id, numbers_id, r * spec.shard_numel) for r in range(spec.ranks)]
-    return tuple(itertools.pairwise([*firsts, count]))
+    firsts = [first for first, _ in _borders(spec_id, numbers_id)]
+    return tuple(itertools.pairwise([*firsts, traced_spec(numbers_id).numel]))

@@ -29,8 +29,9 @@ MUTANTS = [
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
     ),
     *File("optim/_eight_bit.py", EIGHT_BIT).faults(
-        Fault("a byte is that of the value below", "_midpoints", becomes("(A[1:] + A[:-1]) / 2", "A[1:]")),
+        Fault("a byte is that of the value below", "_midpoints", becomes("A(A(x + y) / 2)", "y")),
         Fault("the code has no negative values", "dynamic_values", becomes("[-x for x in A]", "A")),
+        Fault("a byte is that of the least number of its look-up", "encode", becomes("A + (B > C)", "A")),
         Fault("a scale of zero divides", "encode", becomes("torch.where(A == 0, B, C)", "C")),
     ),
     *File("optim/_moments.py", EIGHT_BIT).faults(
@@ -41,9 +42,9 @@ MUTANTS = [
         Fault(
             "elements take the scale of the next block",
             "BlockMap.gather",
-            becomes("A[self.index]", "A.roll(-1)[self.index]"),
+            becomes("A.index_select(1, B)", "A.index_select(1, B).roll(-1, 1)"),
         ),
-        Fault("a block's maximum is of the rank's part only", "BlockMap.maxima", always("A.ranks == 1 or B")),
+        Fault("a block's maximum is of the rank's part only", "BlockMap.maxima", always("A is None")),
         Fault("all ranks with a part of a block send its scale", "BlockMap.scatter", bare("A & (B < C)")),
         Fault("parts that cut blocks are taken", "_part_shape", never("A if has_rows else B")),
     ),
