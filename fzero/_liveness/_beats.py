@@ -190,7 +190,8 @@ class Heartbeat:
         place = self.process.place(now)
         if self.config.rank == 0:
             self.hub.hear(0, place, None, now)
-            self.places = show_places(self.hub.places)  # once a beat: it grows with the number of ranks
+            others = {r: p for r, p in self.hub.places.items() if r}
+            self.places = show_places(others)  # once a beat: it grows with the number of ranks
         else:
             message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
             self.send({**message, "knows": self.verdict is not None}, self.hub_address)

@@ -49,6 +49,9 @@ class LostRankError(RuntimeError):
         return f"{self.args[0]}{trouble_link('a-lost-rank')}"
 
 
+LostRankError.__module__ = "fzero"
+
+
 class Heart:
     """The end of a heartbeat in its rank.
 
@@ -61,7 +64,8 @@ class Heart:
         lost: the error that names the lost rank, once there is one.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, store: Any) -> None:
+        self._store = store
         self.limit, self.port = config.limit, config.port
         self.lost: LostRankError | None = None
         self._count, self._step, self._owner = 0, 0, os.getpid()
@@ -131,7 +135,7 @@ class Heart:
                     self.lost = LostRankError(LostRank(*message["verdict"]))
                     log.error("%s", self.lost)
                     self._known.set()
-                    release_waits()
+                    release_waits(self._store)
         self._process.wait()
 
 
@@ -170,11 +174,11 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
     host, key = socket.gethostname(), "fzero/heartbeat"
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0))
+        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0), store)
         store.set(key, json.dumps([token, where, heart.port]))
         return heart
     token, where, port = json.loads(store.get(key))
-    return Heart(Config(rank, size, host, token, where, port, timeout / SHARE, timeout, 0))
+    return Heart(Config(rank, size, host, token, where, port, timeout / SHARE, timeout, 0), store)
 
 
 def keep_heart(heart: Heart, group: Any) -> None:

@@ -3,7 +3,10 @@
 They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_release.py` shows which.
 """
 
+import contextlib
 import datetime
+import os
+import socket
 from typing import Any
 
 import torch
@@ -24,12 +27,13 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO)
 
 
-def release_waits() -> None:
+def release_waits(store: Any) -> None:
     """End all waits of this process for other ranks: each raises an error, now and later.
 
     gloo closes a group's connections when one wait runs into its timeout. So here one waits for a message that nobody
-    sends, a millisecond long. NCCL's communicators are aborted.
+    sends, a millisecond long. NCCL's communicators are aborted. The connection to the world's store is shut down.
     """
+    _shut_down(store)
     for group in list(distributed_c10d._world.pg_map):
         if group.size() < 2:
             continue
@@ -41,9 +45,23 @@ def release_waits() -> None:
                 backend.abort()
 
 
+def _shut_down(store: Any) -> None:
+    """Shut down this process's connections to the port of a store."""
+    while isinstance(store, dist.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
+        store = store.underlying_store
+    port = getattr(store, "port", None)  # a store of files has none
+    for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def _time_out(backend: Any) -> None:
-    try:
-        work = backend.recv([torch.zeros(1, device="cpu")], (backend.rank() + 1) % backend.size(), _TAG)
-        work.wait(datetime.timedelta(milliseconds=1))
-    except RuntimeError:
-        pass  # that timeout, or the group was closed before
+    """Let one wait of a group run into its timeout. A connection that is closed already raises another error."""
+    for i in range(1, backend.size()):
+        try:
+            work = backend.recv([torch.zeros(1, device="cpu")], (backend.rank() + i) % backend.size(), _TAG)
+            work.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return

@@ -46,7 +46,7 @@ class Network:
                 else:
                     place, sent, echo = message
                     self.hub.hear(source, place, echo, self.now)
-                    verdict, places = self.hub.verdict, show_places(self.hub.places)
+                    verdict, places = self.hub.verdict, show_places({r: p for r, p in self.hub.places.items() if r})
                     self.send(0, source, {**self.reply(places, verdict), "echo": sent})
             if round(self.now * 10) % round(BEAT * 10) == 0:
                 self.hub.hear(0, self.places[0], None, self.now)

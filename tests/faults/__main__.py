@@ -1,9 +1,13 @@
 """Kill, starve and damage a run on real processes, start it again, and count what was lost.
 
-    python -m tests.faults --cycles 1000 [--seconds 600] [--seed 0] [--json]
+    python -m tests.faults --cycles 1000 [--seconds 600] [--seed 0] [--only "link cut"] [--json]
 
 Each cycle draws the number of processes, the stage, and what goes wrong. A cycle is wrong if the run resumes with other
 bits than were saved, or before the newest whole checkpoint that was committed, or hangs. Exits with 1 if any did.
+
+One cycle in `RARE` is a fault of hosts, or of the link between them (`tests.faults.on_hosts`). It is wrong if a rank
+that lives does not name a lost rank in time, or blames a slow one. Where a machine lacks what hosts need, they are left
+out, and the command says so.
 """
 
 import argparse
@@ -28,6 +32,8 @@ from rich.progress import track
 from rich.table import Table
 
 from tests.distributed.launch import free_port, rank_variables
+from tests.faults import on_hosts
+from tests.faults.hosts import missing
 from tests.faults.trainer import EVERY, Fault, Start, train
 
 KINDS = (
@@ -39,6 +45,8 @@ KINDS = (
     "slow rank",
     "a rank raises",
 )
+RARE = 10  # one cycle in so many is a fault of hosts, which takes as long as ten others
+PATIENCE = 40.0  # seconds in which each rank that lives has named a lost rank
 HANGS = 40.0  # seconds without any news
 FORK = multiprocessing.get_context("fork")
 
@@ -151,6 +159,25 @@ class Tally:
                 self.committed = {n for n in self.committed if n <= e["step"]} | {e["step"]}
 
 
+class HostTally:
+    """What came of the faults of hosts."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.wrong: list[str] = []
+
+    def run(self, kind: str, rng: random.Random) -> None:
+        case = on_hosts.drawn(rng, kind)
+        run = on_hosts.run_case(case, PATIENCE)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.seconds.setdefault(kind, []).extend([] if run.seconds is None else [run.seconds])
+        self.wrong += [f"{case}: {line}" for line in run.wrong]
+
+    def longest(self) -> dict[str, float]:
+        return {kind: round(max(seconds), 1) for kind, seconds in self.seconds.items() if seconds}
+
+
 def same_end(root: Path, rng: random.Random, kills: int) -> bool:
     """Whether 30 steps on 2 processes end with the same bits with some kills and without any."""
     ends = []
@@ -172,15 +199,24 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cycle after them")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="only faults whose name contains this text")
     parser.add_argument("--json", action="store_true", help="print what was counted, for programs")
     args = parser.parse_args()
     rng, tally, begin = random.Random(args.seed), Tally(), time.monotonic()
-    counts, hangs, cycles = dict.fromkeys(KINDS, 0), 0, []
+    lacks, on_host = missing(), HostTally()
+    kinds = [kind for kind in KINDS if args.only in kind]
+    host_kinds = [] if lacks else [kind for kind in on_hosts.KINDS if args.only in kind]
+    counts, hangs, cycles = dict.fromkeys(kinds, 0), 0, []
     root = Path(tempfile.mkdtemp(prefix="faults-"))
     for i in track(range(args.cycles), "faults", disable=args.json, console=Console(stderr=True)):
         if time.monotonic() - begin > args.seconds:
             break
-        kind = KINDS[i % len(KINDS)] if i < len(KINDS) else rng.choice(KINDS)
+        first = [*kinds, *host_kinds]
+        is_rare = bool(host_kinds) and (not kinds or rng.randrange(RARE) == 0)
+        kind = first[i] if i < len(first) else rng.choice(host_kinds if is_rare else kinds)
+        if kind in host_kinds:
+            on_host.run(kind, rng)
+            continue
         start, seen, t = drawn(rng, kind), len(news(root)), time.monotonic()
         if kind == "a flipped bit" and (damaged := flip_a_bit(root, rng)) is not None:
             tally.committed.discard(damaged)
@@ -188,7 +224,7 @@ def main() -> int:
         tally.take(news(root)[seen:], f"cycle {i}, {start}")
         counts[kind] += 1
         cycles.append(time.monotonic() - t)
-    same = same_end(root, rng, 3)
+    same = same_end(root, rng, 3) if kinds else True
     found = {
         "cycles": len(cycles),
         "faults": counts,
@@ -198,15 +234,22 @@ def main() -> int:
         "saves": len(tally.digests),
         "resumed": len(tally.again),
         "done again": [statistics.median(tally.again or [0]), max(tally.again, default=0)],
-        "seconds": [round(time.monotonic() - begin, 1), round(statistics.median(cycles), 2), round(max(cycles), 2)],
+        "seconds": [
+            round(time.monotonic() - begin, 1),
+            *[round(f(cycles or [0]), 2) for f in (statistics.median, max)],
+        ],
         "bitwise": same,
+        "hosts": on_host.counts,
+        "hosts wrong": on_host.wrong,
+        "hosts seconds": on_host.longest(),
+        "hosts left out": lacks,
     }
-    failed = bool(hangs or tally.wrong or not same) or len(tally.again) < len(cycles) // 2
+    failed = bool(hangs or tally.wrong or not same or on_host.wrong) or len(tally.again) < len(cycles) // 2
     if args.json:
         print(json.dumps(found))
     else:
         show(found)
-        print((root / "errors").read_text()[-3000:] if failed else "", end="")
+        print((root / "errors").read_text()[-3000:] if failed and kinds else "", end="")
     if not failed:
         shutil.rmtree(root)
     return int(failed)
@@ -218,6 +261,13 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(kind, str(n))
     console = Console()
     console.print(table)
+    if found["hosts left out"]:
+        console.print(f"The faults of hosts are left out: this machine lacks {found['hosts left out']}.")
+    else:
+        hosts = Table("fault of hosts", "cycles", "named after at most, s")
+        for kind, n in found["hosts"].items():
+            hosts.add_row(kind, str(n), str(found["hosts seconds"].get(kind, "not lost")))
+        console.print(hosts)
     total, median, most = found["seconds"]
     again, worst = found["done again"]
     console.print(
@@ -226,7 +276,7 @@ def show(found: dict[str, Any]) -> None:
         f"done again (median; at most {worst}, a save is each {EVERY} steps).\n"
         f"30 steps with 3 kills are those without, bit for bit: {found['bitwise']}."
     )
-    for line in found["wrong"][:20]:
+    for line in [*found["wrong"], *found["hosts wrong"]][:20]:
         console.print(line, style="red", markup=False)
 
 

@@ -73,11 +73,11 @@ class Hosts:
         """Return a host's address."""
         return f"10.77.0.{host + 1}"
 
-    def set(self, source: int | None = None, target: int | None = None, **changes: float) -> None:
-        """Change the rules of a direction; None stands for each host. Without changes the link is whole."""
+    def set(self, rule: Rule, source: int | None = None) -> None:
+        """Set the rule for packets from a host; None stands for each host."""
         for i, j in self.rules:
-            if source in (None, i) and target in (None, j):
-                self.rules[i, j] = Rule(**changes)
+            if source in (None, i):
+                self.rules[i, j] = rule
 
     def enter(self, host: int) -> None:
         """Move this process to a host. Call it in a process that was forked for this."""

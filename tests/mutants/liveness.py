@@ -1,9 +1,10 @@
 """Faults in who is lost: fzero/_liveness, and the errors of waits that end."""
 
-from tests.mutants.changes import always, becomes, constant, dropped, never, returns, skipped
+from tests.mutants.changes import always, becomes, constant, dropped, never, skipped
 from tests.mutants.mutant import Fault, File
 
 JUDGE = ("tests/_liveness/test_judge.py",)
+BEATS = ("tests/_liveness/test_beats.py",)
 LOST = ("tests/_liveness/test_lost.py",)
 RELEASE = ("tests/_torch/test_release.py",)
 
@@ -20,12 +21,13 @@ MUTANTS = [
         Fault("a second verdict replaces the first", "RankZeroJudge.hear", dropped("self.verdict is None")),
         Fault("a text of places has no bound", "show_places", never("A > LENGTH")),
     ),
-    *File("_liveness/_beats.py", LOST).faults(
+    *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "Heartbeat.end_rank", skipped("os.kill(A, B)")),
-        Fault("a rank that holds the interpreter's lock is idle at once", "Process._idle", returns("now")),
+        Fault("a rank that works is idle", "Process._idle", skipped("self._uses.popleft()")),
+        Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
     ),
     *File("_liveness/_heart.py", LOST).faults(
-        Fault("waits are not released", "Heart._listen", skipped("release_waits()")),
+        Fault("waits are not released", "Heart._listen", skipped("release_waits(A)")),
         Fault("a broken connection is not reported", "Heart.explain", skipped("self._say(f'broken {A}')")),
     ),
     *File("_torch/release.py", RELEASE).faults(
@@ -34,6 +36,7 @@ MUTANTS = [
             "_GLOO",
             constant("Application timeout caused pair closure", ""),
         ),
+        Fault("a wait is released by its neighbour alone", "_time_out", becomes("range(1, A)", "range(1, 2)")),
         Fault(
             "every error counts as one of a connection",
             "is_connection_error",

@@ -1,0 +1,96 @@
+"""The process of a heartbeat: what it sees of its rank, and when it ends it."""
+
+import os
+import signal
+import types
+from typing import Any
+
+import pytest
+
+from fzero._liveness import _beats
+from fzero._liveness._beats import RECORD, Config, Heartbeat, Process
+from fzero._liveness._judge import LostRank, Place
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """A rank's process as the system would show it: its state, and the seconds of processor that it has used."""
+    seen = types.SimpleNamespace(state="S", used=0.0, file=os.memfd_create("place"))
+    os.truncate(seen.file, RECORD.size)
+    monkeypatch.setattr(_beats, "_use", lambda pid: (seen.state, seen.used))
+    yield seen
+    os.close(seen.file)
+
+
+def process(seen: Any) -> Process:
+    return Process(Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, seen.file))
+
+
+def write(seen: Any, count: int, step: int, waiting: bool, text: str) -> None:
+    os.pwrite(seen.file, RECORD.pack(count, step, waiting, text.encode()), 0)
+
+
+def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
+    rank = process(seen)
+    write(seen, 1, 7, True, "psum at a.py:3")
+    for now in range(100):
+        place = rank.place(float(now))
+        assert (place.idle, place.seconds) == (now, now)
+    assert str(place) == "in step 7, waiting in psum at a.py:3"
+    write(seen, 2, 7, False, "work")
+    assert rank.place(100.0).idle == 0.0
+    assert rank.place(130.0).idle == 30.0
+
+
+def test_a_rank_that_works_is_not_idle(seen):
+    rank = process(seen)
+    write(seen, 1, 7, False, "compiles")
+    for now in range(0, 1000, 2):
+        seen.used = now * 0.5
+        assert rank.place(float(now)).idle < 20
+    seen.used += 0.01 * 500  # a thread that logs is no work
+    for now in range(1000, 1500, 2):
+        idle = rank.place(float(now)).idle
+    assert idle > 300
+
+
+def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):
+    rank = process(seen)
+    rank.place(0.0)
+    seen.state = "D"
+    assert rank.place(1000.0).idle == 0.0
+    seen.state = "T"
+    assert rank.place(1001.0).process == "stopped"
+
+
+def heartbeat(place: Place, verdict: LostRank | None, raised: bool) -> Heartbeat:
+    heartbeat = object.__new__(Heartbeat)
+    heartbeat.config, heartbeat.verdict, heartbeat.verdict_at, heartbeat.raised = (
+        Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, 0),
+        verdict,
+        100.0,
+        raised,
+    )
+    heartbeat.process = types.SimpleNamespace(pid=os.getppid(), end="", place=lambda now: place)  # pyright: ignore
+    return heartbeat
+
+
+LOST = LostRank(0, "h", "reason", "seen", "")
+
+
+@pytest.mark.parametrize(
+    "place,verdict,raised,now,is_killed",
+    [
+        (Place(idle=50.0), LOST, False, 140.0, True),
+        (Place(idle=50.0), LOST, False, 120.0, False),  # not long enough since the verdict
+        (Place(idle=20.0), LOST, False, 200.0, False),  # it works: it writes its files, for instance
+        (Place(idle=50.0), LOST, True, 140.0, False),
+        (Place(idle=50.0), None, False, 140.0, False),
+        (Place(process="stopped"), LOST, False, 101.0, True),  # else it would go on later, without the others
+    ],
+)
+def test_a_rank_that_does_not_leave_its_wait_is_killed(monkeypatch, place, verdict, raised, now, is_killed):
+    killed = []
+    monkeypatch.setattr(_beats.os, "kill", lambda *what: killed.append(what))
+    heartbeat(place, verdict, raised).end_rank(now)
+    assert killed == ([(os.getppid(), signal.SIGKILL)] if is_killed else [])

@@ -1,0 +1,310 @@
+"""Faults of hosts and of the link between them: each rank that lives names a lost rank in time, and slow is not lost.
+
+Two hosts are network namespaces of this machine (`tests.faults.hosts`), and each has some ranks, which train and save.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fzero
+from fzero.checkpoint import _files
+from tests.faults.hosts import Hosts, Rule
+from tests.faults.trainer import OPT, Breaking, Fault, batch_at, loss_fn, params
+
+FORK = multiprocessing.get_context("fork")
+MOMENTS = ("first step", "forward", "backward", "update", "save", "any")
+CUTS = tuple([f"link cut, {moment}" for moment in MOMENTS])
+KINDS = (
+    *CUTS,
+    "one direction cut",
+    "host gone",
+    "processes killed",
+    "host stopped",
+    "rank stopped",
+    "rank killed",
+    "30% loss",
+    "2 s delay",
+    "1 MB/s",
+)
+HARMLESS = {"30% loss": 8, "2 s delay": 5, "1 MB/s": 8}  # and how many steps a run of each makes
+FAULT_AT = 3  # the step in which it goes wrong
+
+
+class Case(NamedTuple):
+    """One run: what goes wrong, and how the ranks train.
+
+    Attributes:
+        kind: what goes wrong, one of `KINDS`.
+        ranks: the number of ranks on each of the two hosts.
+        stage: the ZeRO stage.
+        jitted: whether the step is jitted.
+        host: which host it goes wrong on.
+        background: whether saves run in the background.
+        timeout: `fzero.mesh(timeout=)`.
+        seed: of losses of the link, and of the moment.
+    """
+
+    kind: str
+    ranks: int = 1
+    stage: int = 3
+    jitted: bool = False
+    host: int = 1
+    background: bool = True
+    timeout: float = 40.0
+    seed: int = 0
+
+
+class Outcome(NamedTuple):
+    """What a rank says at its end: when, the kind of its error, its text, and the lost rank."""
+
+    rank: int
+    time: float
+    error: str
+    text: str
+    lost: int | None
+
+
+class Run(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        wrong: what should not have happened; empty if all is well.
+        seconds: from the fault to the last named error; None for a harmless fault.
+        outcomes: what each rank said; a rank that was killed said nothing.
+    """
+
+    wrong: list[str]
+    seconds: float | None
+    outcomes: list[Outcome]
+
+
+def drawn(rng: random.Random, kind: str) -> Case:
+    jitted = kind.endswith(("any", "cut", "loss", "delay", "MB/s")) and rng.random() < 0.5  # others stop within Python
+    ranks = 1 if kind == "2 s delay" else rng.choice((1, 1, 2))
+    return Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
+
+
+class Flag:
+    """An event between processes, of which any may be killed at any time: a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self) -> None:
+        self._path.touch()
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (is_set := self._path.exists()) and time.monotonic() < end:
+            time.sleep(0.005)
+        return is_set
+
+
+class Trigger:
+    """Within a rank: says that the moment of the fault has come, and waits until it has happened."""
+
+    def __init__(self, case: Case, rank: int, now: Flag, done: Flag) -> None:
+        self.moment = case.kind.rpartition(", ")[2] if case.kind in CUTS else "between"
+        self.is_mine, self._now, self._done, self.step, self._is_over = rank == 0, now, done, 0, False
+
+    def at(self, moment: str) -> None:
+        """Reach a moment."""
+        if self.moment == moment and (self.step == FAULT_AT or moment == "save") and not self._is_over:
+            self._is_over = True
+            if self.is_mine:
+                self._now.set()
+            if self.moment != "any":  # else it comes while the ranks train on
+                self._done.wait(30)
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward pass is a moment for the fault."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, trigger: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.trigger = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.trigger.at("backward")
+        return grads[0], None
+
+
+class SavingOs(Breaking):
+    """The module `os` for saves, whose second operation is a moment for the fault."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        super().__init__(Fault("none", save=2, operation=1))
+        self.trigger = trigger
+
+    def strike(self, args: Any) -> None:
+        self.trigger.at("save")
+
+
+def train(case: Case, root: Path, trigger: Trigger) -> None:
+    mesh = fzero.mesh(dp=-1, timeout=case.timeout)
+
+    def traced_loss(params: Any, batch: Any, key: Any) -> torch.Tensor:
+        trigger.at("forward")
+        loss = loss_fn(params, batch, key)
+        return loss if case.jitted else Backward.apply(loss, trigger)  # pyright: ignore
+
+    def train_step(params: Any, opt_state: Any, key: Any, batch: Any) -> Any:
+        key, use = fzero.random.split(key)
+        loss, grads = fzero.value_and_grad(traced_loss)(params, batch, use)
+        trigger.at("update")
+        updates, opt_state = OPT.update(grads, opt_state, params)
+        return fzero.optim.apply_updates(params, updates), opt_state, key, loss
+
+    step = fzero.shard(train_step, stage=case.stage, mesh=mesh)
+    state: Any = [*step.init(params(), OPT), fzero.random.key(7)]
+    run = fzero.jit(step, backend="fx") if case.jitted else step
+    saving_os = SavingOs(trigger)
+    _files.os = saving_os  # pyright: ignore
+    with fzero.checkpoint.checkpoints(root / "run", mesh, keep=3, timeout=100) as runs:
+        for i in range(HARMLESS.get(case.kind, 1000)):
+            trigger.step = FAULT_AT if trigger.moment == "first step" else i
+            trigger.at("first step")
+            trigger.at("between")
+            trigger.at("any")
+            *state, _ = run(*state, mesh.split(batch_at(i)))
+            if i % 3 == 0:
+                runs.wait()
+                saving_os.begin()
+                runs.save(i + 1, {"params": state[0], "opt_state": state[1]}, background=case.background)
+        runs.wait()
+
+
+def child(hosts: Hosts, host: int, rank: int, case: Case, root: Path, trigger: Trigger, says: Any) -> None:
+    """Be a rank."""
+    os.setpgid(0, 0)
+    out = os.open(root / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    warnings.filterwarnings("ignore")
+    hosts.enter(host)
+    place = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": 29500}
+    own = {"RANK": rank, "LOCAL_RANK": rank % case.ranks, "WORLD_SIZE": 2 * case.ranks, **place}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    torch.set_num_threads(1)
+    error, text, lost = "", "", None
+    try:
+        train(case, root, trigger)
+    except BaseException as e:
+        error, text, lost = type(e).__name__, str(e), getattr(e, "rank", None)
+    says.send(Outcome(rank, time.monotonic(), error, text, lost))
+    sys.stdout.flush()
+    os._exit(int(bool(error)))
+
+
+def strike(case: Case, hosts: Hosts, ranks: list[Any]) -> None:
+    """Let it go wrong."""
+    on_host = [r for i, r in enumerate(ranks) if i // case.ranks == case.host]
+    if case.kind in CUTS or case.kind == "host gone":
+        hosts.set(Rule(loss=1.0))
+    if case.kind == "one direction cut":
+        hosts.set(Rule(loss=1.0), case.host)
+    rules = {"30% loss": Rule(loss=0.3), "2 s delay": Rule(delay=2.0), "1 MB/s": Rule(rate=1e6)}
+    if case.kind in rules:
+        hosts.set(rules[case.kind])
+    number = signal.SIGSTOP if "stopped" in case.kind else signal.SIGKILL
+    for rank in on_host:
+        if case.kind in ("host gone", "processes killed", "host stopped"):
+            os.killpg(rank.pid, number)
+    if case.kind.startswith("rank "):
+        os.kill(on_host[-1].pid, number)
+
+
+def run_case(case: Case, patience: float) -> Run:
+    """Run a case, and judge what came of it.
+
+    Args:
+        case: the case.
+        patience: how many seconds after the fault each rank that lives has named a lost one.
+    """
+    root = Path(tempfile.mkdtemp(prefix="hosts-"))
+    now, done = Flag(root / "now"), Flag(root / "done")
+    size, outcomes, ends = 2 * case.ranks, [], []
+    with Hosts(2, case.seed) as hosts:
+        ranks: list[Any] = []
+        for r in range(size):
+            receives, says = FORK.Pipe(duplex=False)
+            arguments = (hosts, r // case.ranks, r, case, root, Trigger(case, r, now, done), says)
+            ranks.append(FORK.Process(target=child, args=arguments))
+            ranks[-1].start()
+            says.close()
+            ends.append(receives)
+        came = now.wait(100)
+        time.sleep(random.Random(case.seed).uniform(0, 0.5) if case.kind.endswith("any") else 0)
+        strike(case, hosts, ranks)
+        struck = time.monotonic()
+        done.set()
+        gone = [i for i in range(size) if not lives(case, i)]
+        limit = struck + (300 if case.kind in HARMLESS else patience)
+        while time.monotonic() < limit and any(r.is_alive() for i, r in enumerate(ranks) if i not in gone):
+            time.sleep(0.02)
+        for receives in ends:
+            with contextlib.suppress(EOFError, OSError):
+                outcomes += [receives.recv()] if receives.poll() else []
+        codes = [r.exitcode for r in ranks]
+        for r in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(r.pid, signal.SIGKILL)
+            r.join()
+    wrong = [] if came else ["the moment of the fault did not come"]
+    wrong += judged(case, gone, outcomes, codes)
+    named = [o.time - struck for o in outcomes if o.rank not in gone]
+    if wrong:
+        logs = [f"--- {path}\n{path.read_text()[-2000:]}" for path in sorted(root.glob("log.*"))]
+        wrong.append("\n".join(logs))
+    shutil.rmtree(root)
+    return Run(wrong, None if case.kind in HARMLESS else max(named, default=None), outcomes)
+
+
+def lives(case: Case, rank: int) -> bool:
+    """Return whether a rank outlives a fault."""
+    on_host = rank // case.ranks == case.host
+    if case.kind in ("host gone", "processes killed", "host stopped"):
+        return not on_host
+    last = case.host * case.ranks + case.ranks - 1
+    return not (case.kind.startswith("rank ") and rank == last)
+
+
+def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int | None]) -> list[str]:
+    """List what is wrong with the outcomes of a case."""
+    wrong, said = [], {o.rank: o for o in outcomes}
+    for rank in range(2 * case.ranks):
+        if rank in gone:
+            continue
+        host, o = rank // case.ranks, said.get(rank)
+        if o is None:
+            wrong.append(f"rank {rank} said nothing, and ended with {codes[rank]}")
+        elif case.kind in HARMLESS:
+            wrong += [f"rank {rank} has {o.error}: {o.text}"] if o.error else []
+        elif o.error != "LostRankError" or o.lost is None:
+            wrong.append(f"rank {rank} has {o.error}: {o.text}")
+        elif gone and o.lost not in gone:
+            wrong.append(f"rank {rank} names {o.lost}, and {gone} are gone: {o.text}")
+        elif not gone and o.lost // case.ranks == host and case.kind != "one direction cut":
+            wrong.append(f"rank {rank} names {o.lost} of its own host: {o.text}")
+        elif codes[rank] != 1:
+            wrong.append(f"rank {rank} ended with {codes[rank]}")
+    return wrong
