@@ -15,6 +15,7 @@ from fzero.optim._base import (
     check_has_method,
     torch_optimizer_message,
 )
+from fzero.optim._convert_moments import convert_moments
 from fzero.optim._groups import by_group
 from fzero.optim._half_precision import (
     LossScaleState,
@@ -95,6 +96,7 @@ __all__ = [
     "clip_by_expert",
     "clip_by_global_norm",
     "constant",
+    "convert_moments",
     "dynamic_loss_scale",
     "ema",
     "exponential_decay",

@@ -23,10 +23,9 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
-from fzero.optim._moments import Moments, MomentsLike, init_moment, map_moments, moments_of
+from fzero.optim._moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._norms import leaf_norms
 from fzero.optim._schedules import Schedule
-from fzero.optim._shapes import check_gradients_like
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 
@@ -108,7 +107,7 @@ def adamw(
         rate = rate_at(learning_rate, state.count)
         if policy is not None:
             decay = None if is_zero(weight_decay) else rate * weight_decay
-            return _update_eight_bit(grads, state, params, mask, AdamNumbers(b1, b2, eps, rate, decay))
+            return _update_eight_bit(grads, state, params, mask, policy, AdamNumbers(b1, b2, eps, rate, decay))
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
         updates = tree.elementwise(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
@@ -129,7 +128,7 @@ def _decays(params: Params, mask: Mask | None) -> Tree:
 
 
 @torch_hints
-def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
+def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
 
     Use it in your own chains. The direction points uphill, so end the chain with `scale_by_learning_rate`.
@@ -138,9 +137,10 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
         b1: the decay of the first moment.
         b2: the decay of the second moment.
         eps: added to the root of the second moment.
+        moments: how to store the moments; see `adamw`.
 
     Returns:
-        An optimizer; its state has two moments per element, of the parameter's dtype.
+        An optimizer; its state has two moments per element.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or `eps` is negative.
@@ -152,8 +152,11 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
     """
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps)
+    policy = moments_of(moments)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
+        if policy is not None:
+            return _update_eight_bit(grads, state, None, None, policy, AdamNumbers(b1, b2, eps, -1.0, None))
         state, r1, r2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -161,7 +164,8 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
 
         return tree.elementwise(direction, state.mu, state.nu), state
 
-    return Optimizer(_init, update, exact_on_shards=True)
+    init = partial(_init, policy=policy)
+    return Optimizer(init, update, exact_on_shards=True, elementwise=None if policy is None else False)
 
 
 def _init(params: Params, policy: Moments | None = None) -> AdamState:
@@ -174,7 +178,7 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
 
     These are factors rather than divisors, because three divisions per element take longer than the memory traffic.
     """
-    check_gradients_like(state.mu, grads, "state")
+    check_moment(state.mu, grads, None)
     count = state.count + 1
     t = count.to(torch.float64)
     mu = tree.elementwise(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
@@ -193,11 +197,16 @@ class AdamNumbers(NamedTuple):
 
 
 def _update_eight_bit(
-    grads: Updates, state: AdamState, params: Params | None, mask: Mask | None, numbers: AdamNumbers
+    grads: Updates,
+    state: AdamState,
+    params: Params | None,
+    mask: Mask | None,
+    policy: Moments,
+    numbers: AdamNumbers,
 ) -> tuple[Updates, AdamState]:
     """Return the updates and the new state, of moments in 8 bits: one unit after the other in float32."""
     b1, b2, eps, rate, decay = numbers
-    check_gradients_like(state.mu.codes, grads, "state")
+    check_moment(state.mu, grads, policy)
     count = state.count + 1
     t = count.to(torch.float64)
     r1, r2 = 1 / (1 - b1**t), (1 - b2**t).rsqrt()
@@ -227,6 +236,7 @@ def lamb(
     eps: Number = 1e-6,
     weight_decay: Number = 0.0,
     mask: Mask | None = None,
+    moments: MomentsLike = None,
 ) -> Optimizer:
     """Scale AdamW's step of each leaf to the leaf's norm (arXiv:1904.00962): `optax.lamb`'s numbers.
 
@@ -239,10 +249,11 @@ def lamb(
         eps: added to the root of the second moment.
         weight_decay: the fraction of a parameter that is added to its direction before the trust ratio scales it.
         mask: which leaves decay; see `add_decayed_weights`.
+        moments: how to store the moments; see `adamw`.
 
     Returns:
         An optimizer, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
-        `scale_by_learning_rate`. Its state has two moments per element, of the parameter's dtype.
+        `scale_by_learning_rate`. Its state has two moments per element.
 
     Raises:
         ValueError: if a hyperparameter is out of its range. On update, if `params` is not given.
@@ -254,7 +265,7 @@ def lamb(
         {'w': tensor([-0.5000, -0.0000])}
     """
     return chain(
-        scale_by_adam(b1, b2, eps),
+        scale_by_adam(b1, b2, eps, moments),
         add_decayed_weights(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),

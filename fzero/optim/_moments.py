@@ -13,6 +13,7 @@ from fzero._dtypes import sum_dtype
 from fzero._torch import assume_constant_result
 from fzero.collectives import all_gather
 from fzero.optim._eight_bit import ZERO, DynamicCode, decode, dynamic_code, encode
+from fzero.optim._shapes import check_gradients_like
 from fzero.sharding import (
     BlockMap,
     Shard,
@@ -29,7 +30,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["EightBit", "Moments", "MomentsLike", "init_moment", "map_moments", "moments_of"]
+__all__ = ["EightBit", "Moments", "MomentsLike", "check_moment", "init_moment", "map_moments", "moments_of"]
 
 MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
 
@@ -100,6 +101,23 @@ def moments_of(moments: Any) -> Moments | None:
     if not isinstance(moments, str):
         raise TypeError(f'moments={moments!r}: expected "int8", an optim.Moments, or None')
     return Moments(moments)  # pyright: ignore[reportArgumentType]  # it checks the kind
+
+
+def check_moment(moment: Tree, grads: Tree, policy: Moments | None) -> None:
+    """Check that a moment is stored as an optimizer stores it, and is of leaves like the gradients.
+
+    Raises:
+        TypeError: if it is stored in another way.
+        ValueError: if the gradients have another structure or other shapes.
+    """
+    if isinstance(moment, EightBit) != (policy is not None):
+        kinds = ("in 8 bits", "in the parameters' dtypes")
+        found, expected = kinds if policy is None else kinds[::-1]
+        raise TypeError(
+            f"opt_state holds moments {found}, and the optimizer stores them {expected}: convert the state, inside the "
+            "mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
+        )
+    check_gradients_like(moment.codes if isinstance(moment, EightBit) else moment, grads, "state")
 
 
 def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:

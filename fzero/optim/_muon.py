@@ -25,8 +25,8 @@ from fzero.optim._base import (
     rate_at,
     torch_hints,
 )
+from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
-from fzero.optim._shapes import check_gradients_like
 from fzero.optim._wrappers import masked
 from fzero.sharding import (
     Matrix,
@@ -177,7 +177,7 @@ _SCALES: dict[str | None, Callable[[int, int], float]] = {
 
 
 class MuonState(NamedTuple):
-    """The number of updates (int64, 0-d), and the moving average of the gradients, a tree like the parameters."""
+    """The number of updates (int64, 0-d), and the moving average of the gradients, a tree or an `EightBit`."""
 
     count: torch.Tensor
     momentum: Tree
@@ -197,6 +197,7 @@ def muon(
     fallback: OptimizerLike | None = None,
     mask: Mask | None = None,
     ns_dtype: torch.dtype | None = torch.bfloat16,
+    moments: MomentsLike = None,
 ) -> Optimizer:
     """Step along the orthogonalised momentum of each matrix (Keller Jordan's Muon): `torch.optim.Muon`'s numbers.
 
@@ -223,6 +224,7 @@ def muon(
             meta tensors). By default the leaves with two dimensions. A leaf `[.., r, c]` in the mask is a stack of
             separate matrices, such as experts. Give convolutions to `fallback`.
         ns_dtype: the dtype of the iteration, and of the matrices on the wire; None for the gradients' dtype.
+        moments: how to store Muon's moving average; see `adamw`. `fallback` has an argument of its own.
 
     Returns:
         An optimizer. Its state is a `MuonState`; with `fallback` it is a tuple of a `MuonState` and the state of
@@ -250,19 +252,30 @@ def muon(
     if mask is not None and fallback is None:
         raise ValueError("muon: mask= selects Muon's leaves, and no optimizer updates the rest: give fallback= too")
 
+    policy = moments_of(moments)
+
     def direction(matrix: torch.Tensor) -> torch.Tensor:
         return _orthogonalize(matrix, ns_coefficients, ns_steps, eps)
 
     def init(params: Params) -> MuonState:
         _check_mask(params, mask, fallback is not None)
-        return MuonState(torch.zeros((), dtype=torch.int64, device="cpu"), tree.map(torch.zeros_like, params))
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        return MuonState(count, init_moment(params, policy, signed=True))
+
+    def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = g.to(m.dtype)
+        new = _lerp(m, wide, 1 - momentum)
+        return (_lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
-        check_gradients_like(state.momentum, grads, "state")
+        check_moment(state.momentum, grads, policy)
         is_matrix = _check_mask(grads, mask, fallback is not None)
         rate = rate_at(learning_rate, state.count)
-        average = tree.map(lambda g, m: _lerp(m, g, 1 - momentum), grads, state.momentum)
-        ahead = tree.map(lambda g, m: _lerp(g, m, momentum), grads, average) if nesterov else average
+        if policy is not None:
+            ahead, (average,) = map_moments(step, (True,), grads, (state.momentum,))
+        else:
+            average = tree.map(lambda g, m: _lerp(m, g, 1 - momentum), grads, state.momentum)
+            ahead = tree.map(lambda g, m: _lerp(g, m, momentum), grads, average) if nesterov else average
         directions = map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
         scales = per_leaf(
             grads, tree.map(lambda p, m: _scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)

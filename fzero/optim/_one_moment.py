@@ -21,6 +21,7 @@ from fzero.optim._base import (
     torch_hints,
 )
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
+from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
 from fzero.tree import Tree
@@ -142,7 +143,7 @@ def adagrad(
 
 
 class LionState(NamedTuple):
-    """The moving average of the gradients, a tree like the parameters."""
+    """The moving average of the gradients, a tree like the parameters or an `EightBit`."""
 
     mu: Tree
 
@@ -154,6 +155,7 @@ def lion(
     b2: Number = 0.99,
     weight_decay: Number = 1e-3,
     mask: Mask | None = None,
+    moments: MomentsLike = None,
 ) -> Optimizer:
     """Step by the sign of an average of gradients (arXiv:2302.06675): `optax.lion`'s numbers.
 
@@ -165,10 +167,11 @@ def lion(
         b2: the decay of the average.
         weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
         mask: which leaves decay; see `add_decayed_weights`.
+        moments: how to store the average; see `adamw`.
 
     Returns:
         An optimizer, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`. Its state has
-        one number per element, of the parameter's dtype.
+        one number per element.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay is negative. On update, if there is a
@@ -181,14 +184,14 @@ def lion(
         {'w': tensor(-0.1500)}
     """
     return chain(
-        scale_by_lion(b1, b2),
+        scale_by_lion(b1, b2, moments),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
 
 
 @torch_hints
-def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
+def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
 
     Example:
@@ -197,13 +200,26 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
         {'w': tensor(-1.)}
     """
     check_fraction(b1=b1, b2=b2)
+    policy = moments_of(moments)
 
     def init(params: Params) -> LionState:
-        return LionState(tree.map(torch.zeros_like, params))
+        return LionState(init_moment(params, policy, signed=True))
+
+    def sign(g: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return torch.sign((1 - b1) * g + b1 * m).to(g.dtype)
+
+    def average(g: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return (b2 * m + (1 - b2) * g).to(m.dtype)
+
+    def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = g.to(m.dtype)
+        return sign(wide, m).to(g.dtype), average(wide, m)
 
     def update(grads: Updates, state: LionState, params: Params | None = None) -> tuple[Updates, LionState]:
-        check_gradients_like(state.mu, grads, "state")
-        signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
-        return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
+        check_moment(state.mu, grads, policy)
+        if policy is not None:
+            signs, (mu,) = map_moments(step, (True,), grads, (state.mu,))
+            return signs, LionState(mu)
+        return tree.map(sign, grads, state.mu), LionState(tree.map(average, grads, state.mu))
 
-    return Optimizer(init, update, exact_on_shards=True)
+    return Optimizer(init, update, exact_on_shards=True, elementwise=None if policy is None else False)

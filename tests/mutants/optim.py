@@ -36,7 +36,12 @@ MUTANTS = [
     ),
     *File("optim/_moments.py", EIGHT_BIT).faults(
         Fault("small leaves are in 8 bits", "_is_small", returns("False")),
+        Fault("an optimizer takes moments of another kind", "check_moment", never("isinstance(A, B) != C")),
         Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
+    ),
+    *File("optim/_convert_moments.py", EIGHT_BIT).faults(
+        Fault("a second moment is converted by the signed code", "_MOMENTS", constant(False, True)),
+        Fault("rounded moments are rounded again", "_convert_moment", never("isinstance(A, B) and C == D")),
     ),
     *File("sharding/_leaf_blocks.py", EIGHT_BIT).faults(
         Fault(
@@ -76,7 +81,7 @@ MUTANTS = [
         Fault("pieces of a shard count as another shape", "_shape", becomes("A if rest else B", "first")),
     ),
     *File("optim/_adam.py", ("tests/optim/test_shapes.py",)).faults(
-        Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_gradients_like(A, B, C)")),
+        Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_moment(A, B, C)")),
     ),
     *File("optim/_adafactor.py", ("tests/optim/test_shapes.py",)).faults(
         Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),

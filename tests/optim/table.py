@@ -62,6 +62,13 @@ TABLE = {
         optim.adamw(optim.warmup_cosine(0.1, 3, 8, 0.01), weight_decay=0.1, mask=matrices), optax="adamw"
     ),
     "adamw in 8 bits": Row(optim.adamw(1e-2, mask=matrices, moments=EVERY_LEAF)),
+    "adam links in 8 bits": Row(
+        optim.chain(optim.scale_by_adam(moments=EVERY_LEAF), optim.scale_by_learning_rate(FALLING))
+    ),
+    "lion in 8 bits": Row(optim.lion(1e-2, 0.8, 0.95, moments=EVERY_LEAF)),
+    "muon in 8 bits": Row(
+        optim.muon(1e-2, fallback=optim.lamb(1e-2, moments=EVERY_LEAF), ns_dtype=None, moments=EVERY_LEAF)
+    ),
     "adam in links": Row(
         optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2)), lambda xs: torch.optim.Adam(xs, 1e-2)
     ),

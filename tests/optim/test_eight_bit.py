@@ -272,6 +272,62 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path, before, after):
     assert_trees_close(steps[1].gather(loaded), steps[0].gather(state), 0.0)
 
 
+def step_without_count(opt: Any) -> Any:
+    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
+        updates, state = opt.update(tree.map(lambda p: (0.3 * p) ** 3, params), state, params)
+        return optim.apply_updates(params, updates), state
+
+    return step
+
+
+KINDS = {
+    "adamw": lambda moments: optim.adamw(1e-2, moments=moments),
+    "lion": lambda moments: optim.chain(optim.clip(1.0), optim.lion(1e-2, moments=moments)),
+    "muon": lambda moments: optim.muon(1e-2, fallback=optim.adam(1e-2, moments=moments), moments=moments),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_convert_between_kinds(name, stage):
+    params, exact, small = big_params(), KINDS[name](None), KINDS[name]("int8")
+    step = fzero.shard(step_without_count(exact), stage, fzero.mesh(dp=3))
+    likes = [step.init(params, opt)[1] for opt in (exact, small)]
+    _, state = step(step.init(params, exact)[0], likes[0], step.mesh.split(torch.ones(3)))
+    convert = step.mesh.spmd(optim.convert_moments)
+    packed = convert(state, likes[1])
+    assert tree.flatten(packed)[1] == tree.flatten(likes[1])[1]
+    back = convert(packed, likes[0])
+    pairs = zip(floats(back), floats(state), strict=True)
+    errors = [(x - y).abs().max() / y.abs().max() for x, y in pairs]
+    assert 0 < max(errors) < 0.08, "half of the widest gap between values, relative to the largest"
+    again = convert(packed, likes[1])
+    assert_trees_close(again, packed, 0.0)
+    with pytest.raises(TypeError, match=r"opt_state holds moments .* optim.convert_moments"):
+        other = fzero.shard(step_without_count(small), stage, step.mesh)
+        other(step.init(params, exact)[0], state, step.mesh.split(torch.ones(3)))
+    with pytest.raises(TypeError, match=r"opt_state holds moments in 8 bits, and the optimizer stores them in the par"):
+        step(step.init(params, exact)[0], packed, step.mesh.split(torch.ones(3)))
+
+
+def test_a_converted_moment_has_the_bytes_of_its_own_code():
+    w, exact = normal((64, 80), 0, torch.float32), optim.adamw(1e-2)
+    _, state = exact.update(w, exact.init(w), w)
+    new = optim.convert_moments(state, optim.adamw(1e-2, moments="int8").init(w))
+    for moment, full, signed in [(new.mu, state.mu, True), (new.nu, state.nu, False)]:
+        assert_trees_close(unpacked(moment, w, signed), full, 0.01)
+
+
+def test_states_of_other_optimizers_do_not_convert():
+    params = big_params()
+    with pytest.raises(ValueError, match="trees differ in structure"):
+        optim.convert_moments(optim.adamw(1e-2).init(params), optim.lion(1e-2, moments="int8").init(params))
+
+
+def floats(state: Any) -> list[torch.Tensor]:
+    return [x for x in tree.tensors(state) if x.is_floating_point() and x.ndim and x.abs().max() > 0]
+
+
 # ---------------------------------------------------------------- leaves that an axis splits
 
 

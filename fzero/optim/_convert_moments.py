@@ -1,0 +1,85 @@
+"""Convert the moments of an optimizer's state from one kind to another."""
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.optim._adam import AdamState
+from fzero.optim._base import OptState
+from fzero.optim._moments import EightBit, map_moments
+from fzero.optim._muon import MuonState
+from fzero.optim._one_moment import LionState
+from fzero.sharding import is_box
+from fzero.tree import Tree
+
+__all__ = ["convert_moments"]
+
+# the fields of states that are moments -> whether they may be negative
+_MOMENTS: dict[type, dict[str, bool]] = {
+    AdamState: {"mu": True, "nu": False},
+    LionState: {"mu": True},
+    MuonState: {"momentum": True},
+}
+
+
+def convert_moments(opt_state: OptState, like: OptState) -> OptState:
+    """Return an optimizer's state with its moments stored as in another state: in 8 bits or not.
+
+    So a checkpoint of one kind goes on as another kind: load it into a state of its own kind, and convert that. 8 bits
+    lose what `fzero.optim.Moments` says; back from them nothing more is lost.
+
+    Args:
+        opt_state: a state, on any layout. On shards call it in a rank program: `mesh.spmd(optim.convert_moments)`.
+        like: a state of the same parameters in the same layout, such as `step.init(params, opt)` returns. Only its
+            kinds, dtypes and scales' shapes are read.
+
+    Returns:
+        A state with the numbers of `opt_state`.
+
+    Raises:
+        ValueError: if the states differ in more than their moments' kinds.
+
+    Example:
+        >>> from fzero import optim
+        >>> params, grads = {"w": torch.ones(64, 64)}, {"w": torch.full((64, 64), 0.5)}
+        >>> exact, small = optim.adamw(1e-3), optim.adamw(1e-3, moments="int8")
+        >>> _, state = exact.update(grads, exact.init(params), params)
+        >>> state = convert_moments(state, like=small.init(params))
+        >>> state.mu.codes["w"].dtype, state.mu.scales["w"][0]
+        (torch.uint8, tensor(0.0500))
+    """
+    states, structure = tree.flatten(opt_state, _has_moments)
+    others, other_structure = tree.flatten(like, _has_moments)
+    if structure != other_structure or [type(x) for x in states] != [type(x) for x in others]:
+        raise ValueError(tree.difference(opt_state, like, names=("opt_state", "like")))
+    return tree.unflatten(structure, [_convert(x, y) for x, y in zip(states, others, strict=True)])
+
+
+def _has_moments(x: Any) -> bool:
+    return is_box(x) or type(x) in _MOMENTS
+
+
+def _convert(state: Any, like: Any) -> Any:
+    fields = _MOMENTS.get(type(state), {})
+    new = {name: _convert_moment(getattr(state, name), getattr(like, name), sign) for name, sign in fields.items()}
+    return state._replace(**new) if new else state
+
+
+def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
+    if isinstance(moment, EightBit):
+        if isinstance(like, EightBit) and _shapes(moment.scales) == _shapes(like.scales):
+            return moment  # to round what is rounded would lose more
+        shapes = like.codes if isinstance(like, EightBit) else like
+
+        def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return m if isinstance(like, EightBit) else m.to(x.dtype), m
+
+        moment = map_moments(widen, [signed], shapes, [moment])[0]
+    if isinstance(like, EightBit):
+        moment = map_moments(lambda x, m: (x, x.to(m.dtype)), [signed], moment, [like])[1][0]
+    return moment
+
+
+def _shapes(scales: Tree) -> list[Any]:
+    return [None if x is None else x.shape for x in tree.flatten(scales, is_box)[0]]
