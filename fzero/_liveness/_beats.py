@@ -27,10 +27,13 @@ __all__ = ["RECORD", "Config", "main"]
 if __name__ == "__main__":  # without the package, which needs torch
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
+    from _stragglers import Pace, Stragglers  # pyright: ignore
 else:
     from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
+    from fzero._liveness._stragglers import Pace, Stragglers
 
-RECORD = struct.Struct("<qq?200s")  # how many places the rank has been at, its step, whether it waits, its text
+# how many places the rank has been at, its step, whether it waits, its seconds of work in steps and between, its text
+RECORD = struct.Struct("<qq?dd200s")
 LINGER = 3.0  # seconds in which a heartbeat whose rank has ended makes sure that rank 0's knows it
 URGENT = 0.1  # seconds between beats while there is something to say
 BUSY = 0.05  # the share of a processor above which a rank is busy
@@ -75,7 +78,7 @@ class Process:
 
     def place(self, now: float) -> Place:
         """Return what the rank does."""
-        count, step, waiting, text = RECORD.unpack(self._memory[:])
+        count, step, waiting, *work, text = RECORD.unpack(self._memory[:])
         if count != self._count:
             self._count, self._since = count, now
             self._uses.clear()
@@ -89,7 +92,8 @@ class Process:
         since = self._ended_at or self._since
         idle = 0.0 if state == "D" else self._idle(now, used)
         host, reason, broken = self._config.host, self.reason, self.broken
-        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken)
+        work = (work[0], work[1])
+        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work)
 
     def _idle(self, now: float, used: float) -> float:
         """Return for how long the rank has been at its place without using more than the share `BUSY`."""
@@ -131,7 +135,7 @@ class Heartbeat:
         self.verdict: LostRank | None = None
         self.verdict_at = 0.0
         self.raised = False
-        self.places = ""
+        self.places, self.stragglers = "", Stragglers()
         if config.rank == 0:
             self.socket.bind(("", 0))
             tell(port=self.socket.getsockname()[1])
@@ -192,6 +196,9 @@ class Heartbeat:
             self.hub.hear(0, place, None, now)
             others = {r: p for r, p in self.hub.places.items() if r}
             self.places = show_places(others)  # once a beat: it grows with the number of ranks
+            paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
+            if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.places.items()}):
+                tell(stragglers=self.stragglers.found)
         else:
             message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
             self.send({**message, "knows": self.verdict is not None}, self.hub_address)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config
 from fzero._liveness._judge import LostRank
+from fzero._liveness._stragglers import Straggler
 from fzero._notice import trouble_link
 from fzero._torch.release import is_connection_error, release_waits
 
@@ -62,6 +64,7 @@ class Heart:
         limit: a rank is lost after this many seconds without a heartbeat.
         port: the port of rank 0's heartbeat.
         lost: the error that names the lost rank, once there is one.
+        stragglers: on rank 0, the ranks that are slow.
     """
 
     def __init__(self, config: Config, store: Any) -> None:
@@ -69,6 +72,9 @@ class Heart:
         self.limit, self.port = config.limit, config.port
         self.lost: LostRankError | None = None
         self._count, self._step, self._owner = 0, 0, os.getpid()
+        self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
+        self._work, self._between = 0.0, 0.0
+        self.stragglers: list[Straggler] = []
         self._known = threading.Event()
         with _memory() as file:
             self._place = mmap.mmap(file, RECORD.size)
@@ -85,12 +91,24 @@ class Heart:
     def at(self, text: str, waiting: bool = False) -> None:
         """Publish what this rank does now, and whether it waits for other ranks there."""
         self._count += 1
-        self._place[:] = RECORD.pack(self._count, self._step, waiting, text.encode())
+        since, self._since = self._since, time.perf_counter()
+        if self._in_step and not self._is_waiting:
+            self._work += self._since - since
+        elif not self._is_waiting:
+            self._between += self._since - since
+        self._is_waiting = waiting
+        self._place[:] = RECORD.pack(self._count, self._step, waiting, self._work, self._between, text.encode())
 
     def begin_step(self, name: str) -> None:
         """Publish that a step begins."""
         self._step += 1
         self.at(name)
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Publish that a step has ended."""
+        self.at("between steps")
+        self._in_step = False
 
     def explain(self, error: BaseException) -> LostRankError | None:
         """Return the error that names the lost rank, if `error` comes from a connection to it.
@@ -131,6 +149,8 @@ class Heart:
                 message: dict[str, Any] = json.loads(line)
                 if "notice" in message:
                     log.warning("%s", message["notice"])
+                elif "stragglers" in message:
+                    self.stragglers = [Straggler(*x) for x in message["stragglers"]]
                 elif self.lost is None:
                     self.lost = LostRankError(LostRank(*message["verdict"]))
                     log.error("%s", self.lost)
@@ -197,7 +217,7 @@ def explain(error: BaseException | None) -> LostRankError | None:
 def _in_step(heart: Heart, name: str) -> Iterator[None]:
     heart.begin_step(name)
     yield
-    heart.at("between steps")
+    heart.end_step()
 
 
 _NOTHING = contextlib.nullcontext()

@@ -45,6 +45,7 @@ class Place(NamedTuple):
         count: how many places it has been at.
         reason: the exception of a process that failed.
         broken: the message of a connection that broke, "" if none did.
+        work: how many seconds it has worked in steps and between them, without its waits.
     """
 
     host: str = "?"
@@ -57,6 +58,7 @@ class Place(NamedTuple):
     count: int = 0
     reason: str = ""
     broken: str = ""
+    work: tuple[float, float] = (0.0, 0.0)
 
     def __str__(self) -> str:
         step = f"in step {self.step}, " if self.step else "before its first step, "

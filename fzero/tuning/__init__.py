@@ -1,6 +1,7 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._calibrate import calibrate
+from fzero.tuning._hint import Hint
 from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine
 from fzero.tuning._offload_costs import OffloadCosts, OffloadWork, model_work, offload_costs, planned_work
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
@@ -10,7 +11,7 @@ from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
-from fzero.tuning._watch import Hint, StepMeasurement, WatchedStep, watch
+from fzero.tuning._watch import StepMeasurement, WatchedStep, watch
 
 __all__ = [
     "A100",

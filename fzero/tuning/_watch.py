@@ -14,10 +14,11 @@ from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
+from fzero.tuning._hint import Hint, straggler_hints
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
 
-__all__ = ["Hint", "Measurement", "Meter", "StepMeasurement", "WatchedStep", "find_hints", "meter_of", "watch"]
+__all__ = ["Measurement", "Meter", "StepMeasurement", "WatchedStep", "find_hints", "meter_of", "watch"]
 
 # Meters measure one call of a step with the counters of its device, without waiting for the device.
 
@@ -198,21 +199,6 @@ class StepMeasurement:
         return f"step {self.step}: {', '.join(parts)}"
 
 
-class Hint(NamedTuple):
-    """A difference between measurement and plan, and its remedy.
-
-    Attributes:
-        name: the cause: "outside the step", "workspaces", "fragmentation", "out of room", "between steps", "slow".
-        text: the observation, and the remedy.
-    """
-
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
-
-
 def find_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
     """List hints for the last of some consecutive measurements.
 
@@ -322,7 +308,8 @@ def watch(
 
     Call the result like the step; it returns the same results. It measures memory at the first call without
     compilation, and at each `every`-th call. That costs some milliseconds on a CPU, and some microseconds on a GPU. No
-    call waits for the device. Each measured call is reported by a line, and each hint once.
+    call waits for the device. Each measured call is reported by a line, and each hint once. On a mesh of processes,
+    a rank that is slower than the others is a hint: which one, where, by how much, and since which step.
 
     On a GPU the peak comes from torch's caching allocator, whose peak counters are reset. On a CPU it comes from the
     allocator's events in threads that torch starts. Allocations of gloo's own threads are not seen.
@@ -475,6 +462,7 @@ class WatchedStep:
         if measured:
             self.last = measurements[measured[-1]]
             self.hints = find_hints(measurements[: measured[-1] + 1])
+            self.hints += straggler_hints()
         if not measurements or not self._is_leader:
             return
         rows = [(r.step, r.scalars()) for r in measurements]
@@ -482,8 +470,8 @@ class WatchedStep:
             writer(rows)
         if measured and self._print is not None:
             self._print(str(self.last))
-            for hint in [h for h in self.hints if h.name not in self._reported]:
-                self._reported.add(hint.name)
+            for hint in [h for h in self.hints if h.key not in self._reported]:
+                self._reported.add(hint.key)
                 self._print(f"  {hint}")
 
     def __enter__(self) -> "WatchedStep":

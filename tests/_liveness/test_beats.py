@@ -27,7 +27,7 @@ def process(seen: Any) -> Process:
 
 
 def write(seen: Any, count: int, step: int, waiting: bool, text: str) -> None:
-    os.pwrite(seen.file, RECORD.pack(count, step, waiting, text.encode()), 0)
+    os.pwrite(seen.file, RECORD.pack(count, step, waiting, 0.0, 0.0, text.encode()), 0)
 
 
 def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
@@ -36,10 +36,10 @@ def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
     for now in range(100):
         place = rank.place(float(now))
         assert (place.idle, place.seconds) == (now, now)
-    assert str(place) == "in step 7, waiting in psum at a.py:3"
+    assert str(rank.place(100.0)) == "in step 7, waiting in psum at a.py:3"
     write(seen, 2, 7, False, "work")
-    assert rank.place(100.0).idle == 0.0
-    assert rank.place(130.0).idle == 30.0
+    assert rank.place(101.0).idle == 0.0
+    assert rank.place(131.0).idle == 30.0
 
 
 def test_a_rank_that_works_is_not_idle(seen):
@@ -50,8 +50,8 @@ def test_a_rank_that_works_is_not_idle(seen):
         assert rank.place(float(now)).idle < 20
     seen.used += 0.01 * 500  # a thread that logs is no work
     for now in range(1000, 1500, 2):
-        idle = rank.place(float(now)).idle
-    assert idle > 300
+        rank.place(float(now))
+    assert rank.place(1500.0).idle > 300
 
 
 def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):

@@ -34,6 +34,7 @@ KINDS = (
     "host stopped",
     "rank stopped",
     "rank killed",
+    "rank hangs",
     "30% loss",
     "2 s delay",
     "1 MB/s",
@@ -93,7 +94,8 @@ class Run(NamedTuple):
 def drawn(rng: random.Random, kind: str) -> Case:
     jitted = kind.endswith(("any", "cut", "loss", "delay", "MB/s")) and rng.random() < 0.5  # others stop within Python
     ranks = 1 if kind == "2 s delay" else rng.choice((1, 1, 2))
-    return Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
+    case = Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
+    return case._replace(timeout=20.0) if kind == "rank hangs" else case  # it is named after all of the timeout
 
 
 class Flag:
@@ -185,6 +187,8 @@ def train(case: Case, root: Path, trigger: Trigger) -> None:
             trigger.at("first step")
             trigger.at("between")
             trigger.at("any")
+            if case.kind == "rank hangs" and i == FAULT_AT and not lives(case, mesh.rank):
+                time.sleep(1000)
             *state, _ = run(*state, mesh.split(batch_at(i)))
             if i % 3 == 0:
                 runs.wait()

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Fault, File
 
 JUDGE = ("tests/_liveness/test_judge.py",)
 BEATS = ("tests/_liveness/test_beats.py",)
+STRAGGLERS = ("tests/_liveness/test_stragglers.py",)
 LOST = ("tests/_liveness/test_lost.py",)
 RELEASE = ("tests/_torch/test_release.py",)
 
@@ -23,12 +24,24 @@ MUTANTS = [
     ),
     *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "Heartbeat.end_rank", skipped("os.kill(A, B)")),
-        Fault("a rank that works is idle", "Process._idle", skipped("self._uses.popleft()")),
+        Fault("a rank that works is idle", "Process._idle", never("used - self._uses[0][1] > A")),
         Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
+    ),
+    *File("_liveness/_stragglers.py", STRAGGLERS).faults(
+        Fault("one slow comparison names a straggler", "Stragglers.compare", always("A in self._since")),
+        Fault("the others include the slow rank", "Stragglers.compare", dropped("r != rank")),
+        Fault(
+            "a straggler is slow since its last comparison",
+            "Stragglers.compare",
+            skipped("self._starts = B", at="2 of 2"),
+        ),
+    ),
+    *File("_liveness/_heart.py", STRAGGLERS).faults(
+        Fault("a wait counts as work", "Heart.at", dropped("not self._is_waiting")),
+        Fault("a step counts as between steps", "Heart.begin_step", skipped("self._in_step = True")),
     ),
     *File("_liveness/_heart.py", LOST).faults(
         Fault("waits are not released", "Heart._listen", skipped("release_waits(A)")),
-        Fault("a broken connection is not reported", "Heart.explain", skipped("self._say(f'broken {A}')")),
     ),
     *File("_torch/release.py", RELEASE).faults(
         Fault(

@@ -261,7 +261,7 @@ MUTANTS = [
         Fault("the seconds of the named machine are ignored", "WatchedStep._plan", dropped("hardware")),
         Fault("watch waits for the device", "WatchedStep.__call__", bare("A.measurement.is_over()")),
         Fault("rows are written to the file twice", "WatchedStep._write", bare("A[B:]")),
-        Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.name)")),
+        Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.key)")),
         Fault("the slowest call is taken for the median", "_time_hints", becomes("median", "max")),
         Fault(
             "the peak of a GPU is not reset between calls",

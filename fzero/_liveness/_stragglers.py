@@ -1,0 +1,91 @@
+"""Find ranks that are slow: those that work longer than the others between their waits. Standard library only."""
+
+from statistics import median
+from typing import NamedTuple
+
+__all__ = ["Pace", "Straggler", "Stragglers"]
+
+STEPS = 10  # that all ranks make in one comparison
+FACTOR = 1.3  # a rank is slow if it works longer than the others by this factor
+LEAST = 1e-3  # and by as many seconds a step
+PHASES = ("in the step", "between steps")
+
+
+class Pace(NamedTuple):
+    """How far a rank is, and how long it has worked until then, without its waits for other ranks.
+
+    Attributes:
+        step: how many steps it has begun.
+        seconds: its seconds of work in each of `PHASES`.
+    """
+
+    step: int = 0
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+class Straggler(NamedTuple):
+    """A slow rank.
+
+    Attributes:
+        rank: the rank.
+        host: the name of its host.
+        phase: where it is slow, one of `PHASES`.
+        seconds: how long it works there, a step.
+        others: how long the other ranks do, their median.
+        since: the step since which it has been slow.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    seconds: float
+    others: float
+    since: int
+
+    def __str__(self) -> str:
+        factor = self.seconds / max(self.others, 1e-6)
+        times = f"{factor:.1f} times as long as" if factor < 100 else "much longer than"
+        return (
+            f"rank {self.rank} ({self.host}) works {times} the others {self.phase}, "
+            f"{1e3 * self.seconds:.1f} ms against {1e3 * self.others:.1f} ms, since step {self.since}"
+        )
+
+
+class Stragglers:
+    """Compares the ranks each `STEPS` steps. A rank is slow if it was so in two comparisons in a row.
+
+    Attributes:
+        found: the ranks that were slow in the last two comparisons, each in the phase in which it loses most.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Straggler] = []
+        self._starts: dict[int, Pace] = {}
+        self._since: dict[tuple[int, str], int] = {}  # rank and phase -> the step since which it is slow
+
+    def compare(self, paces: dict[int, Pace], hosts: dict[int, str]) -> bool:
+        """Compare the ranks, if all have made `STEPS` steps since the last comparison; return whether they have."""
+        if self._starts.keys() != paces.keys():
+            self._starts = dict(paces)
+            return False
+        steps = {r: pace.step - self._starts[r].step for r, pace in paces.items()}
+        if len(paces) < 2 or min(steps.values()) < STEPS:
+            return False
+        found: list[Straggler] = []
+        for i, phase in enumerate(PHASES):
+            seconds = {r: (p.seconds[i] - self._starts[r].seconds[i]) / steps[r] for r, p in paces.items()}
+            for rank, mine in seconds.items():
+                others = median(x for r, x in seconds.items() if r != rank)
+                if mine < FACTOR * others or mine < others + LEAST:
+                    self._since.pop((rank, phase), None)
+                elif (rank, phase) in self._since:
+                    since = self._since[rank, phase]
+                    found.append(Straggler(rank, hosts[rank], phase, mine, others, since))
+                else:
+                    self._since[rank, phase] = self._starts[rank].step
+        self._starts = dict(paces)
+        worst: dict[int, Straggler] = {}  # of each rank, the phase in which it loses most
+        for slow in sorted(found, key=lambda x: x.seconds - x.others):
+            worst[slow.rank] = slow
+        self.found = [*worst.values()]
+        return True
