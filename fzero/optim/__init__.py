@@ -56,6 +56,7 @@ from fzero.optim._schedules import (
     warmup_linear,
 )
 from fzero.optim._states import is_opt_state
+from fzero.optim._stochastic_rounding import StochasticRoundingState, stochastic_rounding
 from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
 from fzero.sharding import global_norm
 
@@ -81,6 +82,7 @@ __all__ = [
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "StochasticRoundingState",
     "Updates",
     "adafactor",
     "adagrad",
@@ -126,6 +128,7 @@ __all__ = [
     "set_to_zero",
     "sgd",
     "static_loss_scale",
+    "stochastic_rounding",
     "warmup_cosine",
     "warmup_linear",
     "with_offload_ratio",

@@ -28,6 +28,7 @@ __all__ = [
     "LossScaleState",
     "MasterState",
     "all_finite",
+    "check_dtypes",
     "difference",
     "dynamic_loss_scale",
     "loss_scale",
@@ -102,7 +103,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
         like = precision.dtype_tree(params)
-        _check_dtypes(params, grads, like, precision)
+        check_dtypes(params, grads, like, precision, "master_weights")
         masters = master_params(params, state)
         updates, inner = opt.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
@@ -188,7 +189,12 @@ def _dtype(x: object) -> torch.dtype | None:
     return data.dtype if isinstance(data, torch.Tensor) else None
 
 
-def _check_dtypes(params: Params, grads: Updates, like: Params, precision: Precision) -> None:
+def check_dtypes(params: Params, grads: Updates, like: Params, precision: Precision, name: str) -> None:
+    """Check that parameters and gradients have the dtypes of a policy.
+
+    Raises:
+        TypeError: if they have not. The message begins with `name`, the function that checks, and names the leaf.
+    """
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     columns = [tree.leaves_up_to(params, values, is_box) for values in (grads, like)]
     for path, p, g, x in zip(paths, entries, *columns, strict=True):
@@ -197,13 +203,13 @@ def _check_dtypes(params: Params, grads: Updates, like: Params, precision: Preci
             continue
         if _dtype(p) != dtype:
             raise TypeError(
-                f"master_weights: params leaf {path!r} is {_dtype(p)}, and precision says {dtype}; start with params, "
+                f"{name}: params leaf {path!r} is {_dtype(p)}, and precision says {dtype}; start with params, "
                 "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
         expected = precision.gradients(dtype).grad
         if grad_dtype is not None and grad_dtype != torch.promote_types(grad_dtype, expected):
             raise TypeError(
-                f"master_weights: grads leaf {path!r} is {grad_dtype}, and precision says {expected}; take them with "
+                f"{name}: grads leaf {path!r} is {grad_dtype}, and precision says {expected}; take them with "
                 "fzero.value_and_grad(f, precision=precision)"
             )
 

@@ -7,6 +7,7 @@ from fzero.optim._links import EmaState, ScaleByScheduleState
 from fzero.optim._muon import MuonState
 from fzero.optim._offload import DelayedState
 from fzero.optim._one_moment import AdagradState, LionState, SgdState
+from fzero.optim._stochastic_rounding import StochasticRoundingState
 from fzero.optim._wrappers import InjectHyperparamsState
 
 __all__ = ["is_opt_state"]
@@ -24,6 +25,7 @@ _STATES = (
     MuonState,
     ScaleByScheduleState,
     SgdState,
+    StochasticRoundingState,
 )
 
 

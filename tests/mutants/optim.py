@@ -3,7 +3,7 @@
 from tests.mutants.changes import always, bare, becomes, constant, never, returns, skipped, swapped
 from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
 
-EIGHT_BIT = ("tests/optim/test_eight_bit.py",)
+EIGHT_BIT, ROUNDING = ("tests/optim/test_eight_bit.py",), ("tests/optim/test_stochastic_rounding.py",)
 REMEDIES = ("tests/test_remedies.py",)
 
 MUTANTS = [
@@ -38,6 +38,20 @@ MUTANTS = [
         Fault("small leaves are in 8 bits", "_is_small", returns("False")),
         Fault("an optimizer takes moments of another kind", "check_moment", never("isinstance(A, B) != C")),
         Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
+    ),
+    *File("optim/_stochastic_rounding.py", ROUNDING).faults(
+        Fault("stochastic rounding always rounds down", "_round", becomes("A + B.to(torch.int32)", "A")),
+        Fault("all updates have the same draws", "stochastic_rounding.update", becomes("fold_in(A, 0)", "A")),
+        Fault("a value rounds to infinity", "_round", becomes("A.clamp(B, C)", "A")),
+    ),
+    *File("sharding/_leaf_positions.py", ROUNDING).faults(
+        Fault("all leaves have the same draws", "numbers_of_leaf", bare("A ^ B")),
+        Fault("all ranks have the same draws", "numbers_of_elements", becomes("A.to(B) * k", "A.to(B) * 0")),
+        Fault(
+            "parts of split leaves have the draws of the first part",
+            "_position_in_full_leaf",
+            becomes("A * B + C * D", "A * B"),
+        ),
     ),
     *File("optim/_convert_moments.py", EIGHT_BIT).faults(
         Fault("a second moment is converted by the signed code", "_MOMENTS", constant(False, True)),
@@ -150,7 +164,7 @@ MUTANTS = [
         ),
         Fault(
             "gradients of the wrong dtype are accepted",
-            "_check_dtypes",
+            "check_dtypes",
             becomes("expected", "torch.float32", at="2 of 3"),
         ),
     ),

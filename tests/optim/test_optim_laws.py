@@ -52,6 +52,7 @@ WITHOUT_ROW = {
     "leafwise": "a function of one leaf: test_optim.py",
     "master_weights": "another optimizer, in half precision: ../test_precision.py",
     "offload": "another optimizer, in host memory: test_offload.py",
+    "stochastic_rounding": "another optimizer, in half precision: test_stochastic_rounding.py",
     "static_loss_scale": "another optimizer, in half precision: ../test_precision.py",
 }
 

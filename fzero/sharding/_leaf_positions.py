@@ -1,0 +1,97 @@
+"""A number for each element of a leaf: equal on any layout, so that draws by it are, too.
+
+It consists of a number of the leaf, the CRC of its path, and the element's position in the full leaf. So it depends on
+no unit, number of ranks or split.
+"""
+
+import binascii
+import math
+
+import torch
+
+from fzero._torch import assume_constant_result
+from fzero.axes import axis_index
+from fzero.sharding._segments import segment_ids
+from fzero.sharding._spec import item_of, spec_of, stacked_of, traced_spec, unit_index
+
+__all__ = ["numbers_of_elements", "numbers_of_leaf"]
+
+_BITS = 32  # of the position; the CRC has as many
+
+
+def _number(path: str) -> int:
+    """Return the number of a leaf, an int64 whose lowest 32 bits are 0."""
+    return (binascii.crc32(path.encode()) - 2**31) << _BITS
+
+
+def numbers_of_leaf(path: str, leaf: torch.Tensor) -> torch.Tensor:
+    """Return a number for each element of a full leaf: int64, of the shape of the leaf."""
+    return torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) ^ _number(path)
+
+
+def numbers_of_elements(spec_id: int, device: torch.device) -> torch.Tensor:
+    """Return a number for each element of this rank's shard of a unit: int64 `[k]`, those of its full leaves."""
+    spec = traced_spec(spec_id)
+    k = spec.shard_numel
+    leaf = segment_ids(spec_id, device)
+    unit_position = unit_index(spec_id).to(device) * k + torch.arange(k, device=device)
+    position = unit_position - torch.tensor([*spec.offsets[:-1], spec.numel], device=device)[leaf]
+    axis, rows = _leaf_numbers(spec_id)  # a row for each rank along the axis of a stacked list, else one
+    numbers = torch.tensor(rows, device=device)
+    row = axis_index(axis).reshape(1).to(device) if axis else torch.zeros(1, dtype=torch.int64, device=device)
+    if any(not split.stacked for split in spec.split):
+        position = _position_in_full_leaf(spec_id, position, leaf)
+    return position ^ numbers.index_select(0, row).squeeze(0)[leaf]
+
+
+@assume_constant_result
+def _leaf_numbers(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """Return an axis, and for each rank along it the numbers of a unit's leaves; "" if all ranks have the same leaves.
+
+    The padding, and a slot of a stacked list that holds no item, have the number 0.
+    """
+    spec = spec_of(spec_id)
+    along, stacked = stacked_of(spec) or (None, None)
+    if along is None or stacked is None:
+        return "", ((*[_number(path) for path in spec.paths], 0),)
+    rows = []
+    for rank in range(along.size):
+        row = []
+        for path in spec.paths:
+            item = item_of(path, "", stacked)
+            number = None if item is None else item.numbers[rank]
+            full_path = path if item is None else None if number is None else item.path(number)
+            row.append(0 if full_path is None else _number(full_path))
+        rows.append((*row, 0))
+    return along.axis, tuple(rows)
+
+
+def _position_in_full_leaf(spec_id: int, position: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Return the positions in the full leaves of elements whose positions in this rank's parts are given."""
+    spec, device = traced_spec(spec_id), position.device
+    ndim = max([len(shape) for shape in spec.shapes])
+    parts = [(*[1] * (ndim - len(shape)), *shape) for shape in spec.shapes]
+    firsts = torch.zeros(len(parts) + 1, ndim, dtype=torch.int64, device=device)  # this part's place in each dimension
+    fulls = [list(part) for part in parts]
+    for split in spec.split:
+        if split.stacked:
+            continue
+        factor, place = [[1] * ndim for _ in parts], [[0] * ndim for _ in parts]
+        for i, dim in enumerate(split.dims):
+            at = ndim - len(spec.shapes[i]) + dim
+            fulls[i][at] *= split.size
+            factor[i][at], place[i][at] = split.size, 1
+        rank = axis_index(split.axis).to(device)
+        scale = torch.tensor([*factor, [1] * ndim], device=device)
+        firsts = firsts * scale + rank * torch.tensor([*place, [0] * ndim], device=device)
+    sizes = torch.tensor([*parts, [1] * (ndim - 1) + [position.numel() * spec.ranks + 1]], device=device)
+    strides = [[math.prod(full[d + 1 :]) for d in range(ndim)] for full in fulls]
+    stride = torch.tensor([*strides, [0] * (ndim - 1) + [1]], device=device)
+    begin = (firsts * sizes * stride).sum(1)
+    full = begin[leaf]
+    rest = position
+    for d in reversed(range(ndim)):
+        size = sizes[:, d].clamp(min=1)[leaf]
+        full = full + rest % size * stride[:, d][leaf]
+        rest = torch.div(rest, size, rounding_mode="floor")
+    return full
