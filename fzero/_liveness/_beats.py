@@ -34,7 +34,7 @@ else:
 
 # how many places the rank has been at, its step, whether it waits, its seconds of work in steps and between, its text
 RECORD = struct.Struct("<qq?dd200s")
-LINGER = 3.0  # seconds in which a heartbeat whose rank has ended makes sure that rank 0's knows it
+LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
 URGENT = 0.1  # seconds between beats while there is something to say
 BUSY = 0.05  # the share of a processor above which a rank is busy
 DATAGRAM = 8192
@@ -143,11 +143,12 @@ class Heartbeat:
     def run(self) -> None:
         """Beat until the rank has ended."""
         ready = [self.socket, 0]
-        next_beat, ended_at, met = 0.0, None, self.config.rank == 0
+        next_beat, ended_at, last_beats, met = 0.0, None, 0, self.config.rank == 0
         while not self.over:
             wait = max(min(next_beat - time.monotonic(), self.period), 0.0)
             for source in select.select(ready, [], [], wait)[0]:
                 if source == 0:
+                    next_beat = 0.0
                     if not self.read_lines():
                         ready.remove(0)
                 else:
@@ -155,17 +156,20 @@ class Heartbeat:
             now = self.clock.tick(time.monotonic())
             if time.monotonic() >= next_beat:
                 self.beat(now)
-                urgent = self.process.end or self.process.broken or self.verdict
+                last_beats += bool(self.process.end)
+                urgent = self.process.end or self.process.broken or self.verdict or not met
                 next_beat = time.monotonic() + (min(URGENT, self.period) if urgent else self.period)
             self.judge(now)
             self.end_rank(now)
             if not met and (self.member.echoed is not None or now > self.config.limit):
                 met = True
-                if self.member.echoed is None:
+                if self.member.echoed is not None:
+                    tell(met=True)
+                else:
                     tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
-                self.over = now - ended_at > LINGER or self.is_known(ended_at)
+                self.over = last_beats > LINGER or self.is_known(ended_at)
 
     def is_known(self, ended_at: float) -> bool:
         """Return whether all who have to know that this rank has ended know it."""
@@ -199,6 +203,8 @@ class Heartbeat:
             paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
             if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.places.items()}):
                 tell(stragglers=self.stragglers.found)
+            for rank in self.addresses if self.process.end else ():
+                self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:
             message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
             self.send({**message, "knows": self.verdict is not None}, self.hub_address)

@@ -28,6 +28,7 @@ from fzero._torch.release import is_connection_error, release_waits
 __all__ = ["Heart", "LostRankError", "current_heart", "explain", "keep_heart", "start_heart", "step_place"]
 
 SHARE = 5  # a rank without a heartbeat is lost after this part of the timeout, 60 s of 300
+MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
 GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
 log = logging.getLogger("fzero")
 
@@ -51,7 +52,7 @@ class LostRankError(RuntimeError):
         return f"{self.args[0]}{trouble_link('a-lost-rank')}"
 
 
-LostRankError.__module__ = "fzero"
+LostRankError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
 class Heart:
@@ -62,7 +63,7 @@ class Heart:
 
     Attributes:
         limit: a rank is lost after this many seconds without a heartbeat.
-        port: the port of rank 0's heartbeat.
+        port: the port of rank 0's heartbeat; 0 if it could not start.
         lost: the error that names the lost rank, once there is one.
         stragglers: on rank 0, the ranks that are slow.
     """
@@ -75,7 +76,7 @@ class Heart:
         self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
         self._work, self._between = 0.0, 0.0
         self.stragglers: list[Straggler] = []
-        self._known = threading.Event()
+        self._known, self._met = threading.Event(), threading.Event()
         with _memory() as file:
             self._place = mmap.mmap(file, RECORD.size)
             words = json.dumps(config._replace(memory=file))
@@ -84,7 +85,8 @@ class Heart:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
         if config.rank == 0:
-            self.port = json.loads(self._from.readline())["port"]
+            self.port = json.loads(self._from.readline() or '{"port": 0}')["port"]
+            self._met.set()
         threading.Thread(target=self._listen, daemon=True, name="fzero heartbeat").start()
         self.at("the start")
 
@@ -98,6 +100,10 @@ class Heart:
             self._between += self._since - since
         self._is_waiting = waiting
         self._place[:] = RECORD.pack(self._count, self._step, waiting, self._work, self._between, text.encode())
+
+    def meet(self) -> None:
+        """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
+        self._met.wait(MEET)
 
     def begin_step(self, name: str) -> None:
         """Publish that a step begins."""
@@ -149,6 +155,8 @@ class Heart:
                 message: dict[str, Any] = json.loads(line)
                 if "notice" in message:
                     log.warning("%s", message["notice"])
+                elif "met" in message:
+                    self._met.set()
                 elif "stragglers" in message:
                     self.stragglers = [Straggler(*x) for x in message["stragglers"]]
                 elif self.lost is None:
@@ -157,6 +165,8 @@ class Heart:
                     self._known.set()
                     release_waits(self._store)
         self._process.wait()
+        self._known.set()  # nobody would set them
+        self._met.set()
 
 
 @contextmanager
@@ -181,8 +191,8 @@ def current_heart() -> Heart | None:
     return _CURRENT[0] if _CURRENT else None
 
 
-def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) -> Heart:
-    """Start the heartbeat of a rank. The ranks find rank 0's by the store.
+def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) -> Heart | None:
+    """Start the heartbeat of a rank. The ranks find rank 0's by the store. Without rank 0's there are none.
 
     Args:
         store: a store that only this world uses.
@@ -192,17 +202,24 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
         timeout: the ranks hang after this many seconds in which none gets on; see `SHARE` for a rank's own silence.
     """
     host, key = socket.gethostname(), "fzero/heartbeat"
+    runs = bool(sys.executable)  # a program that embeds Python has none
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0), store)
-        store.set(key, json.dumps([token, where, heart.port]))
-        return heart
+        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0), store) if runs else None
+        port = 0 if heart is None else heart.port
+        store.set(key, json.dumps([token, where, port]))
+        if port == 0:
+            log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
+        return heart if port else None
     token, where, port = json.loads(store.get(key))
+    if not (runs and port):
+        return None
     return Heart(Config(rank, size, host, token, where, port, timeout / SHARE, timeout, 0), store)
 
 
 def keep_heart(heart: Heart, group: Any) -> None:
     """Keep a heart until its process group or this process ends."""
+    heart.meet()
     _CURRENT[:] = [heart]
     weakref.finalize(group, heart.stop)
 

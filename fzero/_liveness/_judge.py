@@ -171,13 +171,12 @@ class WorldJudge:
         alive = {r: p for r, p in self.places.items() if p.process not in GONE}
         broken = next((p.broken for p in self.places.values() if p.broken), "")
         gone = {r: p for r, p in self.places.items() if p.process in GONE}
-        patience = min(5.0, self.limit / 2)
-        has_settled = self._broken_at is not None and now - self._broken_at > SETTLE
-        awaited = has_settled or any(p.waiting and p.idle > patience for p in alive.values())
+        is_missed = self._broken_at is not None and now - self._broken_at > SETTLE
+        is_awaited = any(p.waiting and p.idle > self.limit for p in alive.values())
         for process in reversed(GONE):
-            for rank, place in gone.items():
-                if place.process == process and awaited:
-                    yield rank, _how_gone(place)
+            # others may go on among themselves after a rank has ended, so a long wait alone does not mean it
+            if is_missed or (is_awaited and process != "ended"):
+                yield from ((r, _how_gone(p)) for r, p in gone.items() if p.process == process)
         limit = self.limit / HASTE if broken else self.limit
         for rank in alive:
             silent = now - self.echoed[rank]

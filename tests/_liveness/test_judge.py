@@ -173,11 +173,25 @@ def test_a_process_that_is_gone_is_lost_once_it_is_missed(process, reason, rank)
     assert network.members[2].verdict is not None and network.members[2].verdict.rank == rank
 
 
+def test_others_may_go_on_among_themselves_after_a_rank_has_ended():
+    """Also after rank 0 has, whose silence is no loss then."""
+    network = Network(4)
+    network.run(10)
+    network.places[3] = WORK._replace(process="ended")
+    network.places[1] = WAITS._replace(idle=LIMIT + 1)
+    network.run(2 * LIMIT)
+    network.places[0] = WORK._replace(process="ended")
+    network.run(BEAT + 1)
+    network.cut(0)
+    network.run(3 * LIMIT)
+    assert {r: v for r, v in network.verdicts().items() if r} == {1: None, 2: None, 3: None}
+
+
 def test_the_exception_of_a_rank_is_told():
     network = Network(2)
     network.run(10)
     network.places[1] = WORK._replace(process="failed", reason="ValueError: planted")
-    network.places[0] = WAITS._replace(idle=10.0)
+    network.places[0] = WAITS._replace(idle=LIMIT + 1)
     network.run(10)
     assert network.hub.verdict is not None and network.hub.verdict.reason == "it raised ValueError: planted"
 

@@ -16,7 +16,11 @@ MUTANTS = [
         Fault("ranks that hang are not told", "WorldJudge._lost", never("A and all(p.idle > self.stall for p in B)")),
         Fault("a beat counts without its echo", "WorldJudge.hear", becomes("rank == 0 or A", "True")),
         Fault("rank 0 is never lost", "RankZeroJudge.judge", never("A and silent > limit")),
-        Fault("a rank that ended is lost before it is missed", "WorldJudge._lost", dropped("awaited")),
+        Fault(
+            "a rank that ended is lost before it is missed",
+            "WorldJudge._lost",
+            becomes("A or (B and C != 'ended')", "True"),
+        ),
         Fault("a stopped process counts as silent never", "WorldJudge.hear", never("place.process != 'stopped'")),
         Fault("a pause of the judge blames the others", "Awake.tick", becomes("min(A, self._step)", "A")),
         Fault("a second verdict replaces the first", "RankZeroJudge.hear", dropped("self.verdict is None")),

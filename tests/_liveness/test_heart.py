@@ -1,0 +1,61 @@
+"""A rank's end of its heartbeat: the error that it makes of a broken connection, and a machine without heartbeats."""
+
+import pickle
+import sys
+import time
+
+import pytest
+import torch
+
+from fzero import errors
+from fzero._liveness import start_heart
+from fzero._liveness._judge import LostRank
+
+BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+
+
+@pytest.fixture
+def hearts():
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    hearts = [start_heart(store, rank, 2, "localhost", 5.0) for rank in range(2)]
+    yield hearts
+    for heart in hearts:
+        assert heart is not None
+        heart.stop()
+        heart._process.wait(10)
+
+
+def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
+    first, second = hearts
+    second.meet()
+    second.begin_step("train_step")
+    assert first.explain(ValueError("gloo/transport")) is None  # of the user's own
+    second.stop()
+    lost = first.explain(BROKEN)
+    assert isinstance(lost, errors.LostRankError) and (lost.rank, lost.seen) == (1, "in step 1, train_step")
+    assert lost.reason == "its script ended while others wait for it"
+    assert first.explain(OSError("a file of a later save")) is lost  # what fails later fails for this reason
+    assert first.explain(lost) is None
+
+
+def test_without_its_process_a_connection_is_not_explained(hearts):
+    hearts[1]._process.kill()
+    start = time.monotonic()
+    assert hearts[1].explain(BROKEN) is None
+    assert time.monotonic() - start < 5  # it would wait for 11 s
+
+
+def test_without_a_python_to_run_there_are_no_heartbeats(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "")
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    assert [start_heart(store, rank, 2, "localhost", 5.0) for rank in range(2)] == [None, None]
+    assert "no heartbeats: rank 0's could not start" in caplog.text
+
+
+def test_the_error_can_be_sent_to_another_process():
+    error = errors.LostRankError(LostRank(3, "host", "it raised ValueError: x", "in step 2, work", "rank 0"))
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and (copy.rank, copy.host) == (3, "host")
+    assert str(error).startswith(
+        "rank 3 (host) is lost: it raised ValueError: x; last seen in step 2, work; the others"
+    )
