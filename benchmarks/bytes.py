@@ -21,17 +21,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from examples.train_gpt import CONFIG, init, losses_of
-from fzero import data, optim, tree
+from fzero import data, optim, random, tree
 
 STEPS, BATCH, GOAL, LAST = 500, 16, 0.01, 50
-ELEMENTS, ROUNDS = 2**24, 9
+ELEMENTS, ROUNDS = 2**23, 7
+
+
+BFLOAT16 = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" in path)
 
 
 class Way(NamedTuple):
-    """A way to train: its optimizer, made from a rate, and the dtype of the parameters."""
+    """A way to train: its optimizer, made from a rate, and the policy of dtypes if it is in half precision."""
 
     optimizer: Callable[[Any], optim.Optimizer]
-    dtype: torch.dtype = torch.float32
+    precision: fzero.Precision | None = None
 
 
 def adamw(**options: Any) -> Callable[[Any], optim.Optimizer]:
@@ -39,10 +42,22 @@ def adamw(**options: Any) -> Callable[[Any], optim.Optimizer]:
     return lambda rate: optim.adamw(rate, b2=0.99, weight_decay=0.1, **options)
 
 
+def masters(rate: Any) -> optim.Optimizer:
+    """Return AdamW on float32 masters of bfloat16 parameters."""
+    return optim.master_weights(adamw()(rate), BFLOAT16)
+
+
+def without_masters(rate: Any) -> optim.Optimizer:
+    """Return AdamW with moments in 8 bits, on bfloat16 parameters that it rounds stochastically."""
+    return optim.stochastic_rounding(adamw(moments="int8")(rate), BFLOAT16, random.key(0))
+
+
 WAYS = {
     "float32 moments": Way(adamw()),
     "int8 moments": Way(adamw(moments="int8")),
     "int8 moments of all leaves": Way(adamw(moments=optim.Moments("int8", full=lambda path, leaf: False))),
+    "bfloat16 parameters with masters": Way(masters, BFLOAT16),
+    "bfloat16 parameters, stochastic rounding, int8 moments": Way(without_masters, BFLOAT16),
 }
 
 
@@ -66,13 +81,14 @@ def train(way: Way) -> Run:
     opt = optim.chain(optim.clip_by_global_norm(1.0), way.optimizer(rate))
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = fzero.value_and_grad(lambda p, x: losses_of(p, x).mean())(params, batch)
+        loss_of = fzero.value_and_grad(lambda p, x: losses_of(p, x).mean(), precision=way.precision)
+        loss, grads = loss_of(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, loss
 
     step = fzero.jit(train_step, backend="inductor")
-    params = tree.map(lambda x: x.to(way.dtype), init(CONFIG))
-    opt_state = opt.init(params)
+    params = init(CONFIG)
+    params, opt_state = params if way.precision is None else way.precision.cast(params), opt.init(params)
     state = fzero.zero.state_bytes((params, opt_state), mesh) / tree.numel(params)
     losses = []
     for i in range(STEPS):
