@@ -24,7 +24,7 @@ from examples.train_gpt import CONFIG, init, losses_of
 from fzero import data, optim, random, tree
 
 STEPS, BATCH, GOAL, LAST = 500, 16, 0.01, 50
-ELEMENTS, ROUNDS = 2**23, 7
+ELEMENTS, ROUNDS = 2**23, 15
 
 
 BFLOAT16 = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" in path)
