@@ -27,6 +27,7 @@ CAPTIONS = {
     "axes": "what an axis name is bound to",
     "collectives": "linear maps over ranks",
     "random": "draws by key",
+    "codecs": "tensors in fewer bits",
     "sharding": "units, and boxes of shards",
     "ranks": "where ranks are",
     "optim": "(init, update) pairs",

@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="windows of a step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--codecs", nargs="*", default=[], help="how parameters and gradients are sent, as int8 int4")
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
     parser.add_argument("--plan", action="store_true", help="print a rank's plan, draw it into plan.png, and stop")
@@ -77,14 +78,14 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.offload <= 1:
         parser.error(f"--offload {args.offload}: expected a share, from 0 to 1")
-
     mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
     files = [Path(args.text)] if args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     windows = text.long().unfold(0, CONFIG["context"] + 1, CONFIG["context"])
     test, train = windows[:64], data.batches(windows[64:], mesh, global_batch=args.batch)
     rate = optim.warmup_cosine(1.5e-3, warmup_steps=args.steps // 10, total_steps=args.steps)
-    policy = fzero.Precision(param=getattr(torch, args.precision), full=lambda path, leaf: "norm" in path)
+    codecs: Any = {key: getattr(fzero.codecs, x)() for key, x in zip(("gather", "reduce"), args.codecs, strict=False)}
+    policy = fzero.Precision(getattr(torch, args.precision), full=lambda path, leaf: "norm" in path, **codecs)
     opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1), policy)
     opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(opt, args.offload)))
 
@@ -98,8 +99,7 @@ def main() -> None:
     step: Any = fzero.shard(train_step, args.stage, mesh)
     evaluate = fzero.evaluate(step, losses_of)
     if args.plan:
-        plan = fzero.plan(step, *step.init(init(CONFIG), opt), train[0])
-        plan.plot("plan.png")
+        (plan := fzero.plan(step, *step.init(init(CONFIG), opt), train[0])).plot("plan.png")
         return print(plan)
     runs = fzero.checkpoint.checkpoints(f"{args.out}/checkpoints", mesh)
     params, opt_state, done = runs.restore(like=(*step.init(init(CONFIG), opt), 0))

@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fzero import axes, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
+from fzero import axes, codecs, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
 from fzero.graph import jit, plan
 from fzero.optim import Precision
 from fzero.ranks import mesh
@@ -27,6 +27,7 @@ __all__ = [
     "Precision",
     "axes",
     "checkpoint",
+    "codecs",
     "collectives",
     "data",
     "errors",

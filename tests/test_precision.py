@@ -690,8 +690,8 @@ def test_forgotten_casts_are_found(stage):
 def test_gradients_are_as_wide_as_the_policy_says():
     """Also wider than the masters, also of leaves that are kept in full; narrower ones are a forgotten precision=."""
     precision = fzero.Precision(torch.bfloat16, grad=torch.float64, full=wide_norm)
-    assert precision.gradients(torch.bfloat16) == (torch.float32, torch.float64)
-    assert precision.gradients(torch.float32) == (torch.float32, torch.float64)
+    assert precision.gradients(torch.bfloat16)[:2] == (torch.float32, torch.float64)
+    assert precision.gradients(torch.float32)[:2] == (torch.float32, torch.float64)
     opt, params = optim.master_weights(optim.sgd(0.1), precision), {"w": torch.ones(4), "n": torch.ones(3)}
     state, params = opt.init(params), precision.cast(params)
     loss = lambda p: (p["w"].sum() * p["n"].sum()).float()  # noqa: E731

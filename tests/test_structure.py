@@ -24,6 +24,7 @@ LAYERS = [
     ["tree", "parallel.schedules"],
     ["axes"],
     ["collectives", "random"],
+    ["codecs"],
     ["sharding"],
     ["ranks"],
     ["optim", "graph", "data"],
@@ -72,6 +73,7 @@ TOP = [
 PACKAGES = [
     "axes",
     "checkpoint",
+    "codecs",
     "collectives",
     "data",
     "errors",

@@ -35,6 +35,7 @@ __all__ = [
     "PendingCopy",
     "all_to_all",
     "broadcast",
+    "group_all_to_all",
     "ppermute",
     "start_to_host",
     "to_device",
@@ -62,12 +63,17 @@ def _local_ppermute(binding: Binding, options: PermutationOptions, xs: Tensors) 
     return [y.squeeze(0) if sum(receive_counts) else torch.zeros_like(x)]
 
 
+def group_all_to_all(x: torch.Tensor, binding: Binding) -> torch.Tensor:
+    """Send row r of a contiguous tensor `[n, ..]` to rank r, and return the received rows; an empty one is not sent."""
+    if x.numel() == 0:
+        return x.clone()
+    ones = [1] * binding.size
+    return c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, binding.group))
+
+
 def _local_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Tensors:
     x = xs[0].movedim(options.dim, 0).contiguous()
-    if x.numel() == 0:
-        return [xs[0].clone()]
-    ones = [1] * binding.size
-    return [c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, binding.group)).movedim(0, options.dim)]
+    return [group_all_to_all(x, binding).movedim(0, options.dim)]
 
 
 def _only(xs: torch.Tensor, source: int) -> torch.Tensor:

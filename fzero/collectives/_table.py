@@ -40,6 +40,7 @@ __all__ = [
     "RankOperation",
     "SourceOptions",
     "UnitOptions",
+    "UnitSumOptions",
     "ValueKind",
     "add_rows",
     "apply",
@@ -93,6 +94,13 @@ class UnitOptions(NamedTuple):
         return -1
 
 
+class UnitSumOptions(NamedTuple):
+    """The options of a map of a unit's sums: the id of the unit's spec, and the number of ranks in the sum."""
+
+    spec_id: int
+    ranks: int
+
+
 class AssignmentOptions(NamedTuple):
     """The options of a map of several units' matrices to the ranks that own them: the number of the assignment."""
 
@@ -127,6 +135,7 @@ Options = (
     | SourceOptions
     | PermutationOptions
     | UnitOptions
+    | UnitSumOptions
     | AssignmentOptions
     | DeviceOptions
     | MessageOptions
@@ -173,7 +182,7 @@ class LinearMap(NamedTuple):
     Attributes:
         name: the row's key.
         operation: what the ranks compute and send.
-        transpose: the name of the transposed row.
+        transpose: the name of the transposed row; "" for values that carry no derivative, such as codes.
         input: the kind of the inputs. A simulation checks that inputs that should be equal on all ranks are.
         output: the kind of the results.
         transpose_options: `options -> options` of the transposed row.

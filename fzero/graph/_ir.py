@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from fzero._torch import OneNode, OpOverload, c10d, flop_formulas, graph_of, with_query_heads
 from fzero.axes import PLANNED
 from fzero.collectives import gloo
-from fzero.graph._ops import changes_layout, is_known_cheap, is_view, is_view_operation
+from fzero.graph._ops import changes_layout, decodes, encodes, is_known_cheap, is_view, is_view_operation
 
 __all__ = [
     "CASTS",
@@ -45,6 +45,7 @@ __all__ = [
     "is_collective",
     "is_gather",
     "is_input",
+    "is_maximum",
     "is_reduce_collective",
     "is_wait",
     "is_write",
@@ -108,8 +109,18 @@ def is_gather(node: Node) -> bool:
 
 
 def is_reduce_collective(node: Node) -> bool:
-    """Return whether a node starts a reduce_scatter or an all_reduce."""
-    return node.target in REDUCE_COLLECTIVES
+    """Return whether a node starts a reduce_scatter or an all_reduce, or sends a gradient's codes to be summed."""
+    return node.target in REDUCE_COLLECTIVES or _sends_codes(node)
+
+
+def _sends_codes(node: Node) -> bool:
+    """Return whether a node sends each rank its part of a unit's codes. Only such an all_to_all has a unit."""
+    return node.target is c10d.all_to_all_single.default and node.meta.get("unit", METRIC) != METRIC
+
+
+def is_maximum(node: Node) -> bool:
+    """Return whether a node starts an all_reduce of maxima, such as the largest magnitudes of a unit's blocks."""
+    return node.target in REDUCE_COLLECTIVES and "max" in node.args
 
 
 def is_write(node: Node) -> bool:
@@ -119,12 +130,12 @@ def is_write(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Return whether a node starts a collective."""
-    return node.target in GATHERS or node.target in REDUCE_COLLECTIVES or is_exchange(node)
+    return node.target in GATHERS or node.target in REDUCE_COLLECTIVES or node.target in EXCHANGES
 
 
 def is_exchange(node: Node) -> bool:
     """Return whether a node exchanges activations or other values between ranks. The scheduler orders it like work."""
-    return node.target in EXCHANGES
+    return node.target in EXCHANGES and not _sends_codes(node)
 
 
 def is_input(node: Node) -> bool:
@@ -192,8 +203,11 @@ def users_through_views(node: Node) -> list[Node]:
     return [u for u in users if not is_view(u)]
 
 
-def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
-    """Return a value's views (the value itself first), and the nodes that use the value through a view."""
+def views_and_users(value: Node, decoded: bool = False) -> tuple[list[Node], list[Node]]:
+    """Return a value's views (the value itself first), and the nodes that use the value through a view.
+
+    With `decoded` the value is a gathered unit, and a node that decodes it counts as a view, too.
+    """
     views = [value]
     users = []
     seen = {value}
@@ -201,13 +215,13 @@ def views_and_users(value: Node) -> tuple[list[Node], list[Node]]:
         for user in view.users:
             if user not in seen:
                 seen.add(user)
-                (views if is_view(user) else users).append(user)
+                (views if is_view(user) or (decoded and decodes(user)) else users).append(user)
     return views, users
 
 
 def is_cheap(node: Node) -> bool:
     """Return whether a node may run wherever that saves memory: communication, data movement, pointwise arithmetic."""
-    return node.op == "call_function" and _is_cheap(node.target)
+    return node.op == "call_function" and (_is_cheap(node.target) or _sends_codes(node))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -222,12 +236,16 @@ def _is_cheap(operation: Any) -> bool:
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:
-    """List the gathers whose operands depend on the graph's inputs alone: they may run at any time."""
+    """List the gathers whose operands depend on the graph's inputs alone: they may run at any time.
+
+    A codec's gather needs the largest magnitudes of the unit's blocks first, which are reduced over the ranks.
+    """
     from_inputs: set[Node] = set()
     gathers = []
     for node in graph.nodes:
         is_static = all(a in from_inputs for a in node.all_input_nodes)
-        if is_input(node) or (is_static and changes_layout(node)):
+        is_light = changes_layout(node) or encodes(node) or is_maximum(node) or is_wait(node)
+        if is_input(node) or (is_static and is_light):
             from_inputs.add(node)
         elif is_gather(node) and is_static:
             gathers.append(node)

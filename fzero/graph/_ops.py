@@ -19,8 +19,10 @@ __all__ = [
     "OPERATIONS",
     "OperationTraits",
     "changes_layout",
+    "decodes",
     "differs_by_rank",
     "display_name",
+    "encodes",
     "is_factory",
     "is_known_cheap",
     "is_linear",
@@ -47,6 +49,8 @@ class OperationTraits(enum.Flag):
         EMPTY: it does not initialize its memory, so another run gives other bytes.
         VIEW: its result lies in its operand's memory, though torch does not call it a view.
         COPIES: it only moves or fills memory; `fzero.profile` counts it as a copy.
+        ENCODES: it encodes a shard for its gather, so it runs whenever the gather does.
+        DECODES: it decodes a gathered unit, so a re-gather runs it again.
         HOST_SIZES: it reads its int64 operands, which are sizes, on the host, so they may lie there.
     """
 
@@ -59,6 +63,8 @@ class OperationTraits(enum.Flag):
     EMPTY = enum.auto()
     VIEW = enum.auto()
     COPIES = enum.auto()
+    ENCODES = enum.auto()
+    DECODES = enum.auto()
     HOST_SIZES = enum.auto()
 
 
@@ -68,11 +74,13 @@ CHEAP, FACTORY, BY_RANK, LAYOUT = (
     OperationTraits.BY_RANK,
     OperationTraits.LAYOUT,
 )
-LINEAR, EMPTY, VIEW, COPIES, HOST_SIZES = (
+LINEAR, EMPTY, VIEW, COPIES, ENCODES, DECODES, HOST_SIZES = (
     OperationTraits.LINEAR,
     OperationTraits.EMPTY,
     OperationTraits.VIEW,
     OperationTraits.COPIES,
+    OperationTraits.ENCODES,
+    OperationTraits.DECODES,
     OperationTraits.HOST_SIZES,
 )
 
@@ -115,6 +123,14 @@ OPERATIONS: dict[str, OperationTraits] = {
     "slice": BY_RANK,
     "flatten_leaves": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (sharding/_flat.py)
     "view_ranges": VIEW,
+    # a codec's codes of a unit (sharding/_coded.py)
+    "range_magnitudes": CHEAP | BY_RANK | ENCODES,
+    "encode_range": CHEAP | BY_RANK | ENCODES,
+    "decode_unit": CHEAP | DECODES,
+    "sum_payloads": CHEAP,
+    "sums_to_bytes": CHEAP,
+    "sums_of_bytes": CHEAP,
+    "decode_sum": CHEAP | BY_RANK,
     "slice_scatter": CHEAP | COPIES,
     "slice_backward": CHEAP,
     "select_scatter": CHEAP,
@@ -212,6 +228,16 @@ def differs_by_rank(node: Node) -> bool:
 def changes_layout(node: Node) -> bool:
     """Return whether a node only changes the layout or the dtype of its operand."""
     return is_view(node) or OperationTraits.LAYOUT in _row(node)
+
+
+def encodes(node: Node) -> bool:
+    """Return whether a node encodes a shard for its gather."""
+    return OperationTraits.ENCODES in _row(node)
+
+
+def decodes(node: Node) -> bool:
+    """Return whether a node decodes a gathered unit."""
+    return OperationTraits.DECODES in _row(node)
 
 
 def is_linear(node: Node) -> bool:

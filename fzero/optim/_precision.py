@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.codecs import Codec, CodecKey
 from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
 from fzero.tree import Tree
 
@@ -18,10 +19,19 @@ __all__ = ["GradientDtypes", "Precision"]
 
 
 class GradientDtypes(NamedTuple):
-    """The dtype of a gradient while it is summed over ranks, and its dtype while summed over micro-batches."""
+    """The dtype of a gradient while it is summed over ranks, and its dtype while summed over micro-batches.
+
+    Attributes:
+        reduce: on the wire; float32 with a codec.
+        grad: between micro-batches, and in the update.
+        gather_key: the settings of the codec by which the parameters are gathered; None for none.
+        reduce_key: the settings of the codec by which gradients are summed over ranks; None for none.
+    """
 
     reduce: torch.dtype
     grad: torch.dtype
+    gather_key: CodecKey | None = None
+    reduce_key: CodecKey | None = None
 
 
 @dataclass(frozen=True)
@@ -30,16 +40,21 @@ class Precision:
 
     Attributes:
         param: the dtype of parameters between steps, in gathers, and in the computation.
-        reduce: the dtype of gradients while they are summed over ranks.
+        reduce: the dtype of gradients while they are summed over ranks. Or a codec, such as `fzero.codecs.int4()`: then
+            each rank sends codes, and their sum is in float32.
         master: the dtype of the master weights that `optim.master_weights` stores in the sharded optimizer state.
         grad: the dtype of gradients while they are summed over micro-batches, and in the update; by default `reduce`.
         full: a rule `(path, leaf) -> bool` for leaves that always have the dtype `master`, such as norms and routers:
             `lambda path, leaf: "norm" in path`. They have no second copy. A block with leaves of both kinds is two
             units.
+        gather: a codec, such as `fzero.codecs.int8()`, by which the parameters are rounded wherever the loss uses
+            them, at every stage; at stage 3 they are sent so. Gradients pass the rounding unchanged. Leaves of `full`
+            are not rounded if the parameters have another dtype.
 
     Raises:
-        TypeError: if a dtype is not a floating-point dtype.
-        ValueError: if master weights would be in half precision, or narrower than the parameters.
+        TypeError: if a dtype is not a floating-point dtype, or a codec is none.
+        ValueError: if master weights would be in half precision, or narrower than the parameters, or `gather` rounds
+            at random.
 
     Example:
         >>> precision = Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" in path)
@@ -49,17 +64,25 @@ class Precision:
     """
 
     param: torch.dtype
-    reduce: torch.dtype = torch.float32
+    reduce: torch.dtype | Codec = torch.float32
     master: torch.dtype = torch.float32
     grad: torch.dtype | None = None
     full: Callable[[str, torch.Tensor], bool] | None = None
+    gather: Codec | None = None
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
-        dtypes = {"param": self.param, "reduce": self.reduce, "master": self.master, "grad": self.grad}
+        """Check the dtypes and the codecs."""
+        dtypes = {"param": self.param, "reduce": self.reduce_dtype, "master": self.master, "grad": self.grad}
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
+        if not (self.gather is None or isinstance(self.gather, Codec)):
+            raise TypeError(f"gather={self.gather!r}: expected a codec, such as fzero.codecs.int8(); a dtype is param=")
+        if self.gather is not None and self.gather.is_stochastic:
+            raise ValueError(
+                "gather rounds at random: the parameters would change with the order of a unit's leaves; use "
+                f"rounding='nearest' in {self.gather!r}"
+            )
         if self.master.itemsize < 4:
             raise ValueError(
                 f"master={self.master}: master weights in half precision lose every update smaller than their last "
@@ -69,6 +92,11 @@ class Precision:
             raise ValueError(
                 f"param={self.param} is wider than master={self.master}: give master={self.param}, or a narrower param="
             )
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed over ranks: with a codec, the dtype of the decoded sum."""
+        return torch.float32 if isinstance(self.reduce, Codec) else self.reduce
 
     def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
         """Return the dtype that the policy gives a parameter: its own if that is not a floating-point dtype."""
@@ -103,9 +131,10 @@ class Precision:
 
         The gradient of a full-precision leaf is never narrower than the leaf.
         """
-        policy = GradientDtypes(self.reduce, self.grad or self.reduce)
+        policy = GradientDtypes(self.reduce_dtype, self.grad or self.reduce_dtype)
         if dtype == self.param:
-            return policy
+            keys = [x.key if isinstance(x, Codec) else None for x in (self.gather, self.reduce)]
+            return GradientDtypes(*policy[:2], *keys)
         return GradientDtypes(torch.promote_types(policy.reduce, dtype), torch.promote_types(policy.grad, dtype))
 
     def check(self, name: str, paths: Sequence[str], entries: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """Random numbers by key: a draw depends only on its key and its shape, on every rank and at every stage."""
 
 from fzero.random._draws import apply_mask, bernoulli, dropout, keep_mask_at, normal, randint, uniform
-from fzero.random._keys import bits_at, check_key, fold_in, key, split
+from fzero.random._keys import bits_at, check_key, fold_in, key, mix_bits, split
 from fzero.random._seeded import call_with_key, next_key, seeded
 
 __all__ = [
@@ -23,5 +23,6 @@ INTERNAL = [
     "call_with_key",
     "check_key",
     "keep_mask_at",
+    "mix_bits",
     "next_key",
 ]

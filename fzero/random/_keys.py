@@ -18,7 +18,7 @@ import torch
 
 from fzero._arguments import is_int
 
-__all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "split"]
+__all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "mix_bits", "split"]
 
 
 def _signed(x: int) -> int:
@@ -148,3 +148,8 @@ def bits_at(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Draw the 64 random bits of some elements: int64, those of `bits` at these places of its flat result."""
     # The key enters twice: else two keys that differ in few bits would give the same numbers in another order.
     return _mix(key, counter, second=_mix(key + SECOND, 0))
+
+
+def mix_bits(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Mix the bits of two int64 tensors: random bits, int64, that depend on nothing else."""
+    return _mix(x, place)

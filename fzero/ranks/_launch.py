@@ -272,7 +272,8 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
             f"this process was forked from rank {world.rank} and has its connections, which only one process can use: "
             'start it with the method "spawn" or "forkserver", or create no mesh in it'
         )
-    if not world.address and current_heart() is None:
+    is_real = group is not None and torch.distributed.get_backend(group) not in ("fake",)  # that one has no ranks
+    if not world.address and is_real and current_heart() is None:
         heart = _start_heart(world, PrefixStore("fzero", default_store()), timeout)
     if heart is not None:
         keep_heart(heart, group)

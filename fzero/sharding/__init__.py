@@ -18,12 +18,8 @@ from fzero.sharding._boxes import (
     unwrap_per_rank,
 )
 from fzero.sharding._flat import (
-    apply_over_unit_axes,
-    apply_to_unit,
     flatten_by_copies,
     flatten_leaves,
-    gather_flat,
-    gather_unit,
     put_elements,
     slice_elements,
     view_leaves,
@@ -60,6 +56,7 @@ from fzero.sharding._spec import (
     with_host_share,
     with_sharding_axes,
 )
+from fzero.sharding._unit_maps import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
 from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
 from fzero.sharding._units import (
     ShardedUnit,

@@ -1,42 +1,32 @@
 """A unit as one flat buffer, and the rows of the table of collectives that shard, gather or sum a unit."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
 
-from fzero._torch import OneNode, allow_in_graph, raise_priority
+from fzero._torch import OneNode
 from fzero._torch.types import Tensors
-from fzero.axes import Axis, Binding, join_axes
+from fzero.axes import Binding
 from fzero.collectives import (
     ALL_GATHER,
     COPIES,
-    NO_AXIS,
     REDUCE_SCATTER,
-    DimOptions,
     LinearMap,
     RankOperation,
     UnitOptions,
     add_rows,
-    apply,
     group_all_gather,
     group_psum,
     group_psum_scatter,
 )
-from fzero.sharding._boxes import Shard
-from fzero.sharding._spec import Spec, spec_of, traced_spec, unit_axes
+from fzero.sharding._spec import Spec, spec_of
 
 __all__ = [
-    "apply_over_unit_axes",
-    "apply_to_unit",
     "flatten_by_copies",
     "flatten_leaves",
     "flatten_unit",
-    "gather_flat",
-    "gather_unit",
     "gathered_dtype",
     "own_range",
     "pad_own",
@@ -338,97 +328,3 @@ add_rows(
     ),
     LinearMap("all_reduce_shard", _ALL_REDUCE_SHARD, "all_reduce_shard", output=COPIES, **_SUMMED),
 )
-
-
-# ---------------------------------------------------------------- over several axes, one after the other
-
-# After the slowest axis the unit is one tensor [k]. These rows of single tensors do the same for it.
-_OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
-
-
-def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """Apply a row over several axes in turn: the slowest axis divides the unit, the other axes its shards."""
-    first, *rest = axes or [NO_AXIS]
-    if name == "gather":  # the inverse: the slowest axis last
-        for a in rest[::-1]:
-            xs = apply(a.token, "all_gather", a.binding, DimOptions(-1), *xs)
-        return apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
-    xs = apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
-    for a in rest:
-        options = DimOptions(-1) if name in _OF_SHARDS else UnitOptions(spec_id)
-        xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
-    return tuple(xs)
-
-
-def gather_flat(spec_id: int, shard: torch.Tensor) -> torch.Tensor:
-    """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
-    for a in reversed(join_axes(unit_axes(spec_id))):
-        (shard,) = apply(a.token, "gather_flat", a.binding, UnitOptions(spec_id), shard)
-    return shard[: traced_spec(spec_id).numel]
-
-
-def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """Apply a row of the table to a unit's tensors, over the unit's axes."""
-    return apply_over_unit_axes(name, join_axes(unit_axes(spec_id)), spec_id, xs)
-
-
-# Return a unit's leaves from its shard: by an all_gather, or without communication if the box still has its origin.
-
-
-class _GatherFromOrigin(torch.autograd.Function):
-    """Replaces the gather of a shard whose full leaves still exist: returns these, and differentiates like a gather.
-
-    The gradient of the leaves flows to the shard. If the leaves were returned directly, the shard would get none.
-    """
-
-    @staticmethod
-    def forward(spec_id: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
-        return tuple([x.view_as(x) for x in rest[len(bindings) :]])  # the axes' tokens come first, then the leaves
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.spec_id, ctx.bindings, ctx.count = inputs[0], inputs[1], len(inputs)
-        ctx.tokens = inputs[3 : 3 + len(ctx.bindings)]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (shard,) = apply_over_unit_axes("reduce_scatter", _axes(ctx), ctx.spec_id, grads)
-        return (None, None, shard, *[None] * (ctx.count - 3))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(apply_over_unit_axes("gather", _axes(ctx), ctx.spec_id, [tangents[2]]))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, spec_id: int, bindings: tuple[Binding, ...], shard: Any, *rest: Any) -> Any:
-        m = len(bindings)
-        return tuple([x.view_as(x) for x in rest[m:]]), tuple(in_dims[3 + m :])
-
-
-def _axes(ctx: Any) -> list[Axis]:
-    return [Axis.of(binding, token) for binding, token in zip(ctx.bindings, ctx.tokens, strict=True)]
-
-
-@allow_in_graph
-def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
-    return _GatherFromOrigin.apply(spec_id, bindings, shard, *rest)
-
-
-def gather_unit(spec_id: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the leaves of a unit, differentiable with respect to its shard `[k]`.
-
-    With `origin`, the leaves that the shard was partitioned from, the forward pass communicates nothing.
-    """
-    axes = join_axes(unit_axes(spec_id))
-    if data.shape != (traced_spec(spec_id).shard_numel,):
-        raise ValueError(
-            f"{Shard(data, spec_id)!r} holds a tensor {list(data.shape)}, and its spec says "
-            f"{[traced_spec(spec_id).shard_numel]}; "
-            "only a tree with the layout of the parameters can be gathered"
-        )
-    if origin is None:
-        leaves = apply_over_unit_axes("gather", axes, spec_id, [data])
-    else:
-        leaves = _gather_from_origin(spec_id, tuple([a.binding for a in axes]), data, *[a.token for a in axes], *origin)
-    raise_priority(leaves[0])
-    return leaves

@@ -13,6 +13,7 @@ import torch
 from fzero._registry import Registry
 from fzero._torch import assume_constant_result
 from fzero.axes import Axis, StackedList, axis_index, bound_axes, bound_axis
+from fzero.codecs import Codec, CodecKey
 
 __all__ = [
     "ALIGN",
@@ -94,6 +95,8 @@ class TracedSpec(NamedTuple):
     numel: int
     shard_numel: int
     pieces: tuple[Piece, ...]
+    gather_key: CodecKey | None
+    reduce_key: CodecKey | None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Spec:
             each shard.
         cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
             shard has the dtype of the result, and is gathered in `dtype`. A box between operations has None.
+        gather_codec: the codec by which a precision policy gathers the unit; None to gather it as it is.
+        reduce_codec: the codec by which a precision policy sums gradients; None to sum them in the wire's dtype.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
             `ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
     """
@@ -125,6 +130,8 @@ class Spec:
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
     cast: tuple[torch.dtype, torch.dtype] | None = None
+    gather_codec: Codec | None = None
+    reduce_codec: Codec | None = None
     host: Fraction = Fraction(0)
 
     @cached_property
@@ -157,6 +164,16 @@ class Spec:
     def item_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each leaf in the model: a leaf that is stacked by rank has no dimension of ranks there."""
         return tuple([x[1:] for x in self.full_shapes]) if any(s.stacked for s in self.split) else self.full_shapes
+
+    @property
+    def gather_key(self) -> CodecKey | None:
+        """The settings of the gather's codec."""
+        return None if self.gather_codec is None else self.gather_codec.key
+
+    @property
+    def reduce_key(self) -> CodecKey | None:
+        """The settings of the codec of gradients."""
+        return None if self.reduce_codec is None else self.reduce_codec.key
 
     @property
     def split_ranks(self) -> int:
@@ -239,9 +256,21 @@ def with_sharding_axes(
 
 
 @assume_constant_result
-def with_cast(spec_id: int, wire: torch.dtype, grad: torch.dtype) -> int:
-    """Return the id of the same unit with gradients that are summed over ranks in `wire`, and returned in `grad`."""
-    return intern(replace(spec_of(spec_id), cast=(wire, grad)))
+def with_cast(
+    spec_id: int,
+    wire: torch.dtype,
+    grad: torch.dtype,
+    gather_key: CodecKey | None = None,
+    reduce_key: CodecKey | None = None,
+) -> int:
+    """Return the id of the same unit with gradients that are summed over ranks in `wire`, and returned in `grad`.
+
+    With `gather_key`, the settings of a codec, it is gathered by this codec; with `reduce_key` its gradients are
+    summed by one.
+    """
+    codecs = [None if key is None else Codec(*key) for key in (gather_key, reduce_key)]
+    spec = replace(spec_of(spec_id), cast=(wire, grad), gather_codec=codecs[0], reduce_codec=codecs[1])
+    return intern(spec)
 
 
 @assume_constant_result

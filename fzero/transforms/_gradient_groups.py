@@ -14,6 +14,7 @@ import torch
 from fzero import tree
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, join_axes
+from fzero.codecs import CodecKey, round_with
 from fzero.collectives import NoOptions, apply_along, mark_invariant
 from fzero.optim import Precision
 from fzero.sharding import (
@@ -50,6 +51,7 @@ class GradientGroup:
         copy_axes: the axes along which each rank has a copy of the variables, and the gradient for its part of the
             batch; none outside any mesh.
         reduce_spec_id: the unit's spec, with the dtypes in which its gradient is reduced; None without a unit.
+        rounding: the settings of the codec by which the loss function's leaves are rounded; None for none.
         is_invariant: whether the copies count as one value, so that an outer torch.func transform sees unsharded
             derivatives. Otherwise that transform would see each copy as an input and an output of its own.
     """
@@ -59,6 +61,7 @@ class GradientGroup:
     dtypes: list[torch.dtype]
     copy_axes: Sequence[Axis]
     reduce_spec_id: int | None
+    rounding: CodecKey | None = field(default=None, kw_only=True)
     is_invariant: bool = field(default=False, kw_only=True)
 
     @property
@@ -68,7 +71,7 @@ class GradientGroup:
 
     def leaves(self, variables: Tensors) -> Tensors:
         """Compute the loss function's leaves, differentiably, from the variables."""
-        return variables
+        return _rounded(self.rounding, variables)
 
     def inputs(self, leaves: Tensors) -> Any:
         """Return the members' entries in the loss function's argument."""
@@ -85,6 +88,10 @@ class GradientGroup:
         if self.reduce_spec_id is None:
             return [g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)]
         return apply_over_unit_axes("all_reduce", join_axes(self.copy_axes), self.reduce_spec_id, gradients)
+
+
+def _rounded(key: CodecKey | None, xs: Tensors) -> Tensors:
+    return xs if key is None else [round_with(key, x, 0) for x in xs]
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,9 @@ class ShardGroup(GradientGroup):
         return traced_spec(self.spec_id).varies
 
     def leaves(self, variables: Tensors) -> Tensors:
-        return gather_unit(self.reduce_spec_id, variables[0], self.origin) if self.form == "shard" else variables
+        if self.form == "shard":
+            return gather_unit(self.reduce_spec_id, variables[0], self.origin)
+        return variables if self.form == "box" else _rounded(self.rounding, variables)
 
     def inputs(self, leaves: Tensors) -> Any:
         return Shard(leaves[0], self.reduce_spec_id, self.origin) if self.form == "box" else leaves
@@ -219,9 +228,8 @@ def open_argument(
         groups += _of_replicated(arg, entries, axes, precision)
     else:
         positions, indices = tree.number_tensors(entries)
-        variables: list[torch.Tensor] = [entries[i] for i in positions]
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
-        groups.append(GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None))
+        groups += _of_tensors(members, [entries[i] for i in positions], precision)
     return Argument(entries, structure, groups)
 
 
@@ -231,6 +239,24 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
 
 def _reduce_spec_id(spec_id: int, precision: Precision | None) -> int:
     return spec_id if precision is None else with_cast(spec_id, *precision.gradients(traced_spec(spec_id).dtype))
+
+
+def _rounding(dtype: torch.dtype, precision: Precision | None) -> CodecKey | None:
+    return None if precision is None else precision.gradients(dtype).gather_key
+
+
+def _of_tensors(members: Members, variables: list[torch.Tensor], precision: Precision | None) -> list[GradientGroup]:
+    """Return one group, or with a codec a group for each dtype: it rounds parameters of the policy's dtype alone."""
+    if precision is None or precision.gather is None:
+        return [GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None)]
+    groups = []
+    for dtype in dict.fromkeys([x.dtype for x in variables]):
+        chosen = [i for i, x in enumerate(variables) if x.dtype == dtype]
+        of_dtype = [(at, chosen.index(i)) for at, i in members if i in chosen]
+        xs = [variables[i] for i in chosen]
+        dtypes = [_grad_dtype(dtype, precision)] * len(xs)
+        groups.append(GradientGroup(of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
+    return groups
 
 
 def _of_shard(
@@ -246,9 +272,11 @@ def _of_shard(
     copy_axes = [a for a in axes if a.name not in traced_spec(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
     dtype, reduce_spec_id = _grad_dtype(box.data.dtype, precision), _reduce_spec_id(spec_id, precision)
+    key = _rounding(traced_spec(spec_id).dtype, precision)
     if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
-        return ShardGroup(members, leaves, [dtype] * len(leaves), copy_axes, reduce_spec_id, spec_id, None, "full")
+        dtypes = [dtype] * len(leaves)
+        return ShardGroup(members, leaves, dtypes, copy_axes, reduce_spec_id, spec_id, None, "full", rounding=key)
     data, form = box.data.to(dtype), "shard" if gather else "box"
     return ShardGroup(members, [data], [dtype], copy_axes, reduce_spec_id, spec_id, box.origin, form)
 
@@ -274,7 +302,8 @@ def _of_replicated(
             if isinstance(x, Slot) and x.spec_id == unit.spec_id and not is_box(entries[i])
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
-        groups.append(GradientGroup(members, unit.leaves, dtypes, axes, _reduce_spec_id(unit.spec_id, precision)))
+        key, spec_id = _rounding(traced_spec(unit.spec_id).dtype, precision), _reduce_spec_id(unit.spec_id, precision)
+        groups.append(GradientGroup(members, unit.leaves, dtypes, axes, spec_id, rounding=key))
     return groups
 
 

@@ -251,9 +251,11 @@ def offloaded(ranks: int, update: str) -> Task:
     return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
 
 
+CODES = fzero.Precision(torch.float32, gather=fzero.codecs.int8(), reduce=fzero.codecs.int4(rounding="stochastic"))
 TASKS: dict[str, Callable[[int], Task]] = {
     "dense": perceptron,
     "dense, 4 micro-batches": lambda ranks: perceptron(ranks, micro_batches=4),
+    "dense, codes": lambda ranks: perceptron(ranks, precision=CODES),
     "experts, capacity": lambda ranks: mixture(ranks, 1.25),
     "experts, dropless": lambda ranks: mixture(ranks, None),
     "experts, dropless, bfloat16": lambda ranks: mixture(ranks, None, torch.bfloat16),

@@ -9,7 +9,7 @@ from tests.cuda.lane import facts
 BACKENDS = ("eager", "fx", "inductor")
 NEVER = (
     *("dense", "dense, 4 micro-batches", "experts, capacity", "experts, dropless, bfloat16", "pipeline"),
-    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked"),
+    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked", "dense, codes"),
 )
 UNITS = 4  # of the perceptron
 

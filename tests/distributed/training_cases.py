@@ -48,6 +48,30 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
 
 
 @case
+def codes_are_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
+    """Codecs on the wire: shards that begin within a block, eager and jitted, with sums that no order changes."""
+    params = {"w": torch.randn(5, 31, generator=torch.Generator().manual_seed(0)), "c": torch.ones(())}
+    lockstep = fzero.mesh(dp=mesh.size, simulate="lockstep")
+    int4, float8 = fzero.codecs.int4(16, "stochastic"), fzero.codecs.float8(block=16)
+    few = ((fzero.codecs.int8(16), int4, 3), (None, fzero.codecs.int8(16), 0))
+    for gather, reduce, stage in either(few, (*few, (float8, float8, 3), (float8, float8, 0), (None, int4, 2))):
+        precision = fzero.Precision(torch.float32, gather=gather, reduce=reduce)
+        opt = optim.sgd(0.5)
+        train_step = step_of(opt, reduce="sum", precision=precision)
+        steps = [fzero.shard(train_step, stage, m) for m in (mesh, lockstep)]
+        jitted = fzero.jit(steps[0], backend="fx")
+        states = [step.init(params, opt) for step in (*steps, steps[0])]
+        for i in range(2):
+            batch = torch.arange(mesh.size) + float(i)
+            *states[0], _ = steps[0](*states[0], mesh.split(batch))
+            *states[1], _ = steps[1](*states[1], lockstep.split(batch))
+            *states[2], _ = jitted(*states[2], mesh.split(batch))
+        whole = [s.gather(tuple(x)) for s, x in zip((*steps, steps[0]), states, strict=True)]
+        assert_trees_close(whole[0], whole[1], rtol=0.0)
+        assert_trees_close(whole[2], whole[1], rtol=0.0)
+
+
+@case
 def a_vmap_around_the_world_maps_every_process(mesh: fzero.ranks.Mesh) -> None:
     opt = optim.adamw(0.1)
     for stage in (0, 3):

@@ -32,12 +32,14 @@ from tests.mutants import (
     tune,
     tuning,
     unit_policies,
+    wire,
     zero,
 )
 from tests.mutants.mutant import Mutant
 
 TABLES = (
     sharding,
+    wire,
     collectives,
     transforms,
     offload,

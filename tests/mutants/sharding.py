@@ -90,8 +90,10 @@ MUTANTS = [
             "every leaf is split along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES
         ),
     ),
+    *File("sharding/_unit_maps.py").faults(
+        Fault("a unit is reduced over its axes in the wrong order", "_apply_rows", bare("A[::-1]"), AXES),
+    ),
     *File("sharding/_flat.py").faults(
-        Fault("a unit is reduced over its axes in the wrong order", "apply_over_unit_axes", bare("A[::-1]"), AXES),
         Fault(
             "a simulated rank gets the next rank's shard",
             "_uniform_partition",
@@ -109,7 +111,7 @@ MUTANTS = [
         Fault(
             "the transpose of gather is partition, without a sum",
             "",
-            constant("reduce_scatter", "partition", at="1 of 5"),
+            constant("reduce_scatter", "partition", at="1 of 3"),
         ),
         Fault("gradients of stage 0 are not summed", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
         Fault(

@@ -84,11 +84,11 @@ MUTANTS = [
         Fault("every micro-batch is the first one", "MicroBatches.part.narrow", becomes("A * self.size", "0")),
         Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
     ),
-    *File("sharding/_flat.py").faults(
+    *File("sharding/_unit_maps.py").faults(
         Fault(
             "the gradient of a shard that was not changed is lost",
-            "_GatherFromOrigin.backward",
-            becomes("(None, None, A, *B)", "(None, None, A * 0, *B)"),
+            "_AsIfBy.backward",
+            becomes("(*A, *B, *C)", "(*A, *[x * 0 for x in B], *C)"),
         ),
     ),
     *File("transforms/_stage_transforms.py", WRITES).faults(

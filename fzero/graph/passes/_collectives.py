@@ -15,6 +15,7 @@ from fzero.graph._ir import (
     is_collective,
     is_gather,
     is_input,
+    is_maximum,
     is_reduce_collective,
     is_wait,
     parameter_gathers,
@@ -26,6 +27,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._storages import storages
 from fzero.graph.loop._rank_schedule import is_marker
+from fzero.graph.passes._listing import input_only_nodes
 
 __all__ = ["bucket", "drop_lone_collectives"]
 
@@ -108,7 +110,10 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     gathers = parameter_gathers(graph)
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
     gathers.sort(key=first_use.__getitem__)
-    reductions = [n for n in graph.nodes if is_reduce_collective(n)]
+    reductions = [n for n in graph.nodes if is_reduce_collective(n) and not is_maximum(n)]
+    # the maxima of parameters' blocks; a gradient's are few bytes, but to wait for others would hold all gradients
+    from_inputs = input_only_nodes(list(graph.nodes))
+    maxima = [n for n in graph.nodes if is_maximum(n) and n in from_inputs]
     ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's regions; no bucket spans two
 
     def together(one: int, other: int) -> bool:
@@ -118,7 +123,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
         return together(index[group[0]], index[n]) and not _needs(n, group, index)
 
     groups = _groups(gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
-    groups += _groups(reductions, max_bytes, may_join)
+    groups += _groups(reductions, max_bytes, may_join) + _groups(maxima, max_bytes, may_join)
     if not groups:
         return graph
     names = [[n.name for n in group] for group in groups]

@@ -17,6 +17,7 @@ from fzero.graph._ir import (
     is_collective,
     is_gather,
     is_input,
+    is_maximum,
     is_reduce_collective,
     is_wait,
     is_write,
@@ -25,7 +26,7 @@ from fzero.graph._ir import (
     start_of,
     users_through_views,
 )
-from fzero.graph._ops import is_factory, is_random, is_view
+from fzero.graph._ops import decodes, encodes, is_factory, is_random, is_view
 from fzero.graph._storages import Storages
 from fzero.graph.loop._rank_schedule import is_marker
 
@@ -75,7 +76,8 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     for n in reversed(nodes):
         if n in movable:
             is_light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
-            if is_light or n not in feeds_work or all(u in late for u in n.users):
+            of_codec = encodes(n) or decodes(n) or is_maximum(n)
+            if is_light or of_codec or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     return late
 
@@ -123,7 +125,7 @@ def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
     """List the cheap nodes that depend on inputs alone, through cheap nodes."""
     input_only: set[Node] = set()
     for n in nodes:
-        movable = is_cheap(n) and not is_reduce_collective(n) and not is_write(n)
+        movable = is_cheap(n) and (not is_reduce_collective(n) or is_maximum(n)) and not is_write(n)
         if movable and all(is_input(a) or a in input_only for a in n.all_input_nodes):
             input_only.add(n)
     return input_only

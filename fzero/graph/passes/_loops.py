@@ -16,13 +16,14 @@ from fzero.graph._ir import (
     graph_results,
     is_gather,
     is_input,
+    is_maximum,
     is_reduce_collective,
     is_wait,
     nbytes,
     parameter_gathers,
     stand_ins_of,
 )
-from fzero.graph._ops import changes_layout, is_view, name_of
+from fzero.graph._ops import changes_layout, encodes, is_view, name_of
 from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
 
 __all__ = ["carry", "hoist"]
@@ -73,7 +74,7 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
     same: dict[Node, Node] = {}  # for each constant node, the first node of the same value
     first: dict[Any, Node] = {}
     for n in loop.body.nodes:
-        is_constant = changes_layout(n) or is_gather(n) or is_wait(n)
+        is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:

@@ -207,7 +207,7 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     waits = [w for g in parameter_gathers(graph) if isinstance(g.meta["val"], torch.Tensor) for w in g.users]
     views, uses = {}, {}
     for wait in waits:
-        views[wait], users = views_and_users(wait)
+        views[wait], users = views_and_users(wait, decoded=True)
         uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
         if len(uses[wait]) < len(users):  # a result of the graph must stay in memory
             uses[wait] = []

@@ -1,0 +1,32 @@
+"""Codecs: a tensor in fewer bits, block by block, for what collectives send."""
+
+from fzero.codecs._blocks import largest_magnitudes, numbers_of, pack, unpack
+from fzero.codecs._codec import (
+    Codec,
+    CodecKey,
+    Encoded,
+    decode_blocks,
+    encode_blocks,
+    float8,
+    int4,
+    int8,
+    round_with,
+    rounded,
+    scale_blocks,
+)
+
+__all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
+
+# For other packages of fzero only. They may change in any release.
+INTERNAL = [
+    "CodecKey",
+    "decode_blocks",
+    "encode_blocks",
+    "largest_magnitudes",
+    "numbers_of",
+    "pack",
+    "round_with",
+    "rounded",
+    "scale_blocks",
+    "unpack",
+]

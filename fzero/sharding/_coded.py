@@ -1,0 +1,427 @@
+"""Units in fewer bits: what a unit's gathers and sums send under a precision policy with codecs.
+
+A codec has a scale for each block of elements within a leaf. Blocks are numbered within a unit, leaf after leaf. A
+rank's shard may begin and end within a block. So the ranks first agree on the largest magnitude of each block, by one
+all_reduce of 4 bytes a block, and then send codes. What is sent does not depend on where shards begin, so decoded
+numbers are the same on any number of ranks.
+
+A sum of gradients has one scale for all ranks, too. So the codes of all ranks are added as integers, and the sum is
+exact in any order.
+
+The functions here compute values without derivatives. `_unit_maps.py` gives them those of the exact maps.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._torch import OneNode, c10d
+from fzero._torch.types import Tensors
+from fzero.axes import Axis, Binding
+from fzero.codecs import (
+    Codec,
+    CodecKey,
+    decode_blocks,
+    encode_blocks,
+    largest_magnitudes,
+    numbers_of,
+    pack,
+    scale_blocks,
+    unpack,
+)
+from fzero.collectives import (
+    COPIES,
+    NO_AXIS,
+    DimOptions,
+    LinearMap,
+    NoOptions,
+    RankOperation,
+    UnitOptions,
+    UnitSumOptions,
+    add_rows,
+    apply,
+    group_all_to_all,
+)
+from fzero.sharding._flat import flatten_leaves, to_gradient_dtype, view_leaves
+from fzero.sharding._spec import Spec, spec_of
+
+__all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter"]
+
+# Ranges of a unit, and their blocks. The nodes of a graph take plain lists of numbers.
+
+
+class BlockPart(NamedTuple):
+    """Neighbouring elements of a range, from one or more leaves, whose first and last blocks are filled with zeros.
+
+    Attributes:
+        at: the index of the first element in the range.
+        size: the number of elements.
+        before: the number of elements of the first block that lie before the range.
+        after: the number of elements that the last block lacks.
+    """
+
+    at: int
+    size: int
+    before: int
+    after: int
+
+
+class UnitRange(NamedTuple):
+    """The blocks of a range of a unit.
+
+    Attributes:
+        parts: the parts of the range, in order.
+        first: the number of the first block in the unit.
+        count: the number of blocks.
+        length: the number of elements of the range; those after the last part are padding.
+    """
+
+    parts: tuple[BlockPart, ...]
+    first: int
+    count: int
+    length: int
+
+    @property
+    def plain(self) -> list[Any]:
+        """The range as lists of ints, which a node of a graph can hold."""
+        return [[list(part) for part in self.parts], self.first, self.count, self.length]
+
+    @staticmethod
+    def of(plain: Sequence[Any]) -> "UnitRange":
+        """Return the range of these lists."""
+        parts, first, count, length = plain
+        return UnitRange(tuple([BlockPart(*part) for part in parts]), first, count, length)
+
+    def to_blocks(self, x: torch.Tensor, block: int) -> torch.Tensor:
+        """Return a range `[.., length]` as blocks `[.., count, block]`: a view if no block is cut."""
+        lead = x.shape[:-1]
+        pieces: list[torch.Tensor] = []
+        for part in self.parts:
+            pieces += [x.new_zeros((*lead, part.before))] if part.before else []
+            pieces += [x.narrow(-1, part.at, part.size)]
+            pieces += [x.new_zeros((*lead, part.after))] if part.after else []
+        if not pieces:
+            return x.new_zeros((*lead, 0, block))
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)).reshape(*lead, self.count, block)
+
+    def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return blocks `[.., count, block]` as the range `[.., length]`, with zeros for padding."""
+        flat, at = blocks.flatten(-2), 0
+        pieces: list[torch.Tensor] = []
+        for part in self.parts:
+            pieces.append(flat.narrow(-1, at + part.before, part.size))
+            at += part.before + part.size + part.after
+        padding = self.length - sum([part.size for part in self.parts])
+        if padding or not pieces:
+            pieces.append(torch.zeros((*flat.shape[:-1], padding), dtype=flat.dtype, device=flat.device))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+    def own(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of this range's blocks, from those of all blocks of the unit `[.., blocks]`."""
+        return of_blocks.narrow(-1, self.first, self.count)
+
+
+def block_range(sizes: Sequence[int], block: int, start: int, stop: int) -> UnitRange:
+    """Return the blocks of elements `[start, stop)` of a unit whose leaves have these sizes.
+
+    Example:
+        >>> block_range([5, 8], 4, 2, 9)
+        UnitRange(parts=(BlockPart(at=0, size=3, before=2, after=3), BlockPart(at=3, size=4, before=0, after=0)), \
+first=0, count=3, length=7)
+    """
+    parts: list[BlockPart] = []
+    first, count, offset, blocks = 0, 0, 0, 0
+    for size in sizes:
+        begin, end = max(start - offset, 0), min(stop - offset, size)  # in the leaf
+        if begin < end:
+            part = BlockPart(offset + begin - start, end - begin, begin % block, -end % block)
+            first = first if parts else blocks + begin // block
+            count += (part.before + part.size + part.after) // block
+            if parts and not (parts[-1].after or part.before):  # one view for both
+                part = BlockPart(parts[-1].at, parts[-1].size + part.size, parts.pop().before, part.after)
+            parts.append(part)
+        offset += size
+        blocks += -(-size // block)
+    return UnitRange(tuple(parts), first, count, stop - start)
+
+
+# ---------------------------------------------------------------- nodes: what runs between collectives
+
+
+@OneNode
+def range_magnitudes(x: torch.Tensor, plain: list[Any], blocks: int, block: int) -> torch.Tensor:
+    """Return the largest magnitude of each block of a unit `[.., blocks]`, as far as this range `[.., length]` has it.
+
+    It is 0 for blocks outside the range.
+    """
+    of_range = UnitRange.of(plain)
+    magnitudes = largest_magnitudes(of_range.to_blocks(x, block))
+    lead = magnitudes.shape[:-1]
+    before, after = of_range.first, blocks - of_range.first - of_range.count
+    return torch.cat([magnitudes.new_zeros((*lead, before)), magnitudes, magnitudes.new_zeros((*lead, after))], -1)
+
+
+@OneNode
+def encode_range(
+    x: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey, ranks: int
+) -> torch.Tensor:
+    """Return the payload of a range `[.., length]`: uint8 `[.., ranks bytes]`, one for each of `ranks` parts."""
+    of_range, codec = UnitRange.of(plain), Codec(*key)
+    blocks = of_range.to_blocks(x, codec.block)
+    codes = of_range.from_blocks(encode_blocks(codec, blocks, of_range.own(magnitudes), of_range.first))
+    return pack(codec.codes, codes.unflatten(-1, (ranks, -1)).contiguous()).flatten(-2)
+
+
+@OneNode
+def decode_unit(
+    payload: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey, ranks: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a unit `[.., length]` in `dtype`, from the payloads of its `ranks` parts."""
+    of_unit, codec = UnitRange.of(plain), Codec(*key)
+    codes = unpack(codec.codes, payload.unflatten(-1, (ranks, -1)), of_unit.length // ranks).flatten(-2)
+    values = decode_blocks(codec, of_unit.to_blocks(codes, codec.block), magnitudes)
+    return of_unit.from_blocks(values).to(dtype)
+
+
+@OneNode
+def sum_payloads(payloads: torch.Tensor, key: CodecKey, parts: int, length: int) -> torch.Tensor:
+    """Return the sum of the codes of several ranks' payloads `[n, .., parts bytes]`: float32 `[.., parts length]`."""
+    kind = Codec(*key).codes
+    return numbers_of(kind, unpack(kind, payloads.unflatten(-1, (parts, -1)), length).flatten(-2)).sum(0)
+
+
+@OneNode
+def sums_to_bytes(sums: torch.Tensor, count: int) -> torch.Tensor:
+    """Return sums of integer codes `[.., k]` as bytes `[.., count k]`, since NCCL sends no int16."""
+    whole = sums.to(torch.int32) + (1 << (8 * count - 1))
+    return torch.cat([((whole >> (8 * i)) & 0xFF).to(torch.uint8) for i in range(count)], -1)
+
+
+@OneNode
+def sums_of_bytes(sent: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
+    """Return the sums `[.., ranks k]`, float32, that `ranks` ranks sent as bytes `[.., ranks count k]`."""
+    parts = sent.unflatten(-1, (ranks, count, -1)).to(torch.int32)
+    whole = torch.stack([parts[..., i, :] << (8 * i) for i in range(count)]).sum(0)
+    return (whole - (1 << (8 * count - 1))).to(torch.float32).flatten(-2)
+
+
+@OneNode
+def decode_sum(sums: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey) -> torch.Tensor:
+    """Return the numbers `[.., length]`, float32, of sums of the codes of a range."""
+    of_range, codec = UnitRange.of(plain), Codec(*key)
+    values = scale_blocks(codec, of_range.to_blocks(sums, codec.block), of_range.own(magnitudes))
+    return of_range.from_blocks(values)
+
+
+# ---------------------------------------------------------------- rows: what differs by rank, and what is sent
+
+
+def _blocks(spec: Spec, codec: Codec) -> int:
+    return sum([codec.num_blocks(size) for size in spec.sizes])
+
+
+def _codec_of(spec: Spec, name: str) -> Codec:
+    codec = spec.gather_codec if name == "gather" else spec.reduce_codec
+    assert codec is not None
+    return codec
+
+
+def _range_of(spec: Spec, codec: Codec, rank: int, ranks: int) -> UnitRange:
+    k = padded_numel(spec, ranks) // ranks
+    return block_range(spec.sizes, codec.block, rank * k, rank * k + k)
+
+
+def padded_numel(spec: Spec, ranks: int) -> int:
+    """Return the number of elements of a unit, with padding to whole shards of its own ranks, or of `ranks`."""
+    k = max(spec.ranks, ranks)
+    return -(-spec.numel // k) * k
+
+
+def _of_each_rank(f: Any) -> RankOperation:
+    """Make an operation of `f(spec, rank, ranks, *xs) -> y`, which sends nothing."""
+
+    def all_ranks(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+        spec = spec_of(options.spec_id)
+        return [torch.stack([f(spec, r, n, *[x[r] for x in xs]) for r in range(n)])]
+
+    def local(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
+        return [f(spec_of(options.spec_id), binding.rank, binding.size, *xs)]
+
+    return RankOperation("", all_ranks, local)
+
+
+def _of_any_rank(f: Any) -> RankOperation:
+    """Make an operation of `f(options, ranks, *xs [..]) -> y [..]`, which sends nothing and does not depend on rank."""
+    return RankOperation(
+        "",
+        all_ranks=lambda n, options, xs: [f(options, n, *xs)],
+        local=lambda binding, options, xs: [f(options, binding.size, *xs)],
+    )
+
+
+def _of_copies(f: Any) -> RankOperation:
+    """Make an operation of `f(options, ranks, *xs) -> y` on values that are equal on all ranks; it sends nothing."""
+    return RankOperation(
+        "",
+        all_ranks=lambda n, options, xs: [f(options, n, *[x[0] for x in xs])],
+        local=lambda binding, options, xs: [f(options, binding.size, *xs)],
+        uniform=lambda n, options, xs: [f(options, n, *xs)],
+    )
+
+
+def _own_magnitudes(spec: Spec, rank: int, ranks: int, x: torch.Tensor) -> torch.Tensor:
+    codec = _codec_of(spec, "gather")
+    return range_magnitudes(x, _range_of(spec, codec, rank, ranks).plain, _blocks(spec, codec), codec.block)
+
+
+def _own_payload(spec: Spec, rank: int, ranks: int, x: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    codec = _codec_of(spec, "gather")
+    return encode_range(x, magnitudes, _range_of(spec, codec, rank, ranks).plain, codec.key, 1)
+
+
+def _decoded_unit(options: UnitOptions, ranks: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(options.spec_id)
+    codec = _codec_of(spec, "gather")
+    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
+    return decode_unit(payload, magnitudes, of_unit.plain, codec.key, ranks, spec.dtype)
+
+
+def _unit_magnitudes(options: UnitOptions, ranks: int, buffer: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(options.spec_id)
+    codec = _codec_of(spec, "reduce")
+    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
+    return range_magnitudes(buffer, of_unit.plain, _blocks(spec, codec), codec.block)
+
+
+def _unit_payload(options: UnitOptions, ranks: int, buffer: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(options.spec_id)
+    codec = _codec_of(spec, "reduce")
+    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
+    return encode_range(buffer, magnitudes, of_unit.plain, codec.key, max(spec.ranks, ranks))
+
+
+def _own_sum(spec: Spec, rank: int, ranks: int, sums: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    codec = _codec_of(spec, "reduce")
+    return decode_sum(sums, magnitudes, _range_of(spec, codec, rank, ranks).plain, codec.key)
+
+
+def _unit_sum(options: UnitSumOptions, ranks: int, sent: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(options.spec_id)
+    codec = _codec_of(spec, "reduce")
+    sums = sent if codec.codes.is_float else sums_of_bytes(sent, _bytes_of_sum(codec, options.ranks), ranks)
+    return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).plain, codec.key)
+
+
+def _sum_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
+    codec = _codec_of(spec_of(options.spec_id), "reduce")
+    return sums.clone() if codec.codes.is_float else sums_to_bytes(sums, _bytes_of_sum(codec, options.ranks))
+
+
+def _bytes_of_sum(codec: Codec, ranks: int) -> int:
+    """Return the number of bytes that holds the sum of `ranks` integer codes."""
+    largest = int(codec.codes.largest) * ranks
+    return next(count for count in (1, 2, 3) if largest < 1 << (8 * count - 1))
+
+
+def _local_largest(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
+    return [c10d.wait_tensor(c10d.all_reduce(xs[0].contiguous(), "max", binding.group))]
+
+
+def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
+    """Sum the payloads of `ranks` ranks, each for one rank's part."""
+    parts = max(spec.ranks // ranks, 1)
+    return sum_payloads(payloads, _codec_of(spec, "reduce").key, parts, padded_numel(spec, ranks) // ranks // parts)
+
+
+def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+    payloads = xs[0].unflatten(-1, (n, -1)).movedim(-2, 0)  # [n parts, n ranks, .., bytes]
+    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in payloads.unbind()])]
+
+
+def _local_sum(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
+    parts = xs[0].unflatten(-1, (binding.size, -1)).movedim(-2, 0)  # [n, .., bytes]
+    return [_sum(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
+
+
+def _unit(options: UnitOptions) -> str:
+    return spec_of(options.spec_id).unit
+
+
+_LARGEST = RankOperation("all_reduce", lambda n, options, xs: [xs[0].amax(0)], _local_largest)
+_SUM = RankOperation("all_to_all", _all_ranks_sum, _local_sum)
+# rows without a transpose: no derivative flows through codes
+add_rows(
+    LinearMap("largest", _LARGEST, "", output=COPIES, unit=_unit),
+    LinearMap("own_magnitudes", _of_each_rank(_own_magnitudes), ""),
+    LinearMap("own_payload", _of_each_rank(_own_payload), ""),
+    LinearMap("decoded_unit", _of_copies(_decoded_unit), "", output=COPIES),
+    LinearMap("unit_magnitudes", _of_any_rank(_unit_magnitudes), ""),
+    LinearMap("unit_payload", _of_any_rank(_unit_payload), ""),
+    LinearMap("sum_of_payloads", _SUM, "", unit=_unit),
+    LinearMap("own_sum", _of_each_rank(_own_sum), ""),
+    LinearMap("sum_bytes", _of_any_rank(_sum_bytes), ""),
+    LinearMap("unit_sum", _of_copies(_unit_sum), "", output=COPIES),
+)
+
+
+# ---------------------------------------------------------------- the maps of a unit
+
+
+def _run(name: str, axis: Axis, options: UnitOptions | UnitSumOptions, *xs: torch.Tensor) -> torch.Tensor:
+    (y,) = apply(axis.token, name, axis.binding, options, *xs)
+    return y
+
+
+def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Tensors:
+    """Return the decoded leaves of a unit, from this rank's shard `[k]`.
+
+    If there is no group for all axes, the shards are gathered as they are over all axes but the slowest.
+    """
+    (first, *rest), x, unit = axes or [NO_AXIS], shard.detach(), UnitOptions(spec_id)
+    for a in rest[::-1]:
+        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
+    magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
+    payload = _run("gather_flat", first, unit, _run("own_payload", first, unit, x, magnitudes))
+    return view_leaves(spec_of(spec_id), _run("decoded_unit", first, unit, payload, magnitudes))
+
+
+def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payloads of a unit's gradient for all ranks, and the magnitudes that the ranks share."""
+    spec, first, unit = spec_of(spec_id), axes[0], UnitOptions(spec_id)
+    padding = padded_numel(spec, first.size) - spec.numel
+    leading = leaves[0].ndim - len(spec.shapes[0])
+    buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
+    magnitudes = _run("unit_magnitudes", first, unit, buffer)
+    for a in axes:
+        magnitudes = _run("largest", a, unit, magnitudes)
+    return _run("unit_payload", first, unit, buffer, magnitudes), magnitudes
+
+
+def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
+    """Return this rank's shard `[k]` of the sum of all ranks' gradients of a unit.
+
+    If there is no group for all axes, the sums over the slowest axis are added as they are over the other axes.
+    """
+    (first, *rest), unit = axes, UnitOptions(spec_id)
+    payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
+    total = _run("own_sum", first, unit, _run("sum_of_payloads", first, unit, payload), magnitudes)
+    for a in rest:
+        (total,) = apply(a.token, "psum_scatter", a.binding, DimOptions(-1), total)
+    return [to_gradient_dtype(spec_of(spec_id), total)]
+
+
+def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
+    """Return the sum of all ranks' gradients of a unit, on every rank.
+
+    The sums of integer codes are integers. So they are gathered in as few bytes as the largest possible sum needs.
+    """
+    spec, (first, *rest), unit = spec_of(spec_id), axes, UnitOptions(spec_id)
+    in_sum = UnitSumOptions(spec_id, math.prod([a.size for a in axes]))
+    payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
+    sums = _run("sum_of_payloads", first, unit, payload)
+    for a in rest:
+        (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
+    sent = _run("gather_flat", first, unit, _run("sum_bytes", first, in_sum, sums))
+    return view_leaves(spec, to_gradient_dtype(spec, _run("unit_sum", first, in_sum, sent, magnitudes)))

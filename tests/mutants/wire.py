@@ -1,0 +1,64 @@
+"""Faults in what codecs send: fzero/codecs, fzero/sharding/_coded.py, and the passes that order their collectives."""
+
+from tests.mutants.changes import always, becomes, constant, dropped, never
+from tests.mutants.mutant import Fault, File
+
+CODECS = ("tests/codecs/test_codecs.py",)
+CODED = ("tests/sharding/test_coded.py",)
+
+MUTANTS = [
+    *File("codecs/_blocks.py", CODECS).faults(
+        Fault(
+            "a block has the scale of the next one",
+            "quantize",
+            becomes("scales.unsqueeze(-1)", "scales.roll(1, -1).unsqueeze(-1)"),
+        ),
+        Fault("the sign of four bits is lost", "unpack", becomes("A - 8", "A")),
+        Fault("codes are rounded down", "quantize", becomes("torch.round(x)", "torch.floor(x)")),
+        Fault(
+            "rounding at random forgets the place", "_fractions", becomes("mix_bits(A, B << 32)", "mix_bits(A, B * 0)")
+        ),
+        Fault(
+            "a nan is no large magnitude",
+            "largest_magnitudes",
+            becomes("A(B, nan=C, posinf=C)", "A(B, nan=0.0, posinf=C)"),
+        ),
+        Fault("the second half of a byte is the first", "pack", becomes("A << 4", "low << 4")),
+        Fault("a scale is half as large", "scales_of", becomes("A / B.largest", "A / (2 * B.largest)")),
+    ),
+    *File("codecs/_codec.py", CODECS).faults(
+        Fault("the gradient is rounded, too", "_Round.backward", becomes("A[0]", "A[0].bfloat16().float()")),
+        Fault("a vmap rounds all its values as one tensor", "_Round.vmap", becomes("leading + 1", "leading")),
+    ),
+    *File("sharding/_coded.py", CODED).faults(
+        Fault("blocks begin where a shard begins", "block_range", becomes("begin % block", "0")),
+        Fault("a range has the scales of the unit's first blocks", "UnitRange.own", becomes("self.first", "0")),
+        Fault("each rank has scales of its own", "", becomes("A.amax(0)", "A[0]")),
+        Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
+        Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),
+        Fault("a rank adds its own codes alone", "sum_payloads", becomes("A.sum(0)", "A[0]")),
+    ),
+    *File("sharding/_unit_maps.py", CODED).faults(
+        Fault("one rank rounds a sum that it does not send", "_is_single", constant(1, 0)),
+        Fault("leaves that exist already are not rounded", "_gather_from_origin", never("codec is not None")),
+        Fault(
+            "a gradient of a gradient is rounded",
+            "_AsIfBy.backward",
+            becomes("_apply_rows(A, B, C, D)", "apply_over_unit_axes(A, B, C, [x.bfloat16().float() for x in D])"),
+        ),
+    ),
+    *File("transforms/_gradient_groups.py", CODED).faults(
+        Fault("an unsharded program does not round", "_of_tensors", dropped("rounding=A")),
+        Fault("full leaves of stages 0 and 1 are not rounded", "_rounded", always("key is None")),
+    ),
+    *File("optim/_precision.py", CODED).faults(
+        Fault("leaves in full precision are sent by a codec", "Precision.gradients", always("dtype == self.param")),
+    ),
+    *File("graph/_ir.py", CODED).faults(
+        Fault("a decoded unit is never freed", "views_and_users", dropped("(decoded and decodes(user))")),
+        Fault("codes are sent in the order of work", "_sends_codes", never("A and B")),
+    ),
+    *File("graph/passes/_collectives.py", CODED).faults(
+        Fault("maxima of gradients wait for each other", "bucket", dropped("n in from_inputs")),
+    ),
+]
