@@ -27,7 +27,7 @@ from fzero._torch.release import is_connection_error, release_waits
 
 __all__ = ["Heart", "LostRankError", "current_heart", "explain", "keep_heart", "start_heart", "step_place"]
 
-SHARE = 5  # a rank without a heartbeat is lost after this part of the timeout, 60 s of 300
+SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
 MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
 GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
 log = logging.getLogger("fzero")

@@ -41,7 +41,7 @@ def main() -> None:
             elif "hangs" in what:
                 time.sleep(1000)
             elif "slow" in what:  # it holds the lock of the interpreter, so that none of its threads runs
-                ctypes.PyDLL(None).usleep(int(timeout / 5 * 2e6))
+                ctypes.PyDLL(None).usleep(int(timeout / 3 * 1e6))
         params, opt_state, _ = step(params, opt_state, mesh.split(torch.ones(6, 6)))
     print("done", flush=True)
 

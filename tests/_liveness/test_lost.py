@@ -26,7 +26,7 @@ SEEN = r"; last seen in step 5, between steps; the others: ranks? 0.* \(\S+\) in
 def test_a_rank_that_is_gone_is_named_at_once(what, timeout, reason, wait):
     start = time.monotonic()
     done = world(3, SCRIPT, what, str(timeout))
-    assert time.monotonic() - start < 55  # less than the limit, 60 s, on a busy machine
+    assert time.monotonic() - start < 48  # less than the limit, 50 s, on a busy machine
     errors = re.findall(f"^.*{LOST}{reason}{SEEN}{wait}.*$", done.stderr, re.MULTILINE)
     assert len(errors) == 2, done
     assert "done" not in done.stdout
@@ -55,7 +55,7 @@ def test_how_a_script_ends_is_told(what, reason):
 def test_a_rank_that_hangs_is_named_after_the_timeout():
     start = time.monotonic()
     done = world(2, SCRIPT, "jitted, hangs", "5")
-    assert 4 < time.monotonic() - start < 55
+    assert 4 < time.monotonic() - start < 48
     text = f"{LOST}it has not gone on for . s, and the others wait for it{SEEN}all_gather at lost.py"
     assert re.search(text, done.stderr), done
     assert "fzero: rank 1 is killed, since it did not leave in step 5, between steps" in done.stderr

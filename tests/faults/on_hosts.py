@@ -233,7 +233,7 @@ def strike(case: Case, hosts: Hosts, ranks: list[Any]) -> None:
     for rank in on_host:
         if case.kind in ("host gone", "processes killed", "host stopped"):
             os.killpg(rank.pid, number)
-    if case.kind.startswith("rank "):
+    if case.kind in ("rank stopped", "rank killed"):
         os.kill(on_host[-1].pid, number)
 
 

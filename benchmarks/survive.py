@@ -1,0 +1,163 @@
+"""Measure how long it takes from a fault of a host, a link or a rank to the error that names it, and what that costs.
+
+python benchmarks/survive.py [--timeout 300] [--at-once 8] [--steps 40] [--write]
+
+Two hosts are network namespaces, and the link between them is a thread (`tests/faults/hosts.py`); that needs root. Each
+fault strikes two ranks on each host once, with the timeout of `fzero.mesh`. The cost is that of a step between two
+ranks of one host, in worlds with and without heartbeats, in turns.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from benchmarks.report import publish, quartiles, table
+from tests.distributed.launch import environment, world
+from tests.faults.hosts import missing
+from tests.faults.on_hosts import HARMLESS, KINDS, Case, run_case
+
+ROOT = pathlib.Path(__file__).parents[1]
+GOAL = 60.0  # seconds to the error that names a lost rank
+ROUNDS = 5
+COST = """
+import sys, time, torch, fzero
+from fzero import optim
+torch.set_num_threads(1)
+mesh = fzero.mesh(dp=-1, timeout=None if sys.argv[1] == "None" else float(sys.argv[1]))
+opt = optim.sgd(0.1)
+
+def loss_fn(params, x):
+    for block in params["blocks"]:
+        x = x + torch.tanh(x @ block["w"])
+    return x.square().mean()
+
+def train_step(params, opt_state, x):
+    loss, grads = fzero.value_and_grad(loss_fn)(params, x)
+    updates, opt_state = opt.update(grads, opt_state, params)
+    return optim.apply_updates(params, updates), opt_state, loss
+
+step = fzero.shard(train_step, stage=3, mesh=mesh, check=False)
+blocks = [{"w": torch.eye(64) / 99} for _ in range(8)]
+params, opt_state = step.init({"blocks": blocks}, opt)
+step = fzero.jit(step, backend="fx") if sys.argv[2] == "jitted" else step
+batch = mesh.split(torch.ones(8, 64))
+for _ in range(20):
+    params, opt_state, _ = step(params, opt_state, batch)
+from fzero._liveness import current_heart
+heart, times, cpu, begin = current_heart(), [], time.process_time(), time.perf_counter()
+
+def heartbeat_seconds():
+    if heart is None:
+        return 0.0
+    fields = open(f"/proc/{heart._process.pid}/stat").read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+before = heartbeat_seconds()
+for _ in range(int(sys.argv[3]) // 10):
+    start = time.perf_counter()
+    for _ in range(10):
+        params, opt_state, _ = step(params, opt_state, batch)
+    times.append((time.perf_counter() - start) / 10)
+cpu = (time.process_time() - cpu) / int(sys.argv[3])
+if mesh.rank == 0:
+    print(min(times), cpu, (heartbeat_seconds() - before) / (time.perf_counter() - begin))
+"""
+PLACE = """
+import tempfile, timeit
+from fzero._liveness._beats import Config
+from fzero._liveness._heart import Heart
+heart = Heart(Config(0, 2, "h", "t", "localhost", 0, 60.0, 300.0, 0), None)
+n = 100_000
+print(min(timeit.repeat(lambda: heart.at("all_gather at train.py:31", True), number=n, repeat=5)) / n)
+"""
+
+
+def in_a_process(kind: str, timeout: float) -> dict[str, Any]:
+    """Run one case in a process of its own, since it forks."""
+    command = [sys.executable, __file__, "--timeout", str(timeout), "--case", kind]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        return {"wrong": [done.stderr[-1000:]], "seconds": None, "error": ""}
+    return json.loads(done.stdout)
+
+
+def case(kind: str, timeout: float) -> dict[str, Any]:
+    ranks = 1 if kind == "2 s delay" else 2
+    run = run_case(Case(kind, ranks, timeout=timeout), patience=2 * timeout)
+    error = next((o.text for o in run.outcomes if o.lost is not None), "")
+    return {"wrong": run.wrong, "seconds": run.seconds, "error": error.partition("; last seen")[0]}
+
+
+def faults(timeout: float, at_once: int) -> list[str]:
+    with ThreadPoolExecutor(at_once) as pool:
+        found = dict(zip(KINDS, pool.map(lambda kind: in_a_process(kind, timeout), KINDS), strict=True))
+    rows = []
+    for kind, what in found.items():
+        seconds = what["seconds"]
+        met = "met" if seconds is None else "met" if seconds <= GOAL else "missed"
+        shown = "not lost, all go on" if kind in HARMLESS else f"{seconds:.1f}" if seconds is not None else "none"
+        rows.append([kind, shown, "**wrong**" if what["wrong"] else met, what["error"].partition("is lost: ")[2]])
+    wrong = [f"`{kind}`: {' '.join(what['wrong'])[:500]}" for kind, what in found.items() if what["wrong"]]
+    return [
+        f"From the fault to the `LostRankError` of the last rank that lives, with `fzero.mesh(timeout={timeout:g})`. "
+        f"Two ranks on each of two hosts, {at_once} worlds at once on this machine.",
+        table(["fault", "seconds", f"goal: ≤ {GOAL:g} s", "the error says"], rows),
+        *wrong,
+    ]
+
+
+def cost(timeout: float, steps: int) -> list[str]:
+    rows, shares = [], list[float]()
+    for how in ("eager", "jitted"):
+        times: dict[str, list[list[float]]] = {"None": [], str(timeout): []}
+        for _ in range(ROUNDS):
+            for argument, found in times.items():
+                done = world(2, "-c", COST, argument, how, str(steps))
+                found.append([float(x) for x in done.stdout.split()])
+        for i, what in enumerate(("by the clock, the fastest ten", "of the processor, all")):
+            without, with_beats = [[1e3 * x[i] for x in found] for found in times.values()]
+            ratio = statistics.median(with_beats) / statistics.median(without)
+            rows.append([f"{how}, {what}", quartiles(without), quartiles(with_beats), f"{ratio:.3f}"])
+        shares += [x[2] for x in times[str(timeout)]]
+    command = [sys.executable, "-c", PLACE]
+    place = float(
+        subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    )
+    return [
+        f"A step of 8 small units at stage 3 between two ranks, in milliseconds: the median and the quartiles of "
+        f"{ROUNDS} worlds of {steps} steps, with and without heartbeats in turns.",
+        table(["step", "timeout=None", f"timeout={timeout:g}", "ratio of medians"], rows),
+        f"To publish a place takes {1e6 * place:.2f} microseconds, twice a wait for a collective. The heartbeat's own "
+        f"process takes {100 * statistics.median(shares):.2f}% of a core.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--case", help="run this fault alone, and print what came of it as JSON")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(case(args.case, args.timeout)))
+        return
+    if lacks := missing():
+        sys.exit(f"hosts need {lacks}, which this machine lacks")
+    start = time.monotonic()
+    parts = [*faults(args.timeout, args.at_once), *cost(args.timeout, args.steps)]
+    parts.append(f"All of this took {(time.monotonic() - start) / 60:.0f} minutes.")
+    publish(__file__, "python benchmarks/survive.py", parts, args.write)
+
+
+if __name__ == "__main__":
+    main()
