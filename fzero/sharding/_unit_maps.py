@@ -12,6 +12,7 @@ from fzero.codecs import rounded
 from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, apply
 from fzero.sharding._boxes import Shard
 from fzero.sharding._coded import coded_all_reduce, coded_gather, coded_reduce_scatter
+from fzero.sharding._flat import flatten_unit, view_leaves
 from fzero.sharding._spec import spec_of, traced_spec, unit_axes
 
 __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"]
@@ -25,10 +26,11 @@ _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": 
 def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row over several axes in turn: the slowest axis divides the unit, the other axes its shards.
 
-    If the spec has a codec for sums, gradients are summed by it.
+    If the spec has a codec for sums, gradients are summed by it. Copies of a shard are added without it.
     """
     spec = traced_spec(spec_id)
-    if spec.reduce_key is None or name not in ("reduce_scatter", "all_reduce") or not spec.numel or _is_single(axes):
+    sums_codes = name in ("reduce_scatter", "all_reduce") or (name == "all_reduce_shard" and not spec.axes)
+    if spec.reduce_key is None or not sums_codes or not spec.numel or _is_single(axes):
         return _apply_rows(name, axes, spec_id, xs)
     return _coded_sum(name, spec_id, tuple([a.binding for a in axes]), *[a.token for a in axes], *xs)
 
@@ -103,7 +105,7 @@ class _AsIfBy(torch.autograd.Function):
         return tuple([y.view_as(y) for y in tensors[at:]]), tuple(in_dims[4 + at :])
 
 
-_TRANSPOSES = {"reduce_scatter": "gather", "all_reduce": "all_reduce"}
+_TRANSPOSES = {"reduce_scatter": "gather", "all_reduce": "all_reduce", "all_reduce_shard": "all_reduce_shard"}
 
 
 def _axes(ctx: Any) -> list[Axis]:
@@ -140,8 +142,11 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
 def _coded_sum(name: str, spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Sum a unit's gradients by the spec's codec; `tensors` are the axes' tokens and the gradients."""
     tokens, xs = tensors[: len(bindings)], tensors[len(bindings) :]
-    of_axes = coded_reduce_scatter if name == "reduce_scatter" else coded_all_reduce
-    values = of_axes(spec_id, _bound(bindings, tokens), xs)
+    axes, spec = _bound(bindings, tokens), spec_of(spec_id)
+    if name == "all_reduce_shard":  # of a unit that is split and not sharded: the leaves lie in one flat tensor
+        values = [flatten_unit(spec, coded_all_reduce(spec_id, axes, view_leaves(spec, xs[0])))]
+    else:
+        values = (coded_reduce_scatter if name == "reduce_scatter" else coded_all_reduce)(spec_id, axes, xs)
     return _AsIfBy.apply(name, spec_id, bindings, len(xs), *tokens, *xs, *values)
 
 

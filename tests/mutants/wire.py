@@ -40,6 +40,11 @@ MUTANTS = [
     ),
     *File("sharding/_unit_maps.py", CODED).faults(
         Fault("one rank rounds a sum that it does not send", "_is_single", constant(1, 0)),
+        Fault(
+            "at stage 0 the gradients of experts are summed without codes",
+            "apply_over_unit_axes",
+            never("A == 'all_reduce_shard' and B"),
+        ),
         Fault("leaves that exist already are not rounded", "_gather_from_origin", never("codec is not None")),
         Fault(
             "a gradient of a gradient is rounded",

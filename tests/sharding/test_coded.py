@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import codecs, optim, tree
 from fzero.codecs import Codec, pack
+from fzero.parallel import experts
 from fzero.sharding._coded import UnitRange, block_range, encode_range, range_magnitudes
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
 from tests.helpers import examples, train_step_for
@@ -230,6 +231,35 @@ def test_copies_along_a_replica_axis_are_added_as_they_are():
     *state, _ = step(*state, mesh.split(batch))
     parts = [summed(INT8, batch[0][i : i + 2]) for i in (0, 2)]
     assert_trees_close(step.gather(state[0])["w"], params["w"] - (parts[0] + parts[1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
+    """Experts lie along "ep": at stage 0 their gradients are summed over "dp" alone, and by codes, too."""
+    precision = fzero.Precision(torch.float32, reduce=INT8)
+    params = {"experts": {"w": torch.zeros(2, 33)}, "c": torch.zeros(5)}
+    g = torch.Generator().manual_seed(0)
+    batch = {"w": torch.randn((4, 33), generator=g), "c": torch.randn((4, 5), generator=g)}
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return (params["experts"]["w"][0] * batch["w"][0]).sum() + (params["c"] * batch["c"][0]).sum()
+
+    mesh = fzero.mesh(simulate=simulate, dp=2, ep=2)
+    new = []
+    for stage in range(4):
+        step = fzero.shard(
+            step_of(OPT, loss, precision=precision, reduce="sum"),
+            stage,
+            mesh,
+            split=experts.split("experts", axis="ep"),
+        )
+        state = step.init(params, OPT)
+        *state, _ = step(*state, mesh.split(batch))
+        new.append(step.gather(state[0]))
+    expected = torch.stack([summed(INT8, batch["w"][[e, e + 2]]) for e in (0, 1)])  # rank (d, e) has sample 2 d + e
+    for tree_ in new:
+        assert_trees_close(tree_["experts"]["w"], -expected, rtol=0.0)
+        assert_trees_close(tree_["c"], new[0]["c"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("stage", range(4))
