@@ -102,9 +102,9 @@ def adamw(
     init = partial(_init, policy=policy)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
+        rate = rate_at(learning_rate, state.count)  # before the parameters: it finds the state of another optimizer
         if not is_zero(weight_decay) and params is None:
             raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
-        rate = rate_at(learning_rate, state.count)
         if policy is not None:
             decay = None if is_zero(weight_decay) else rate * weight_decay
             return _update_eight_bit(grads, state, params, mask, policy, AdamNumbers(b1, b2, eps, rate, decay))
