@@ -63,8 +63,8 @@ NOTE = (
 GOALS = "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of FSDP2's and of DeepSpeed's."
 
 FLOOR = (
-    "The peak's goal beside FSDP2 lies below what must be alive here without remat, which is 308 MB or 0.88: state "
-    "167 MB, gradients of the first micro-batch 56, activations 73 and one gathered block 12. An eager step, the "
+    "The peak's goal beside FSDP2 lies below what must be alive here without remat, which is 308 MB or 0.88. That is "
+    "state 167 MB, gradients of the first micro-batch 56, activations 73 and one gathered block 12. An eager step, the "
     "default for a class that overrides `compute_loss`, runs each block twice; pass a backend if its code is "
     "pure."
 )

@@ -174,9 +174,11 @@ def _memory() -> Iterator[int]:
     """Open a file for the memory that a rank shares with its heartbeat."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fzero-place")
-        os.truncate(file, RECORD.size)
-        yield file
-        os.close(file)
+        try:
+            os.truncate(file, RECORD.size)
+            yield file
+        finally:
+            os.close(file)
     else:
         with tempfile.TemporaryFile() as f:
             f.truncate(RECORD.size)

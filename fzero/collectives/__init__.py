@@ -48,6 +48,7 @@ from fzero.collectives._table import (
     apply_stacked,
     in_front,
     mapped_binding,
+    transpose_of,
 )
 from fzero.collectives.gloo import PendingMessages
 
@@ -104,4 +105,5 @@ INTERNAL = [
     "own_part",
     "start_to_host",
     "wait_to_host",
+    "transpose_of",
 ]

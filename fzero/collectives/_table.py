@@ -49,6 +49,7 @@ __all__ = [
     "in_front",
     "mapped_binding",
     "row_of",
+    "transpose_of",
 ]
 
 
@@ -301,6 +302,11 @@ def apply_stacked(name: str, binding: Binding, options: Options, n: int, *xs: to
     received = _numel(ys) if row.is_replicated else _numel(ys) // n
     _record_call(row, binding, options, xs[0], _numel(xs) // n, received)
     return ys
+
+
+def transpose_of(name: str) -> str:
+    """Return the name of the transposed row."""
+    return _ROWS[name].transpose
 
 
 def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:

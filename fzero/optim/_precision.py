@@ -75,7 +75,8 @@ class Precision:
         dtypes = {"param": self.param, "reduce": self.reduce_dtype, "master": self.master, "grad": self.grad}
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
+                codec = ", or a codec, such as fzero.codecs.int4()" if name == "reduce" else ""
+                raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16{codec}")
         if not (self.gather is None or isinstance(self.gather, Codec)):
             raise TypeError(f"gather={self.gather!r}: expected a codec, such as fzero.codecs.int8(); a dtype is param=")
         if self.gather is not None and self.gather.is_stochastic:

@@ -223,7 +223,7 @@ def _blocks(spec: Spec, codec: Codec) -> int:
 
 
 def _codec_of(spec: Spec, name: str) -> Codec:
-    codec = spec.gather_codec if name == "gather" else spec.reduce_codec
+    codec = None if spec.cast is None else spec.cast.gather if name == "gather" else spec.cast.reduce
     assert codec is not None
     return codec
 

@@ -141,12 +141,12 @@ def gathered_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
 
 def wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a gradient is summed over ranks: its own, or a precision policy's."""
-    return x.dtype if spec.cast is None else spec.cast[0]
+    return x.dtype if spec.cast is None else spec.cast.wire
 
 
 def to_gradient_dtype(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     """Cast a gradient, after its sum over ranks, to the dtype that the optimizer's update receives."""
-    return x if spec.cast is None else x.to(spec.cast[1])
+    return x if spec.cast is None else x.to(spec.cast.grad)
 
 
 # Ranges of a tensor's elements in row-major order, for any strides, without a copy of the other elements.

@@ -75,6 +75,24 @@ class Piece(NamedTuple):
     space: str
 
 
+class Cast(NamedTuple):
+    """How a unit is sent under a precision policy.
+
+    The differentiated shard has the dtype `grad`, and is gathered in the unit's dtype.
+
+    Attributes:
+        wire: the dtype in which gradients are summed over ranks.
+        grad: the dtype of their sum.
+        gather: the codec by which the unit is gathered; None to gather it as it is.
+        reduce: the codec by which gradients are summed; None to sum them in `wire`.
+    """
+
+    wire: torch.dtype
+    grad: torch.dtype
+    gather: Codec | None = None
+    reduce: Codec | None = None
+
+
 class TracedSpec(NamedTuple):
     """The attributes and properties of a `Spec` that traced code may read, under the same names, as plain values."""
 
@@ -113,10 +131,7 @@ class Spec:
         split: the further axes along which ranks have parts of the leaves: tensor or expert parallelism.
         order: all axes of `sharded_over` and `split`, in the order of the rank program's mesh: it fixes the rank of
             each shard.
-        cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
-            shard has the dtype of the result, and is gathered in `dtype`. A box between operations has None.
-        gather_codec: the codec by which a precision policy gathers the unit; None to gather it as it is.
-        reduce_codec: the codec by which a precision policy sums gradients; None to sum them in the wire's dtype.
+        cast: how a precision policy sends the unit. A box between operations has None.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
             `ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
     """
@@ -129,9 +144,7 @@ class Spec:
     reduce_grads: str = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
-    cast: tuple[torch.dtype, torch.dtype] | None = None
-    gather_codec: Codec | None = None
-    reduce_codec: Codec | None = None
+    cast: Cast | None = None
     host: Fraction = Fraction(0)
 
     @cached_property
@@ -168,12 +181,12 @@ class Spec:
     @property
     def gather_key(self) -> CodecKey | None:
         """The settings of the gather's codec."""
-        return None if self.gather_codec is None else self.gather_codec.key
+        return None if self.cast is None or self.cast.gather is None else self.cast.gather.key
 
     @property
     def reduce_key(self) -> CodecKey | None:
         """The settings of the codec of gradients."""
-        return None if self.reduce_codec is None else self.reduce_codec.key
+        return None if self.cast is None or self.cast.reduce is None else self.cast.reduce.key
 
     @property
     def split_ranks(self) -> int:
@@ -269,8 +282,7 @@ def with_cast(
     summed by one.
     """
     codecs = [None if key is None else Codec(*key) for key in (gather_key, reduce_key)]
-    spec = replace(spec_of(spec_id), cast=(wire, grad), gather_codec=codecs[0], reduce_codec=codecs[1])
-    return intern(spec)
+    return intern(replace(spec_of(spec_id), cast=Cast(wire, grad, *codecs)))
 
 
 @assume_constant_result

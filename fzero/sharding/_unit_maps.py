@@ -8,8 +8,8 @@ import torch
 from fzero._torch import allow_in_graph, raise_priority
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, join_axes
-from fzero.codecs import rounded
-from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, apply
+from fzero.codecs import Codec, rounded
+from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, apply, transpose_of
 from fzero.sharding._boxes import Shard
 from fzero.sharding._coded import coded_all_reduce, coded_gather, coded_reduce_scatter
 from fzero.sharding._flat import flatten_unit, view_leaves
@@ -86,10 +86,10 @@ class _AsIfBy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.name == "gather":
+        if ctx.name == "gather":  # sums gradients, by the spec's codec if it has one
             of_xs = apply_over_unit_axes("reduce_scatter", _axes(ctx), ctx.spec_id, grads)
         else:
-            of_xs = _apply_rows(_TRANSPOSES[ctx.name], _axes(ctx), ctx.spec_id, grads)
+            of_xs = _apply_rows(transpose_of(ctx.name), _axes(ctx), ctx.spec_id, grads)
         return (*[None] * (4 + len(ctx.bindings)), *of_xs, *[None] * ctx.values)
 
     @staticmethod
@@ -105,9 +105,6 @@ class _AsIfBy(torch.autograd.Function):
         return tuple([y.view_as(y) for y in tensors[at:]]), tuple(in_dims[4 + at :])
 
 
-_TRANSPOSES = {"reduce_scatter": "gather", "all_reduce": "all_reduce", "all_reduce_shard": "all_reduce_shard"}
-
-
 def _axes(ctx: Any) -> list[Axis]:
     return _bound(ctx.bindings, ctx.tokens)
 
@@ -120,9 +117,9 @@ def _bound(bindings: Sequence[Binding], tokens: Tensors) -> list[Axis]:
 def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Return the leaves `origin` of a shard; `tensors` are the axes' tokens, the shard, and `origin`."""
     tokens, (shard, *origin) = tensors[: len(bindings)], tensors[len(bindings) :]
-    codec = spec_of(spec_id).gather_codec
-    if codec is not None:
-        origin = [rounded(codec, x.detach()) for x in origin]
+    key = spec_of(spec_id).gather_key
+    if key is not None:
+        origin = [rounded(Codec(*key), x.detach()) for x in origin]
     return _AsIfBy.apply("gather", spec_id, bindings, 1, *tokens, shard, *origin)
 
 
@@ -131,7 +128,7 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
     """Gather a shard by the spec's codecs; `tensors` are the axes' tokens and the shard."""
     tokens, shard = tensors[:-1], tensors[-1]
     axes = _bound(bindings, tokens)
-    if spec_of(spec_id).gather_codec is None:
+    if spec_of(spec_id).gather_key is None:
         leaves = _apply_rows("gather", axes, spec_id, [shard.detach()])
     else:
         leaves = coded_gather(spec_id, axes, shard)

@@ -43,7 +43,7 @@ MUTANTS = [
             becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
         ),
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
-        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
+        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
     ),
     *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "REPLACEMENTS", dropped("A: B")),

@@ -45,7 +45,7 @@ MUTANTS = [
             "apply_over_unit_axes",
             never("A == 'all_reduce_shard' and B"),
         ),
-        Fault("leaves that exist already are not rounded", "_gather_from_origin", never("codec is not None")),
+        Fault("leaves that exist already are not rounded", "_gather_from_origin", never("key is not None")),
         Fault(
             "a gradient of a gradient is rounded",
             "_AsIfBy.backward",

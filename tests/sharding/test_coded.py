@@ -381,7 +381,8 @@ def test_codes_are_packed_two_in_a_byte():
     [
         ({"gather": torch.bfloat16}, TypeError, "a dtype is param="),
         ({"gather": codecs.int8(rounding="stochastic")}, ValueError, "rounds at random"),
-        ({"reduce": "int4"}, TypeError, "reduce='int4': expected a floating-point dtype"),
+        ({"reduce": "int4"}, TypeError, "reduce='int4': expected a floating-point dtype.*, or a codec"),
+        ({"reduce": codecs.int4}, TypeError, "or a codec, such as fzero.codecs.int4()"),
     ],
 )
 def test_bad_policies(settings, error, text):
