@@ -54,6 +54,7 @@ from fzero._torch.modules import (
 )
 from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
 from fzero._torch.recorder import OneNode
+from fzero._torch.scaled_mm import scaled_mm
 from fzero._torch.state import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
@@ -141,6 +142,7 @@ __all__ = [
     "recorded_nodes",
     "register_box",
     "register_flop_formula",
+    "scaled_mm",
     "stand_in_at",
     "start_cpu_probe",
     "start_import",

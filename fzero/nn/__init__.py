@@ -1,6 +1,7 @@
 """torch.nn modules as pure functions of their parameters and buffers."""
 
 from fzero.nn._blocks import repeated_blocks
+from fzero.nn._float8 import float8_linear
 from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._linear_cross_entropy import linear_cross_entropy
@@ -12,6 +13,7 @@ __all__ = [
     "Apply",
     "Functional",
     "ModulePipeline",
+    "float8_linear",
     "functional",
     "initializer",
     "linear_cross_entropy",

@@ -1,17 +1,51 @@
 """Faults in fzero/nn."""
 
-from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped
 from tests.mutants.mutant import REMAT, STEP, Fault, File
 
 WRITTEN = ("tests/nn/test_writes.py",)
 LEFT = ("tests/nn/test_leftovers.py",)
 CLOSURES = ("tests/nn/test_closures.py",)
 CHUNKS = ("tests/nn/test_linear_cross_entropy.py",)
+FLOAT8 = ("tests/nn/test_float8.py",)
 
 MUTANTS = [
     *File("parallel/tensor/_functions.py", CHUNKS).faults(
         Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
         Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
+    ),
+    *File("nn/_float8.py", FLOAT8).faults(
+        Fault("scales are no powers of two", "encode", bare("(A + B) & ~B")),
+        Fault("scales are rounded down, so that large numbers saturate", "encode", becomes("A + B & ~B", "A & ~B")),
+        Fault("a nan counts as a zero", "encode", dropped("nan=A")),
+        Fault(
+            "a row's scale is that of a column",
+            "encode",
+            becomes("A.amax(-1, keepdim=True)", "A.amax(0, keepdim=True).mT"),
+        ),
+        Fault("weights take the scale of inputs", "_product", becomes("*b_codes", "b_codes.codes, a_codes.scale")),
+        Fault("tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "VALUE")),
+        Fault(
+            "rowwise gradients are rounded to e5m2",
+            "float8_linear",
+            becomes("A if B else VALUE", "torch.float8_e5m2"),
+        ),
+        Fault(
+            "in the backward pass values are in e5m2 and gradients in e4m3",
+            "Recipe.of_gradient",
+            becomes("A(B, VALUE, C, D, E)", "A(VALUE, B, C, D, E)"),
+        ),
+        Fault("gradients add in few bits", "Recipe.of_gradient", constant(False, True)),
+        Fault("rowwise codes of one direction serve both", "_Product.backward", never("A.is_rowwise")),
+        Fault(
+            "a layer keeps its input for the backward pass", "_Product.setup_context", becomes("not A and B", "False")
+        ),
+        Fault("an odd number of tokens is not padded", "_padded", becomes("-A % MULTIPLE", "0")),
+        Fault(
+            "all samples of a vmap share the first one's scales",
+            "_Product.vmap",
+            becomes("A.select(B, i)", "A.select(B, 0)"),
+        ),
     ),
     *File("nn/_tiled.py", ("tests/nn/test_tiled.py",)).faults(
         Fault("the activations of all tiles are kept", "tiled", bare("remat(A)")),

@@ -1,0 +1,210 @@
+"""float8_linear: a linear layer whose three matrix products run in float8.
+
+An operand becomes codes of 8 bits and a scale, a power of two, such that its largest magnitude is among the largest
+codes. So dividing by the scale is exact, and the rounding of a number hardly depends on what else shares its scale.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._torch import allow_in_graph, scaled_mm
+
+__all__ = ["SCALES", "float8_linear"]
+
+SCALES = ("tensorwise", "rowwise")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MULTIPLE = 16  # of the sizes that the products of cards have
+
+VALUE = torch.float8_e4m3fn  # the codes of inputs and weights
+TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
+FRACTION = (1 << 23) - 1  # the bits of float32's fraction
+
+
+def float8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: str = "tensorwise"
+) -> torch.Tensor:
+    """Compute `torch.nn.functional.linear`, with matrix products in float8 in the forward and the backward pass.
+
+    Inputs and weights are rounded to e4m3 (3 bits of precision). Gradients of the output are rounded to e5m2 (2 bits,
+    a wider range) with "tensorwise", and to e4m3 with "rowwise", as in torchao's recipes of these names. Sums are in
+    float32. The gradients of `x` and `weight` are those of the exact layer, computed from rounded operands.
+
+    On a CPU torch's float8 product computes the same from the same codes, slowly. A card needs compute capability 8.9
+    or above.
+
+    Args:
+        x: `[.., k]`, float32, bfloat16 or float16.
+        weight: `[n, k]` of the same dtype, as in `torch.nn.Linear`. k and n are multiples of 16.
+        bias: `[n]`; None for none.
+        scales: "tensorwise", one scale for each operand; or "rowwise", one for each row of an operand, along the
+            dimension that is summed over. Rowwise scales are more exact, and cost a second rounding of each operand.
+
+    Returns:
+        `[.., n]` of the dtype of `x`. Each number that shares a scale with an infinite or nan number gives nan.
+
+    Raises:
+        ValueError: if the shapes do not match, a size of `weight` is no multiple of 16, or `scales` is neither.
+        TypeError: if the dtypes are others.
+        NotImplementedError: for forward-mode derivatives, such as `torch.func.jvp`.
+
+    Example:
+        >>> x, weight = torch.randn(5, 32), torch.randn(48, 32)
+        >>> exact = torch.nn.functional.linear(x, weight)
+        >>> float((float8_linear(x, weight) - exact).norm() / exact.norm()) < 0.06
+        True
+
+    References:
+        Micikevicius et al.: FP8 Formats for Deep Learning, arXiv:2209.05433.
+    """
+    _check(x, weight, bias, scales)
+    gradient = torch.float8_e5m2 if scales == "tensorwise" else VALUE
+    rows = x.reshape(-1, x.shape[-1])
+    y = _product(Recipe(VALUE, VALUE, gradient, scales == "rowwise", True), rows, weight)
+    y = y.view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: str) -> None:
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}: expected {' or '.join(map(repr, SCALES))}")
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [.., k] and [n, k]")
+    if any(size % MULTIPLE for size in weight.shape):
+        raise ValueError(
+            f"weight is {list(weight.shape)}: expected multiples of {MULTIPLE}, which float8 products need; pad it, or "
+            "use torch.nn.functional.linear"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)}: expected [{len(weight)}], one number for each row of weight")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if x.dtype not in DTYPES or (other is not None and other.dtype != x.dtype):
+            kind = "None" if other is None else other.dtype
+            raise TypeError(
+                f"x is {x.dtype}, and {name} {kind}: expected one dtype, float32, bfloat16 or float16; cast either"
+            )
+
+
+class Recipe(NamedTuple):
+    """How the operands of a product `a @ b.mT` are rounded.
+
+    Attributes:
+        a: the dtype of the codes of a.
+        b: the dtype of the codes of b.
+        gradient: the dtype of the codes of the product's gradient.
+        is_rowwise: whether each row of a and of b has a scale; else each operand has one.
+        fast: whether a card may add in fewer than float32's bits.
+    """
+
+    a: torch.dtype
+    b: torch.dtype
+    gradient: torch.dtype
+    is_rowwise: bool
+    fast: bool
+
+    def of_gradient(self) -> "Recipe":
+        """Return how a gradient and a value are rounded: never two gradients, for which cards have no product."""
+        return Recipe(self.gradient, VALUE, self.gradient, self.is_rowwise, False)
+
+
+class Codes(NamedTuple):
+    """An operand's codes and scales.
+
+    Attributes:
+        codes: float8 `[m, k]`.
+        scale: float32, 0-d or `[m, 1]`. It is infinite if a number that it serves is not finite.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def transposed(self) -> "Codes":
+        """The codes of the transposed operand; with one scale for all numbers."""
+        return Codes(self.codes.mT, self.scale)
+
+
+def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> Codes:
+    """Return the codes of a matrix, without a derivative."""
+    x = x.detach()
+    largest = x.abs().amax(-1, keepdim=True) if is_rowwise else x.abs().amax()
+    # infinity for what is not finite: a quotient is then 0 or nan, and the product nan
+    largest = torch.nan_to_num(largest.to(torch.float32), nan=torch.inf, posinf=torch.inf)
+    bits = (largest / torch.finfo(dtype).max).clamp(min=TINY).view(torch.int32)
+    scale = ((bits + FRACTION) & ~FRACTION).view(torch.float32)  # the next power of two
+    return Codes((x.to(torch.float32) / scale).to(dtype), scale)
+
+
+def _product(
+    recipe: Recipe, a: torch.Tensor, b: torch.Tensor, a_codes: Codes | None = None, b_codes: Codes | None = None
+) -> torch.Tensor:
+    """Return `a @ b.mT` of `[m, k]` and `[n, k]`, from these codes of the operands or by default from their own."""
+    if not a.numel() or not b.numel():
+        return a @ b.mT  # nothing has no largest magnitude
+    a_codes = encode(a, recipe.a, recipe.is_rowwise) if a_codes is None else a_codes
+    b_codes = encode(b, recipe.b, recipe.is_rowwise) if b_codes is None else b_codes
+    return _apply(recipe, a, b, *a_codes, *b_codes)
+
+
+@allow_in_graph  # as collectives/_table.py has it
+def _apply(recipe: Any, *tensors: torch.Tensor) -> Any:
+    return _Product.apply(recipe, *tensors)
+
+
+class _Product(torch.autograd.Function):
+    """`a @ b.mT`, computed from codes. Its gradients are products of the same kind, so it has derivatives of any order.
+
+    The codes of a are kept for the backward pass, which needs no other bits of a: in a traced step nothing else of it
+    stays alive. Those of b are made again, since b may be a weight that is gathered again. Rows of the transposed
+    operands have other scales, so rowwise codes are made again, too.
+    """
+
+    @staticmethod
+    def forward(recipe: Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
+        a_codes, a_scale, b_codes, b_scale = codes
+        n, rest = len(b), -len(b) % MULTIPLE  # the columns of the product: only derivatives of gradients have a rest
+        if rest and b_scale.ndim:
+            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
+        y = scaled_mm(_padded(a_codes), _padded(b_codes, rest), a_scale, b_scale, a.dtype, recipe.fast)
+        return y[:, :n] if rest else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.recipe, a, b, a_codes, a_scale, *_ = inputs
+        reuses = not ctx.recipe.is_rowwise and ctx.recipe.a == VALUE
+        ctx.save_for_backward(a, b, *([a_codes, a_scale] if reuses else []))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        a, b, *a_codes = ctx.saved_tensors
+        (g,), recipe = grads, ctx.recipe.of_gradient()
+        if recipe.is_rowwise:
+            return None, _product(recipe, g, b.mT), _product(recipe, g.mT, a.mT), None, None, None, None
+        g_codes, b_codes = encode(g, recipe.a, False), encode(b, VALUE, False)
+        known = Codes(*a_codes) if a_codes else encode(a, VALUE, False)
+        of_a = _product(recipe, g, b.mT, g_codes, b_codes.transposed)
+        of_b = _product(recipe, g.mT, a.mT, g_codes.transposed, known.transposed)
+        return None, of_a, of_b, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "float8 products have no forward-mode derivative: use torch.func.grad or vjp, or take the jvp of the "
+            "layer without float8"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, recipe: Recipe, *tensors: Any) -> Any:
+        """Map over samples, such as simulated ranks. Each has scales of its own, so each is a product of its own."""
+        columns = list(zip(tensors, in_dims[1:], strict=True))
+        samples = [[x if d is None else x.select(d, i) for x, d in columns] for i in range(info.batch_size)]
+        return torch.stack([_apply(recipe, *sample) for sample in samples]), 0
+
+
+def _padded(codes: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    """Return codes `[m, k]` in row-major order, with zeros: so many rows, and columns up to a multiple of 16."""
+    columns = -codes.shape[1] % MULTIPLE
+    if not columns and not rows:
+        return codes.contiguous()
+    as_bytes = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))  # float8 cannot be padded
+    return as_bytes.contiguous().view(codes.dtype)
