@@ -6,6 +6,7 @@ from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._linear_cross_entropy import linear_cross_entropy
 from fzero.nn._pipeline import ModulePipeline, pipeline
+from fzero.nn._products import Products
 from fzero.nn._tiled import tiled
 from fzero.zero import initializer
 
@@ -13,6 +14,7 @@ __all__ = [
     "Apply",
     "Functional",
     "ModulePipeline",
+    "Products",
     "float8_linear",
     "functional",
     "initializer",

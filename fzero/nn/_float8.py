@@ -10,7 +10,7 @@ import torch
 
 from fzero._torch import allow_in_graph, scaled_mm
 
-__all__ = ["SCALES", "float8_linear"]
+__all__ = ["MULTIPLE", "SCALES", "float8_linear"]
 
 SCALES = ("tensorwise", "rowwise")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -177,13 +177,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         a, b, *a_codes = ctx.saved_tensors
-        (g,), recipe = grads, ctx.recipe.of_gradient()
+        (g,), recipe, (_, needs_a, needs_b, *_) = grads, ctx.recipe.of_gradient(), ctx.needs_input_grad
+        of_a = of_b = None
         if recipe.is_rowwise:
-            return None, _product(recipe, g, b.mT), _product(recipe, g.mT, a.mT), None, None, None, None
-        g_codes, b_codes = encode(g, recipe.a, False), encode(b, VALUE, False)
-        known = Codes(*a_codes) if a_codes else encode(a, VALUE, False)
-        of_a = _product(recipe, g, b.mT, g_codes, b_codes.transposed)
-        of_b = _product(recipe, g.mT, a.mT, g_codes.transposed, known.transposed)
+            of_a = _product(recipe, g, b.mT) if needs_a else None
+            of_b = _product(recipe, g.mT, a.mT) if needs_b else None
+            return None, of_a, of_b, None, None, None, None
+        g_codes = encode(g, recipe.a, False)
+        if needs_a:
+            of_a = _product(recipe, g, b.mT, g_codes, encode(b, VALUE, False).transposed)
+        if needs_b:
+            known = Codes(*a_codes) if a_codes else encode(a, VALUE, False)
+            of_b = _product(recipe, g.mT, a.mT, g_codes.transposed, known.transposed)
         return None, of_a, of_b, None, None, None, None
 
     @staticmethod

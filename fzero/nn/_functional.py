@@ -26,6 +26,7 @@ from fzero.nn._copy import (
     restore_modules,
     tensors_in,
 )
+from fzero.nn._products import ProductsLike, install_products, products_of
 from fzero.parallel.context import ContextModel
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
@@ -202,6 +203,7 @@ def functional(
     tp: Layers | None = None,
     *,
     context: ContextModel | None = None,
+    products: ProductsLike = None,
     ignore_writes: Sequence[str] = (),
 ) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
@@ -229,6 +231,8 @@ def functional(
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
             rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
         context: the result of `fzero.parallel.context.model(module)` for sequences whose tokens are split over an axis.
+        products: "float8" for linear layers within repeated blocks that multiply in float8, or a `fzero.nn.Products`,
+            which says how and which layers.
         ignore_writes: the paths of attributes that forward may write although the writes are lost, as "layers.0.seen"
             or by a pattern of `fnmatch`, "layers.*.seen". They must be constants for every result of the module.
 
@@ -258,9 +262,12 @@ def functional(
     buffers = {name: x.clone() for name, x in buffers.items()}
     constants, copied, mutable = {**buffers, **frozen}, copy_module(module, stand_ins(module)), mutable_buffers(module)
     use_differentiable(copied)
+    policy = products_of(products)
+    linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
         params, constants = tp.unpack(params), tp.unpack(constants)
-        install(copied, tp)
+        install(copied, tp, linears)
+    install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
     if context is not None:
         install_context(copied, context)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()

@@ -214,6 +214,17 @@ def test_every_product_has_a_form_that_cards_multiply(scales, m):
             assert len(node.args) == (8 if i == 0 else 7)  # the eighth argument is `use_fast_accum`
 
 
+def test_a_gradient_that_nobody_asks_for_is_not_computed():
+    """A frozen weight, as LoRA has, or an input that is data."""
+    x, w, g = spread((16, 32), 0), spread((48, 32), 1), spread((16, 48), 2)
+    for f in (
+        lambda x, w, g: vjp(lambda x: float8_linear(x, w), x)[1](g),
+        lambda x, w, g: vjp(lambda w: float8_linear(x, w), w)[1](g),
+    ):
+        graph = make_fx(f, tracing_mode="fake")(x, w, g).graph
+        assert sum(n.target is torch.ops.aten._scaled_mm.default for n in graph.nodes) == 2
+
+
 def test_a_traced_step_keeps_the_codes_of_the_input_and_not_the_input():
     """The backward pass reads a byte for each number of x. It reads the weight, which may be gathered again."""
     graph = make_fx(lambda x, w, g: vjp(float8_linear, x, w)[1](g))(

@@ -135,6 +135,7 @@ class Layer:
         is_gathered: whether it lies in a module that gathers all tokens, and leaves parts of them.
         groups: for keys and values of attention, the number of query heads that share one of their heads; else 0.
         run: the module's own forward pass.
+        linear: the function that computes a linear layer's product.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Layer:
     is_gathered: bool
     groups: int
     run: Callable[..., Any]
+    linear: Callable[..., torch.Tensor] = F.linear
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with this rank's part of its parameters."""
@@ -168,7 +170,7 @@ class Layer:
             x = enter(x, self.axis) if self.region is None else self.region.enter_once(x)
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
-        y = F.linear(x, w.mT if self.param_splits["weight"].dim else w, b)
+        y = self.linear(x, w.mT if self.param_splits["weight"].dim else w, b)
         return gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +178,8 @@ class Layer:
         w, b = p["weight"], p.get("bias")
         if isinstance(self.style, RowParallel) and self.style.split_input:
             x = scatter(x, self.axis, dim=-1)
-        y = leave(F.linear(x, w if self.param_splits["weight"].dim else w.mT), self.axis, sequence=self.is_gathered)
+        w = w if self.param_splits["weight"].dim else w.mT
+        y = leave(self.linear(x, w, None), self.axis, sequence=self.is_gathered)
         if b is None:
             return y
         return y + (enter(b, self.axis) if self.is_gathered else b)
@@ -403,12 +406,15 @@ def _kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
-def install(module: torch.nn.Module, layers: Layers) -> None:
+def install(
+    module: torch.nn.Module, layers: Layers, linears: Mapping[str, Callable[..., torch.Tensor]] | None = None
+) -> None:
     """Make the layers of a module run on a rank's part of their parameters.
 
     Args:
         module: a copy of the module that `layers` was made from; it is changed.
         layers: the styles of its layers.
+        linears: the functions that replace `torch.nn.functional.linear`, by the names of layers.
 
     Raises:
         ValueError: if `layers` was made from another module.
@@ -427,7 +433,8 @@ def install(module: torch.nn.Module, layers: Layers) -> None:
     regions = _regions(modules, layers, children)
     for name, style in layers.styles.items():
         if not isinstance(style, DividedAttributes):
-            _install_layer(name, modules, layers, regions, children)
+            linear = (linears or {}).get(name, F.linear)
+            _install_layer(name, modules, layers, regions, children, linear)
     for name, kind in children.items():
         child = modules[name]
         if kind == "norm":
@@ -441,7 +448,12 @@ def install(module: torch.nn.Module, layers: Layers) -> None:
 
 
 def _install_layer(
-    name: str, modules: Mapping[str, Any], layers: Layers, regions: Mapping[str, Region], children: Mapping[str, str]
+    name: str,
+    modules: Mapping[str, Any],
+    layers: Layers,
+    regions: Mapping[str, Region],
+    children: Mapping[str, str],
+    linear: Callable[..., torch.Tensor],
 ) -> None:
     layer, parent, style = modules[name], name.rpartition(".")[0], layers.styles[name]
     paths = {key: f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)}
@@ -450,7 +462,8 @@ def _install_layer(
     groups = vars(modules[parent])["num_key_value_groups"] if any(c.may_replicate for c in param_splits.values()) else 0
     region = regions.get(parent) if isinstance(style, ColumnParallel) else None
     gathered = is_gathered(name, children)
-    layer.forward = Layer(name, layer, style, layers.axis, param_splits, sizes, region, gathered, groups, layer.forward)
+    options = param_splits, sizes, region, gathered, groups, layer.forward, linear
+    layer.forward = Layer(name, layer, style, layers.axis, *options)
 
 
 def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:

@@ -1,0 +1,141 @@
+"""Products: which layers of a module multiply in float8, and how their copies in `apply` do so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from fzero._arguments import check_choice
+from fzero.nn._blocks import repeated_blocks
+from fzero.nn._float8 import MULTIPLE, SCALES, float8_linear
+
+__all__ = ["Linear", "Products", "ProductsLike", "install_products", "products_of"]
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the linear layers of a module multiply.
+
+    Attributes:
+        kind: "float8", as `fzero.nn.float8_linear` does.
+        scales: "tensorwise" or "rowwise".
+        layers: a rule `(path, weight) -> bool` for the layers that multiply so, by the path of their weights. None for
+            linear layers within repeated blocks, but for routers; so heads and embeddings stay exact. In a module
+            without such layers it is all but the first and the last one. Sizes that are no multiples of 16 stay exact.
+
+    Raises:
+        ValueError: if `kind` or `scales` is none of these.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+        >>> Products("float8").paths(mlp)
+        ('1.weight', '2.weight')
+        >>> Products("float8", scales="rowwise", layers=lambda path, weight: path != "0.weight").paths(mlp)
+        ('1.weight', '2.weight', '3.weight')
+    """
+
+    kind: Literal["float8"]
+    scales: str = "tensorwise"
+    layers: Callable[[str, torch.Tensor], bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_choice("products", self.kind, ("float8",))
+        check_choice("scales", self.scales, SCALES)
+
+    def paths(self, module: torch.nn.Module) -> tuple[str, ...]:
+        """List the paths of the weights whose layers multiply in float8.
+
+        Raises:
+            ValueError: if the rule names no layer, or one whose sizes are no multiples of 16.
+        """
+        weights = {path: _weight(m) for path, m in linear_layers(module).items()}
+        chosen = (
+            _default(module, weights) if self.layers is None else [p for p, w in weights.items() if self.layers(p, w)]
+        )
+        for path in chosen if self.layers is not None else ():
+            if not _divides(weights[path]):
+                raise ValueError(
+                    f"products: {path!r} has the shape {list(weights[path].shape)}: float8 products need multiples of "
+                    f"{MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in weight.shape)"
+                )
+        if not chosen:
+            raise ValueError(
+                f"products: no layer of {type(module).__name__} is chosen. Its linear layers have the weights "
+                f"{list(weights)}: choose some, fzero.nn.Products({self.kind!r}, layers=lambda path, weight: ...)"
+            )
+        return tuple(chosen)
+
+    def linears(self, module: torch.nn.Module) -> dict[str, Linear]:
+        """Return the function that replaces `torch.nn.functional.linear`, by the name of the layer."""
+        return dict.fromkeys([path.rpartition(".")[0] for path in self.paths(module)], self.linear)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute a linear layer."""
+        return float8_linear(x, weight, bias, scales=self.scales)
+
+
+ProductsLike = Products | Literal["float8"] | None
+
+
+def products_of(products: Any) -> Products | None:
+    """Return what the argument `products` of `functional` means.
+
+    Raises:
+        TypeError: if it is none of its kinds.
+    """
+    if products is None or isinstance(products, Products):
+        return products
+    if not isinstance(products, str):
+        raise TypeError(f'products={products!r}: expected "float8", an fzero.nn.Products, or None')
+    return Products(products)  # pyright: ignore[reportArgumentType]  # it checks the kind
+
+
+def linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """List the linear layers of a module that run their class's forward pass, by the paths of their weights."""
+    called = {id(m) for m in module.modules()}
+    for attention in module.modules():
+        if isinstance(attention, torch.nn.MultiheadAttention):  # it reads the weight of this layer, and never calls it
+            called.discard(id(attention.out_proj))
+    named = [(name, m) for name, m in module.named_modules() if id(m) in called and "forward" not in vars(m)]
+    return {f"{name}.weight".lstrip("."): m for name, m in named if _is_linear(m) or _is_transposed(m)}
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+
+
+def _is_transposed(module: torch.nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, a linear layer whose weight is `[k, n]`."""
+    return type(module).__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys()
+
+
+def _weight(module: Any) -> torch.Tensor:
+    return module.weight
+
+
+def _divides(weight: torch.Tensor) -> bool:
+    return all(size % MULTIPLE == 0 for size in weight.shape)
+
+
+def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    blocks = tuple([f"{name}." for name in repeated_blocks(module)])
+    within = [path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks]
+    chosen = [path for path in within if path.split(".")[-2] not in ROUTERS] if within else list(weights)[1:-1]
+    return [path for path in chosen if _divides(weights[path])]
+
+
+def install_products(module: torch.nn.Module, linears: Mapping[str, Linear]) -> None:
+    """Make layers of a copy of a module, by their names, compute their product by a function."""
+    for name, linear in linears.items():
+        layer: Any = module.get_submodule(name)
+        layer.forward = partial(_forward, layer, linear, _is_transposed(layer))
+
+
+def _forward(layer: Any, linear: Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, layer.weight.mT if is_transposed else layer.weight, layer.bias)

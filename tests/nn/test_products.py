@@ -1,0 +1,168 @@
+"""Laws of a module's products: which layers multiply in float8, and that they do what `float8_linear` does."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero.nn import Products, float8_linear, functional
+from fzero.parallel import tensor as tp
+
+
+class Block(nn.Module):
+    """A block of a language model with a router; its projection to 24 is no multiple of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.router, self.odd = nn.Linear(32, 16), nn.Linear(32, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.tanh(self.up(x))) * self.router(x).amax(-1, keepdim=True)
+        return x + self.odd(x).mean(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    """An input layer, blocks and a head."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.input, self.head = nn.Linear(16, 32), nn.Linear(32, 48)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model(blocks: int = 2) -> Model:
+    torch.manual_seed(0)
+    return Model(blocks)
+
+
+INPUTS = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scales):
+    module = model(1)
+    apply, params, buffers = functional(module, products=Products("float8", scales=scales))
+
+    def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
+        def exact(name: str, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+        x = exact("input", x)
+        y = float8_linear(x, p["blocks.0.up.weight"], p["blocks.0.up.bias"], scales=scales)
+        y = float8_linear(torch.tanh(y), p["blocks.0.down.weight"], scales=scales)
+        x = x + y * exact("blocks.0.router", x).amax(-1, keepdim=True)
+        return exact("head", x + exact("blocks.0.odd", x).mean(-1, keepdim=True))
+
+    found = torch.func.grad(lambda p: apply(p, buffers, INPUTS)[0].square().mean())(params)
+    expected = torch.func.grad(lambda p: by_hand(p, INPUTS).square().mean())(params)
+    assert torch.equal(apply(params, buffers, INPUTS)[0], by_hand(params, INPUTS))
+    assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found)
+    assert torch.equal(module(INPUTS), functional(module).apply(params, buffers, INPUTS)[0])  # it was not changed
+
+
+def test_the_default_is_the_layers_of_blocks_without_routers():
+    names = [f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")]
+    assert Products("float8").paths(model()) == tuple(names)
+
+
+def test_without_blocks_the_first_and_the_last_layer_stay_exact():
+    layers = [nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 32)]
+    assert Products("float8").paths(nn.Sequential(*layers)) == ("4.weight",)
+
+
+def test_a_layer_that_attention_only_reads_is_not_chosen():
+    layer = nn.TransformerEncoderLayer(32, 2, 64)
+    chosen = Products("float8").paths(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+    assert chosen == ("layers.0.linear1.weight", "layers.0.linear2.weight")
+
+
+def test_transformers_layers_with_transposed_weights():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    module = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, use_cache=False)).eval()
+    paths = Products("float8").paths(module)
+    assert paths == tuple(
+        f"transformer.h.{i}.{name}.weight"
+        for i in (0, 1)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    )
+    tokens = torch.arange(24).view(2, 12)
+
+    def loss(**options: Any) -> Any:
+        apply, params, buffers = functional(module, **options)
+        return torch.func.grad_and_value(lambda p: apply(p, buffers, tokens, labels=tokens)[0].loss)(params)
+
+    (grads, value), (exact_grads, exact) = loss(products="float8"), loss()
+    assert 0 < abs(value - exact) < 0.01 * exact
+    for name, g in exact_grads.items():
+        assert (grads[name] - g).norm() < 0.25 * g.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+def test_layers_may_be_split_over_an_axis(scales):
+    """A part's scale is a power of two, as the whole's: the products are equal but for the order of sums."""
+    module = model()
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    layers = tp.layers(module, plan)
+    apply, params, buffers = functional(module, tp=layers, products=Products("float8", scales=scales))
+    whole, *_ = functional(module, products=Products("float8", scales=scales))
+    mesh = fzero.mesh(dp=1, tp=2)
+    take = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().mean())
+    step = fzero.shard(lambda p, s, x: (p, s, take(p, x)[0]), stage=0, mesh=mesh, axis="dp", split=layers.split)
+    start, state = step.init(params, fzero.optim.sgd(0.1))
+    _, _, loss = step(start, state, INPUTS)
+    exact = functional(module).apply(params, buffers, INPUTS)[0].square().mean()
+    expected = whole(params, buffers, INPUTS)[0].square().mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    assert abs(loss - exact) > 1e-6
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
+    """Rowwise scales belong to a token, so ranks with different tokens have the scales of one rank with all of them."""
+    apply, params, buffers = functional(model(), remat=remat, products=Products("float8", scales="rowwise"))
+    opt = fzero.optim.sgd(1e-2)
+
+    def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+        take = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().mean(), gather=not remat)
+        loss, grads = take(params, x)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+    step = fzero.jit(fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2)), backend="fx")
+    _, _, loss = step(*step.init(params, opt), step.mesh.split(INPUTS))
+    _, _, expected = train_step(params, opt.init(params), INPUTS)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    exact = functional(model()).apply(params, buffers, INPUTS)[0].square().mean()
+    assert abs(loss - exact) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "products,error,message",
+    [
+        (8, TypeError, 'products=8: expected "float8", an fzero.nn.Products, or None'),
+        ("int8", ValueError, "products='int8': expected"),
+        (
+            Products("float8", layers=lambda path, weight: "odd" in path),
+            ValueError,
+            "'blocks.0.odd.weight' has the shape",
+        ),
+        (Products("float8", layers=lambda path, weight: False), ValueError, "no layer of Model is chosen"),
+    ],
+)
+def test_bad_products_are_named(products, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        functional(model(), products=products)
+    with pytest.raises(ValueError, match="scales='columnwise': expected"):
+        Products("float8", scales="columnwise")
