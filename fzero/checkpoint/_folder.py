@@ -36,6 +36,7 @@ def checkpoints(
     keep: int = 3,
     every: int | None = None,
     memory: str | None = None,
+    copies: int = 1,
     timeout: float = TIMEOUT,
 ) -> "Checkpoints":
     """Keep a run's checkpoints in a folder, one for each saved step: `root/step-00000100` and so on.
@@ -46,13 +47,14 @@ def checkpoints(
         keep: how many of the newest checkpoints to keep.
         every: also keep each checkpoint whose step is a multiple of this number.
         memory: a folder of shared memory, such as `"/dev/shm"`, for `remember`. All ranks must then call this function.
+        copies: how many other machines remember a copy of each rank's part. So many machines may be lost at once.
         timeout: how long a save waits for another rank, in seconds.
 
     Returns:
         `Checkpoints`, with `save`, `remember`, `restore` and `wait`.
 
     Raises:
-        ValueError: if `keep` or `every` is below 1.
+        ValueError: if `keep` or `every` is below 1, or `copies` below 0.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -70,8 +72,9 @@ def checkpoints(
     for name, n in (("keep", keep), ("every", every)):
         if n is not None:
             check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
+    check_int("copies", copies, 0, "a number of copies")
     files = files_at(root)
-    return Checkpoints(files, mesh, keep, every, timeout, memory)
+    return Checkpoints(files, mesh, keep, every, timeout, memory, copies)
 
 
 def _check_finite(step: int, values: Any) -> None:
@@ -120,15 +123,16 @@ class Checkpoints:
         every: int | None,
         timeout: float,
         memory: str | None = None,
+        copies: int = 1,
     ) -> None:
         self._files, self._mesh, self._keep, self._every, self._timeout = files, mesh, keep, every, timeout
-        self._memory, self._staging, self._saving = memory, Staging(), None
+        self._memory, self._copies, self._staging, self._saving = memory, copies, Staging(), None
         self._shared = self._shared_memory(make=False)
 
     def _shared_memory(self, make: bool) -> SharedMemory | None:
         """Return the run's memory; None without `memory`, or if nothing was remembered and `make` is not set."""
         run = "" if self._memory is None else _run_of(self._files, self._mesh, make)
-        machines = Machines(self._mesh, self._timeout) if run else None
+        machines = Machines(self._mesh, self._timeout, self._copies) if run else None
         return None if self._memory is None or machines is None else SharedMemory.of(self._memory, run, machines)
 
     def __repr__(self) -> str:
@@ -167,8 +171,8 @@ class Checkpoints:
     def remember(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 
-        Each rank writes on its own machine. If there are several machines, a rank on another machine receives a copy.
-        This needs the memory of what a rank writes, twice with the copy, and twice that during a save.
+        Each rank writes on its own machine, and as many other machines as `copies` says get a copy. The last step is
+        removed when all ranks have all of this one. So a death at any moment leaves one of them whole.
 
         Args:
             step: the number of steps done.
@@ -184,6 +188,7 @@ class Checkpoints:
             raise ValueError(
                 'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
             )
+        shared.machines.warn_of_one()
 
         def remove_old() -> None:
             for old in step_numbers(shared):

@@ -1,12 +1,13 @@
-"""Checkpoints in memory: each machine has a folder in shared memory, which outlives the processes, and a copy.
+"""Replicas in memory: each machine has a folder in shared memory, which outlives the processes, and copies elsewhere.
 
-The files have the same format as on disk. A rank writes its file on its own machine, and sends it to a rank on another
-machine. So nothing is lost if all processes die, or if one machine does.
+The files have the same format as on disk. A rank writes its file on its own machine, and sends it to ranks on other
+machines. So nothing is lost if all processes die, or as many machines as there are copies.
 """
 
 import contextlib
 import os
 import socket
+import zlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero._notice import warn_once
 from fzero.checkpoint._blocks import view_bytes
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
-__all__ = ["Machines", "SharedMemory"]
+__all__ = ["Machines", "SharedMemory", "replica_ranks"]
 
 
 def host() -> str:
@@ -28,25 +30,50 @@ def host() -> str:
     return socket.gethostname()
 
 
+def replica_ranks(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
+    """Return the ranks that hold copies of a rank's file: each on another machine, as far as there are others.
+
+    Machines send to the machines after them. The i-th rank of one sends to the i-th rank of the next, so that no rank
+    holds more than its share where machines have equally many ranks.
+
+    Args:
+        hosts: the machine of each rank.
+        rank: the rank whose file is copied.
+        copies: how many copies to keep.
+    """
+    names = list(dict.fromkeys(hosts))
+    ranks = {name: [r for r, h in enumerate(hosts) if h == name] for name in names}
+    mine, position = names.index(hosts[rank]), ranks[hosts[rank]].index(rank)
+    others = [names[(mine + i) % len(names)] for i in range(1, min(copies, len(names) - 1) + 1)]
+    return [ranks[name][position % len(ranks[name])] for name in others]
+
+
 class Machines:
     """The machine of each rank, and a process group for saves, which send while a step runs its own collectives."""
 
-    def __init__(self, mesh: Mesh | None, timeout: float) -> None:
-        self.mesh, self.rank, self.hosts = mesh, 0, [host()]
+    def __init__(self, mesh: Mesh | None, timeout: float, copies: int = 1) -> None:
+        self.mesh, self.rank, self.hosts, self.copies = mesh, 0, [host()], copies
         self.group: Any = None
         if mesh is not None and mesh.distributed:
             self.rank, self.hosts = mesh.rank, all_gather_texts(host(), mesh)
         if len(set(self.hosts)) > 1:  # true on all ranks or on none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
-    def neighbour(self, rank: int) -> int | None:
-        """Return the next rank on another machine; None if there is only one machine."""
-        n = len(self.hosts)
-        return next((r % n for r in range(rank + 1, rank + n) if self.hosts[r % n] != self.hosts[rank]), None)
+    def receivers(self) -> list[int]:
+        """List the ranks that hold copies of this rank's files."""
+        return replica_ranks(self.hosts, self.rank, self.copies)
 
     def senders(self) -> list[int]:
-        """List the ranks whose neighbour is this rank."""
-        return [r for r in range(len(self.hosts)) if self.neighbour(r) == self.rank]
+        """List the ranks whose files this rank holds copies of."""
+        return [r for r in range(len(self.hosts)) if self.rank in replica_ranks(self.hosts, r, self.copies)]
+
+    def warn_of_one(self) -> None:
+        """Print a notice if all ranks are on one machine, since nothing there outlives it."""
+        if self.copies and self.rank == 0 and len(set(self.hosts)) == 1:
+            warn_once(
+                f"fzero: all ranks are on one machine, {self.hosts[0]!r}: what is remembered lies in its shared memory "
+                "alone. That outlives the processes, but not the machine"
+            )
 
     def leader(self, name: str) -> int:
         """Return the lowest rank on a machine."""
@@ -114,11 +141,11 @@ class SharedMemory(LocalFolder):
         return contextlib.nullcontext()
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
-        """Write a new file, send it to the neighbour, and receive the files of the ranks whose neighbour this is."""
+        """Write a new file, send it to the ranks that hold copies, and receive the files that this rank holds."""
         error: Exception | None = None
         try:
             super().write(name, parts)
-        except Exception as e:  # raised later, because the neighbour waits for a message
+        except Exception as e:  # raised later, because the others wait for a message
             error = e
         if self.machines.group is not None:
             self._replicate(name, is_complete=error is None)
@@ -126,9 +153,8 @@ class SharedMemory(LocalFolder):
             raise error
 
     def _replicate(self, name: str, is_complete: bool) -> None:
-        rank, nonce, ranks = self.machines.rank, name.split("-")[0], len(self.machines.hosts)
-        neighbour = self.machines.neighbour(rank)
-        sends = [] if neighbour is None else self._send(name if is_complete else None, neighbour)
+        nonce, ranks = name.split("-")[0], len(self.machines.hosts)
+        sends = [x for to in self.machines.receivers() for x in self._send(name if is_complete else None, to)]
         for sender in self.machines.senders():
             self._receive(data_name(nonce, sender, ranks), sender)
         for work, _ in sends:
@@ -170,18 +196,25 @@ class SharedMemory(LocalFolder):
         return next((n for n in candidates if self.subfolder(name(n)).manifest() is not None), None)
 
     def manifest(self) -> bytes | None:
-        """Return this folder's manifest if each of its files is on some machine; else None. All ranks call it."""
+        """Return this folder's manifest if each of its files is on some machine; else None. All ranks call it.
+
+        A machine that was away may have the manifest of an earlier try of the same step, so several may be looked at.
+        """
         try:
             data = super().get(MANIFEST)
             parse(data)
         except (OSError, CheckpointError):
             data = b""
-        holders = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
-        if not holders:
-            return None
-        data = self.machines.broadcast(data, holders[0])
-        is_present = [any(x) for x in zip(*self._present(parse(data)), strict=True)]
-        return data if all(is_present) else None
+        first: dict[tuple[int, ...], int] = {}  # the length and checksum of each manifest -> the first rank that has it
+        for rank, numbers in enumerate(self.machines.numbers([len(data), zlib.crc32(data)])):
+            if numbers[0]:
+                first.setdefault(tuple(numbers), rank)
+        for rank in first.values():
+            data_there = self.machines.broadcast(data, rank)
+            is_present = [any(x) for x in zip(*self._present(parse(data_there)), strict=True)]
+            if all(is_present):
+                return data_there
+        return None
 
     def _present(self, manifest: Manifest) -> list[list[int]]:
         """Return, for each rank, which files its machine has."""

@@ -12,8 +12,39 @@ INPUT = ("tests/checkpoint/test_input.py",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
 HF = ("tests/checkpoint/test_hf.py",)
 SHARING = ("tests/checkpoint/test_sharing.py",)
+REPLICAS = ("tests/checkpoint/test_replicas.py",)
 
 MUTANTS = [
+    *File("checkpoint/_memory.py", REPLICAS).faults(
+        Fault("a copy lies on the machine of its rank", "replica_ranks", becomes("range(1, A)", "range(A)")),
+        Fault("all ranks of a machine send to one rank", "replica_ranks", becomes("ranks[A][B]", "ranks[A][0]")),
+        Fault("an older step is taken than the newest whole one", "SharedMemory.newest", dropped("reverse=True")),
+        Fault(
+            "a step counts as whole where its last file is missing",
+            "SharedMemory.manifest",
+            becomes("all(A)", "all(A[:-1])"),
+        ),
+        Fault(
+            "a rank says that it has written before the copies of others are there",
+            "SharedMemory._replicate",
+            becomes("self.machines.senders()", "self.machines.senders()[:0]"),
+        ),
+        Fault(
+            "the first manifest decides, though it may be that of a machine that was away",
+            "SharedMemory.manifest",
+            becomes("first.values()", "[*first.values()][:1]"),
+        ),
+    ),
+    *File("checkpoint/_agree.py", REPLICAS).faults(
+        Fault("a step is committed though a rank did not write", "StoreChannel.lead", never("A and (not B)")),
+    ),
+    *File("checkpoint/_folder.py", REPLICAS).faults(
+        Fault(
+            "the old step is removed before the new one is whole",
+            "Checkpoints.remember",
+            before("return self._start(A, B, C, D, E)", "remove_old()"),
+        ),
+    ),
     *File("checkpoint/_local_tree.py", LAWS).faults(
         Fault(
             "a saved value is not copied, so it may change before it is written",

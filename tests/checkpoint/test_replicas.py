@@ -1,0 +1,158 @@
+"""Replicas: what is remembered is whole after the loss of machines and processes at any moment."""
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import tree
+from fzero.checkpoint._memory import replica_ranks
+from tests.checkpoint.machines import Death, Died, ThreadMesh, World, local
+
+HOSTS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
+
+
+@given(hosts=HOSTS, copies=st.integers(0, 4))
+def test_copies_lie_on_as_many_other_machines_as_there_are(hosts, copies):
+    for rank, host in enumerate(hosts):
+        holders = [hosts[r] for r in replica_ranks(hosts, rank, copies)]
+        assert host not in holders, "a copy on the same machine is lost with it"
+        assert len(set(holders)) == len(holders) == min(copies, len(set(hosts)) - 1)
+
+
+@given(machines=st.integers(1, 6), ranks=st.integers(1, 8), copies=st.integers(0, 5))
+def test_no_rank_holds_more_copies_than_another(machines, ranks, copies):
+    hosts = [f"host{r // ranks}" for r in range(machines * ranks)]
+    held = [r for rank in range(len(hosts)) for r in replica_ranks(hosts, rank, copies)]
+    assert {held.count(r) for r in range(len(hosts))} == {min(copies, machines - 1)}
+
+
+@functools.cache
+def state_at(step: int, ranks: int) -> Any:
+    """The state after a step, as the ranks of a simulated mesh hold it."""
+    mesh = fzero.mesh(dp=ranks)
+    params = {"w": torch.arange(7.0) + 10 * step, "b": torch.full((2, 3), float(step))}
+    boxes = mesh.spmd(fzero.partition)(params)
+    return {"params": boxes, "key": torch.full((ranks, 3), step), "step": step}
+
+
+def checkpoints_on(root: Path, mesh: Any, copies: int) -> Any:
+    return fzero.checkpoint.checkpoints(root / "disk", mesh, memory=str(root / "memory"), copies=copies, timeout=20)
+
+
+def remember(root: Path, steps: range, copies: int, done: set[int]) -> Any:
+    """Return a program that remembers a state after each step."""
+
+    def program(mesh: ThreadMesh) -> None:
+        runs = checkpoints_on(root, mesh, copies)
+        for step in steps:
+            runs.remember(step, local(state_at(step, mesh.size), mesh.rank), background=False)
+            done.add(step)
+
+    return program
+
+
+def restored(root: Path, hosts: list[str], copies: int) -> int:
+    """Restore on the ranks that are left, and remember it there; return the step, whose state has all its bits."""
+
+    def program(mesh: ThreadMesh) -> Any:
+        runs = checkpoints_on(root, mesh, copies)
+        state = runs.restore(local(state_at(0, mesh.size), mesh.rank))
+        runs.remember(state["step"], state, background=False)
+        return state
+
+    results = World(hosts, 0).run(program)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    (step,) = {result["step"] for result in results}
+    for rank, result in enumerate(results):
+        expected = local(state_at(step, len(hosts)), rank)
+        pairs = zip(tree.leaves_up_to(expected, result), tree.flatten(expected)[0], strict=True)
+        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs), f"mixed steps: {result}"
+    return step
+
+
+def run_and_lose(root: Path, hosts: list[str], copies: int, deaths: tuple[Death, ...], seed: int, steps: range) -> Any:
+    """Remember steps while machines and ranks die; return what is left, and what has to be there."""
+    done, world = set[int](), World(hosts, seed, deaths)
+    results = world.run(remember(root, steps, copies, done))
+    for rank, result in enumerate(results):
+        if not world.dead:
+            assert result is None, result
+        elif rank in world.dead and result is not None:  # it had not ended before
+            assert isinstance(result, Died)
+    return world, max(done, default=steps.start - 1)
+
+
+@pytest.mark.parametrize("hosts", ["ab", pytest.param("aabb", marks=pytest.mark.slow)])
+def test_a_death_at_every_moment_leaves_one_whole_step(tmp_path, hosts):
+    """A rank or a machine dies at the first moment of two steps, then at the second moment, and so on."""
+    found = set[int]()
+    for moment in range(1, 1000):
+        for machine in (True, False):
+            root = tmp_path / f"{moment}-{machine}"
+            world, last = run_and_lose(root, [*hosts], 1, (Death(machine, moment),), moment, range(1, 3))
+            if not world.dead:
+                assert moment > 70 and found == {0, 1, 2}
+                return
+            step = restored(root, world.lose(root / "memory"), 1)
+            assert last <= step <= last + 1, f"{world.deaths}: step {last} was remembered, and step {step} is there"
+            found.add(step)
+    raise AssertionError("the world never ends")
+
+
+@settings(max_examples=20)
+@given(data=st.data(), copies=st.integers(1, 2), seed=st.integers(0, 1000))
+def test_machines_are_lost_and_come_back(data, copies, seed):
+    """As many machines as there are copies are lost in each start, and others join: a step is whole in each."""
+    with tempfile.TemporaryDirectory() as folder:
+        root, last = Path(folder), 0
+        for start in range(data.draw(st.integers(1, 3))):
+            names = data.draw(st.lists(st.sampled_from("abcd"), min_size=copies + 1, max_size=4, unique=True))
+            hosts = [name for name in names for _ in range(data.draw(st.integers(1, 2)))]
+            if start:
+                hosts += sorted(
+                    {p.name for p in (root / "memory" / "fzero").glob("*")} - set(hosts)
+                )  # who lives is there
+            deaths = data.draw(st.lists(st.builds(Death, st.booleans(), st.integers(1, 400)), max_size=copies))
+            world, done = run_and_lose(root, hosts, copies, tuple(deaths), seed + start, range(last + 1, last + 4))
+            left = world.lose(root / "memory") or ["a"]
+            step = restored(root, left, copies)
+            assert max(last, done) <= step <= last + 3
+            last = step
+
+
+@pytest.mark.parametrize("missing", ["00000-of", "00001-of"])
+def test_a_machine_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing):
+    """Its files of the step are not all there. The others made the step again, and that counts."""
+    World(["a", "b"], 0).run(remember(tmp_path, range(1, 3), 1, set()))
+    (away,) = (tmp_path / "memory" / "fzero").glob("b/*/step-00000002")
+    kept = {file.name: file.read_bytes() for file in away.iterdir() if missing not in file.name}
+    shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
+    World(["a", "c"], 0).run(remember(tmp_path, range(2, 3), 1, set()))
+    away.mkdir(parents=True)
+    for name, content in kept.items():
+        (away / name).write_bytes(content)
+    assert restored(tmp_path, ["b", "a", "c"], 1) == 2
+
+
+def test_one_machine_is_told(tmp_path, caplog):
+    for host in ("alone", "other"):
+        World([host, host], 0).run(remember(tmp_path / host, range(1, 2), 1, set()))
+    World(["alone", "other"], 0).run(remember(tmp_path / "two", range(1, 2), 1, set()))
+    assert [
+        r.message for r in caplog.records if "all ranks are on one machine" in r.message and "'two'" not in r.message
+    ]
+
+
+def test_copies_are_a_number(tmp_path):
+    with pytest.raises(ValueError, match="copies=-1: expected a number of copies"):
+        fzero.checkpoint.checkpoints(tmp_path, copies=-1)
