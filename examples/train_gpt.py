@@ -23,8 +23,7 @@ CONFIG = {"layers": 2, "heads": 4, "width": 128, "context": 64}
 
 
 def init(config: dict[str, int], seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    d, h, layers = config["width"], config["heads"], config["layers"]
+    generator, d, h, layers = torch.Generator().manual_seed(seed), config["width"], config["heads"], config["layers"]
 
     def normal(*shape: int, std: float = d**-0.5) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * std
@@ -34,27 +33,27 @@ def init(config: dict[str, int], seed: int = 0) -> dict[str, Any]:
         mlp = {"up": normal(d, 4 * d), "down": normal(4 * d, d, std=(8 * layers * d) ** -0.5)}
         return {"norm1": torch.ones(d), **attention, "norm2": torch.ones(d), **mlp}
 
-    embeddings = {"tokens": normal(256, d, std=0.02), "positions": normal(config["context"], d, std=0.02)}
-    blocks = [block() for _ in range(layers)]
-    return {**embeddings, "blocks": blocks, "norm": torch.ones(d), "head": normal(d, 256, std=0.02)}
+    rest = {"tokens": normal(256, d, std=0.02), "positions": normal(config["context"], d, std=0.02)}
+    return {**rest, "blocks": [block() for _ in range(layers)], "norm": torch.ones(d), "head": normal(d, 256, std=0.02)}
 
 
 def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x.float(), scale.shape, scale.float()).to(x.dtype)
 
 
-def apply_block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    q, k, v = torch.einsum("btd,dchk->cbhtk", norm(x, block["norm1"]), block["qkv"])
-    x = x + torch.einsum("bhtk,hkd->btd", F.scaled_dot_product_attention(q, k, v, is_causal=True), block["out"])
-    return x + F.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+def apply_block(block: dict[str, torch.Tensor], x: torch.Tensor, linear: Any) -> torch.Tensor:
+    qkv = linear(norm(x, block["norm1"]), block["qkv"].flatten(1).mT).unflatten(-1, block["qkv"].shape[1:])
+    heads = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+    x = x + linear(heads.transpose(1, 2).flatten(2), block["out"].flatten(0, 1).mT)
+    return x + linear(F.gelu(linear(norm(x, block["norm2"]), block["up"].mT)), block["down"].mT)
 
 
-def losses_of(params: Any, windows: torch.Tensor, remat: bool = False) -> torch.Tensor:
+def losses_of(params: Any, windows: torch.Tensor, remat: bool = False, linear: Any = F.linear) -> torch.Tensor:
     """[b, t + 1] bytes → [b], the mean loss of each window."""
     run = fzero.remat(apply_block) if remat else apply_block
     x = F.embedding(windows[:, :-1], params["tokens"]) + params["positions"]
     for block in params["blocks"]:
-        x = run(block, x)
+        x = run(block, x, linear)
     logits = norm(x, params["norm"]) @ params["head"]
     return F.cross_entropy(logits.float().mT, windows[:, 1:], reduction="none").mean(1)
 
@@ -69,6 +68,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--codecs", nargs="*", default=[], help="how parameters and gradients are sent, as int8 int4")
+    parser.add_argument("--products", default="exact", choices=["exact", "float8"], help="how the blocks multiply")
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
     parser.add_argument("--plan", action="store_true", help="print a rank's plan, draw it into plan.png, and stop")
@@ -88,11 +88,11 @@ def main() -> None:
     policy = fzero.Precision(getattr(torch, args.precision), full=lambda path, leaf: "norm" in path, **codecs)
     opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1), policy)
     opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(opt, args.offload)))
+    way = args.remat, fzero.nn.float8_linear if args.products == "float8" else F.linear
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
-        how: Any = {"precision": policy, "micro_batches": args.accumulate}
-        take = fzero.scaled_value_and_grad(lambda p, x: losses_of(p, x, args.remat).mean(), opt_state.scale, **how)
-        loss, grads = take(params, batch)
+        f, how = lambda p, x: losses_of(p, x, *way).mean(), {"precision": policy, "micro_batches": args.accumulate}
+        loss, grads = fzero.scaled_value_and_grad(f, opt_state.scale, **how)(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, {"loss": loss}
 

@@ -61,8 +61,9 @@ CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and i
     "half_depth": ("half of that by an inner dimension of", 1, ""),
     "processors": ("processors that share a product's tiles", 1, ""),
     "attention_flops": ("fused attention, all pairs counted", 1e12, "TFLOP/s"),
+    "float8": ("products of float8 are", 1, "times as fast as those of half precision"),
 }
-OPTIONAL = ("product_flops", "half_depth", "processors", "attention_flops")  # 0 where they were not measured
+OPTIONAL = ("product_flops", "half_depth", "processors", "attention_flops", "float8")  # 0 where they were not measured
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Machine:
         half_depth: the inner dimension at which a product reaches half of `product_flops`.
         processors: the number of processors over which the tiles of a product are distributed.
         attention_flops: floating-point operations a second of fused attention, all pairs counted.
+        float8: the speed of a product in float8, as a multiple of its speed in half precision; with 0 it is the same.
         links: bytes a second that a device sends along an axis of the mesh, by the name of the axis. They replace
             `peers` and `network`.
         sources: the sources of constants: `(name, value, source)`. A constant whose value was changed since has the
@@ -131,6 +133,7 @@ class Machine:
     half_depth: float = 0.0
     processors: int = 0
     attention_flops: float = 0.0
+    float8: float = 0.0
     links: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, float, str], ...] = ()
 
@@ -189,6 +192,7 @@ class Machine:
             half_depth=self.half_depth,
             processors=self.processors,
             attention_flops=self.attention_flops,
+            float8=self.float8 or 1.0,
         )
 
 
@@ -254,6 +258,7 @@ H100 = _make_machine(
     processors=(132, "the data sheet"),
     attention_flops=(378e12, FITTED),
     flops=(400e12, "40% of 989 TFLOP/s"),
+    float8=(2.0, "the data sheet, 1,979 of 989 TFLOP/s; measured by nobody here"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
     device_memory=(2.6e12, "78% of 3,350 GB/s"),
     link=(50e9, "79% of PCIe 5 x16"),
@@ -270,6 +275,7 @@ H200 = _make_machine(
     half_depth=(438.0, "as the H100's"),
     processors=(132, "the data sheet"),
     attention_flops=(378e12, "as the H100's"),
+    float8=(2.0, "as the H100's"),
     flops=(500e12, "51% of 989 TFLOP/s"),
     device_bytes=(0.93 * 141e9, "93% of 141 GB"),
     device_memory=(4.0e12, "83% of 4,800 GB/s"),

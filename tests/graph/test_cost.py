@@ -10,6 +10,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
+from fzero._torch import scaled_mm
 from fzero.graph.planning._cost import HARDWARE, Hardware, estimate_seconds
 from tests.helpers import examples
 
@@ -103,6 +104,20 @@ def test_a_product_that_fills_all_processors_reaches_its_rate():
     added = product_seconds(CARD, (512,), (256, 64), (64, 512), op=torch.addmm)
     assert added == pytest.approx(full)
     assert product_seconds(CARD._replace(half_depth=0.0, processors=0), (256, 64), (64, 512)) == pytest.approx(full / 2)
+
+
+def float8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    one = torch.ones((), device=a.device)
+    return scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), one, one, torch.bfloat16, False)
+
+
+@examples(20, 100)
+@given(m=sizes, k=st.sampled_from((16, 64, 256)), n=st.sampled_from((16, 256)), float8=st.floats(1, 2))
+def test_a_product_of_float8_has_the_rate_of_its_shape_times_that_of_float8(m, k, n, float8):
+    seconds = product_seconds(CARD._replace(float8=float8), (m, k), (n, k), op=float8_product)
+    assert seconds == pytest.approx(product_seconds(CARD, (m, k), (k, n)) / float8)
+    plain = CARD._replace(float8=float8, product_flops=0.0)
+    assert product_seconds(plain, (m, k), (n, k), op=float8_product) == pytest.approx(2 * m * k * n / float8)
 
 
 def test_attention_has_a_rate_of_its_own():

@@ -220,6 +220,8 @@ MUTANTS = [
         Fault("the host's work takes no time in the cost model", "estimate_seconds", returns("clocks.work")),
         Fault("the host starts before its inputs arrive", "_HostClock.computes", bare("max(A, self.B(C))")),
         Fault("the device does not wait for the host", "_Clocks._move", bare("max(A, B.C(D))")),
+        Fault("products of float8 take the time of half precision", "work_seconds", skipped("A /= B.float8")),
+        Fault("products of float8 have one rate in any shape", "PRODUCTS", dropped("A._scaled_mm: 0")),
         Fault("a view is ready before its base", "_Clocks.run", skipped("A.passes_on(B)")),
     ),
     *File("transforms/_remat.py", REMAT).faults(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -64,6 +64,7 @@ class Hardware(NamedTuple):
         processors: the number of processors over which the tiles of a product are distributed; with 0 any shape fills
             them.
         attention_flops: floating-point operations per second of fused attention, all pairs counted.
+        float8: the factor by which a product of float8 is faster than one of half precision.
     """
 
     kind: str
@@ -86,6 +87,7 @@ class Hardware(NamedTuple):
     half_depth: float = 0.0
     processors: int = 0
     attention_flops: float = 0.0
+    float8: float = 1.0
 
 
 HARDWARE = {
@@ -321,16 +323,24 @@ def work_seconds(node: Node, hardware: Hardware) -> float:
     compute = count / _rate(node, hardware) if count else 0.0
     if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.slow
+    if _packet(node) is aten._scaled_mm:
+        compute /= hardware.float8
     return max(compute, nbytes(*stand_ins_of(node), *operands) / hardware.memory, hardware.launch)
 
 
 TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
-PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # the position of the first factor
+PRODUCTS = {
+    aten.mm: 0,
+    aten._scaled_mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+}  # the position of the first factor
 
 
 def _rate(node: Node, hardware: Hardware) -> float:
     """Return the floating-point operations per second that an operation reaches by its shape."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = _packet(node)
     if not hardware.product_flops:
         return hardware.flops
     if packet not in PRODUCTS:  # fused attention, or a convolution
@@ -338,6 +348,10 @@ def _rate(node: Node, hardware: Hardware) -> float:
     factors = [a for a in node.args if isinstance(a, Node)][PRODUCTS[packet] :]
     (*batch, m, k), (*_, n) = [stand_ins_of(a)[0].shape for a in factors[:2]]
     return hardware.product_flops * k / (k + hardware.half_depth) * _filled(math.prod(batch), m, n, hardware.processors)
+
+
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _filled(batch: int, m: int, n: int, processors: int) -> float:

@@ -68,7 +68,7 @@ def list_operations(graph: Graph) -> list[ListedOperation]:
     return operations
 
 
-PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
 
 
 def _workspace_bytes(operations: Iterable[ListedOperation]) -> int:
