@@ -41,6 +41,7 @@ CAPTIONS = {
     "parallel.context": "parts of sequences",
     "zero": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
+    "local_sgd": "average seldom",
     "tuning": "what fits, what it costs",
     "nn": "modules as functions",
     "plugs": "loops of others, sharded",

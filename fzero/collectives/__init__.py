@@ -20,6 +20,7 @@ from fzero.collectives._sums import (
     all_gather,
     all_gather_invariant,
     check_dim,
+    finish,
     group_all_gather,
     group_psum,
     group_psum_scatter,
@@ -30,6 +31,8 @@ from fzero.collectives._sums import (
     psum_invariant,
     psum_scatter,
     pvary,
+    start_all_gather,
+    start_psum,
 )
 from fzero.collectives._table import (
     COPIES,
@@ -94,6 +97,7 @@ INTERNAL = [
     "apply_stacked",
     "check_copies",
     "check_dim",
+    "finish",
     "gloo",
     "group_all_gather",
     "group_all_to_all",
@@ -103,7 +107,9 @@ INTERNAL = [
     "mapped_binding",
     "mark_invariant",
     "own_part",
+    "start_all_gather",
+    "start_psum",
     "start_to_host",
-    "wait_to_host",
     "transpose_of",
+    "wait_to_host",
 ]

@@ -43,6 +43,7 @@ __all__ = [
     "all_gather_invariant",
     "check_dim",
     "check_tensor",
+    "finish",
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
@@ -53,6 +54,8 @@ __all__ = [
     "psum_invariant",
     "psum_scatter",
     "pvary",
+    "start_all_gather",
+    "start_psum",
 ]
 
 # ---------------------------------------------------------------- one rank of a process group
@@ -149,6 +152,16 @@ REDUCE_SCATTER = RankOperation(
     local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
     detail=_dim_text,
 )
+ALL_REDUCE_STARTED = ALL_REDUCE._replace(
+    local=lambda binding, options, xs: [
+        c10d.all_reduce(xs[0].contiguous(), "sum", binding.group) if xs[0].numel() else xs[0].clone()
+    ]
+)
+ALL_GATHER_STARTED = ALL_GATHER._replace(
+    local=lambda binding, options, xs: [
+        c10d.all_gather_into_tensor(xs[0].contiguous(), binding.size, binding.group) if xs[0].numel() else xs[0].clone()
+    ]
+)
 _VARY = RankOperation(
     "",
     all_ranks=lambda n, options, xs: [xs[0]],
@@ -180,6 +193,8 @@ _PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_local_pad)
 
 add_rows(
     LinearMap("psum", ALL_REDUCE, "psum", output=COPIES),
+    LinearMap("start_psum", ALL_REDUCE_STARTED, "", output=COPIES),
+    LinearMap("start_all_gather", ALL_GATHER_STARTED, "", output=COPIES),
     LinearMap("psum_invariant", ALL_REDUCE, "pvary", output=INVARIANT),
     LinearMap("pvary", _VARY, "psum_invariant", input=INVARIANT),
     LinearMap("all_gather", ALL_GATHER, "psum_scatter", output=COPIES),
@@ -223,6 +238,24 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         return note_call("psum", axes, apply_along("psum", as_number(path, leaf), axes, NoOptions()))
 
     return tree.map_with_path(total, x, tree.is_box)
+
+
+def start_psum(x: torch.Tensor, axis: AxisName) -> torch.Tensor:
+    """Start the sum of a tensor over the ranks of `axis`, without a derivative: only `finish` may read the result.
+
+    On processes it returns while the sum is under way.
+    """
+    return apply_along("start_psum", x, join_axes(resolve_axes(axis)), NoOptions())
+
+
+def start_all_gather(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """Start to concatenate the ranks' tensors `[k]` along one axis, as `start_psum` starts a sum."""
+    return apply_along("start_all_gather", x, resolve_axes(axis), DimOptions(-1))
+
+
+def finish(x: torch.Tensor) -> torch.Tensor:
+    """Wait for a result of `start_psum` or `start_all_gather`, in the same rank program or in a later one."""
+    return c10d.wait_tensor(x) if type(x) is torch.Tensor else x
 
 
 def pmean(x: Tree, axis: AxisName = None) -> Tree:

@@ -25,6 +25,7 @@ from fzero.optim._half_precision import (
     loss_scale,
     master_params,
     master_weights,
+    rounded,
     static_loss_scale,
 )
 from fzero.optim._links import (
@@ -142,6 +143,7 @@ INTERNAL = [
     "is_opt_state",
     "mark_role",
     "role_of",
+    "rounded",
     "torch_optimizer_message",
     "watch_roles",
 ]

@@ -51,7 +51,7 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
 
     Args:
         mine: this rank's text.
-        mesh: a distributed mesh, whose ranks are the world.
+        mesh: a distributed mesh.
         topic: the topic of the texts. A rank's n-th text on a topic is matched with the other ranks' n-th texts.
         seconds: how long to wait for another rank's text; by default `TEXT_SECONDS`.
 
@@ -60,6 +60,7 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
     """
     limit = TEXT_SECONDS if seconds is None else seconds
     store = default_store()
+    topic += "".join([f"/{name}={index}" for name, index in mesh.within])  # each part of the world has its own keys
     _ROUNDS[topic] += 1
     keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]
     store.set(keys[mesh.rank], mine)
@@ -134,7 +135,7 @@ def all_gather_numbers(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, with one m on all ranks; return each rank's numbers, in rank order."""
     mine = mine.to(mesh.device)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
-    torch.distributed.all_gather(theirs, mine)  # the mesh's ranks are the world
+    torch.distributed.all_gather(theirs, mine, group=mesh.process_group)
     return [x.tolist() for x in theirs]
 
 
@@ -223,7 +224,7 @@ def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
     digests = all_gather_numbers(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(x != digests[0] for x in digests):
         all_lines: list[Any] = [None] * mesh.size
-        torch.distributed.all_gather_object(all_lines, lines)
+        torch.distributed.all_gather_object(all_lines, lines, group=mesh.process_group)
         _raise_first_difference(all_lines)
 
 

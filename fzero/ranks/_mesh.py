@@ -1,9 +1,8 @@
 """Mesh: named axes of ranks, in one process (a simulation) or many."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal, TypeVar, overload
 
@@ -11,111 +10,23 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero._arguments import check_choice, is_int
+from fzero._arguments import check_choice
 from fzero._notice import trouble_link
+from fzero._torch import group_of
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
+from fzero.ranks._mesh_shape import check_axes, fill_shape
 from fzero.ranks._split_sources import note_split
 from fzero.ranks._spmd import Spmd, check_rank_dimension
 from fzero.sharding import PerRank, is_box
 from fzero.tree import Tree
 
-__all__ = ["Mesh", "check_axes", "device_put", "fill_shape", "mesh"]
+__all__ = ["Mesh", "device_put", "mesh"]
 
-# The sizes of a mesh's axes: the sizes given, and the size of the axis that takes the rest of the world.
-
-
-Shape = tuple[tuple[str, int], ...]
 T = TypeVar("T")
 CPU = torch.device("cpu")
-
-
-ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
-
-
-def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
-    """Check a mesh's axes, as far as this is possible without the world.
-
-    Raises:
-        ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
-            Also if `simulated_ranks` is given and no size is -1.
-        TypeError: if a size or `simulated_ranks` is not an int, or a name is nearly that of an argument of `mesh`.
-    """
-    if not axes:
-        raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
-    for name, size in axes.items():
-        if not name.isidentifier():  # a comma would join the names of several axes
-            raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
-        if typos := get_close_matches(name, ARGUMENTS, 1, cutoff=0.85):  # else a mistyped argument is an axis
-            raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
-        if not is_int(size):
-            matches = get_close_matches(name, ARGUMENTS, 1)
-            hint = f"; did you mean {matches[0]}=?" if matches else ""
-            raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
-        if size < 1 and size != -1:
-            raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
-    open_axes = [name for name, size in axes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can take the rest of the world")
-    if simulated_ranks is None:
-        return
-    if not is_int(simulated_ranks):
-        raise TypeError(
-            f"simulated_ranks={simulated_ranks!r}: expected an int, the number of ranks to simulate without a world"
-        )
-    if simulated_ranks < 1:
-        raise ValueError(f"simulated_ranks={simulated_ranks}: expected at least one rank to simulate")
-    if not open_axes:
-        text, first = _axes_text(axes), next(iter(axes))
-        raise ValueError(
-            f"{text}, simulated_ranks={simulated_ranks}, but no axis is -1: "
-            f"pass {first}=-1, or leave out simulated_ranks"
-        )
-
-
-def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int | None) -> Shape:
-    """Replace a size of -1 by the number of ranks that the other axes leave.
-
-    Args:
-        axes: the sizes, checked by `check_axes`.
-        world: the number of processes; None in a simulation.
-        simulated_ranks: the number of ranks in a simulation; None for the product of the other sizes.
-
-    Raises:
-        ValueError: if the size of the mesh would differ from the number of ranks.
-    """
-    fixed = math.prod([size for size in axes.values() if size != -1])
-    ranks = (simulated_ranks or fixed) if world is None else world
-    shape = tuple([(name, max(ranks // fixed, 1) if size == -1 else size) for name, size in axes.items()])
-    product = math.prod([size for _, size in shape])
-    if world is not None and product != world:
-        raise ValueError(f"{_axes_text(axes)}, but the world has {_processes(world)}: {_advice(axes, world, product)}")
-    if simulated_ranks is not None and world is None and product != simulated_ranks:
-        raise ValueError(
-            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}; "
-            f"pass a multiple of {fixed}"
-        )
-    return shape
-
-
-def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
-    fixed = math.prod([size for size in axes.values() if size != -1])
-    if -1 in axes.values():
-        return f"{world} is not divisible by {fixed}; pass sizes whose product divides {world}"
-    rest = "the whole world" if len(axes) == 1 else "the rest of the world"
-    return f"launch with torchrun --nproc-per-node {product}, or pass {next(iter(axes))}=-1 for {rest}"
-
-
-def _processes(world: int) -> str:
-    return f"{world} process{'es' * (world != 1)}"
-
-
-def _axes_text(axes: Mapping[str, int]) -> str:
-    return ", ".join([f"{name}={size}" for name, size in axes.items()])
-
-
 SIMULATIONS = ("vmap", "lockstep")
 
 
@@ -212,6 +123,7 @@ class Mesh:
         joint: in a distributed mesh of several axes, the process group of each product of axes.
         simulation: how ranks are simulated: "vmap" or "lockstep".
         device: the device of this process's ranks; simulated ranks share it.
+        within: for a part of a larger distributed mesh, this process's index along each of the other axes.
     """
 
     shape: tuple[tuple[str, int], ...]
@@ -219,6 +131,39 @@ class Mesh:
     joint: tuple[tuple[str, str], ...] = ()
     simulation: str = "vmap"
     device: torch.device = CPU
+    within: tuple[tuple[str, int], ...] = ()
+
+    def __getitem__(self, axis: str | tuple[str, ...]) -> "Mesh":
+        """Return the mesh of the ranks that differ from this rank only along these axes.
+
+        The axes stay in the order of this mesh.
+
+        Raises:
+            ValueError: if an axis is not an axis of the mesh.
+
+        Example:
+            >>> mesh(replica=2, dp=4)["dp"]
+            Mesh(dp=4, simulated)
+        """
+        chosen = self.names(axis)
+        names = tuple([name for name in self.axis_names if name in chosen])
+        if names == self.axis_names:
+            return self
+        shape = tuple([(name, size) for name, size in self.shape if name in names])
+        if self.simulated:
+            return replace(self, shape=shape)
+        joint = tuple([(name, group) for name, group in self.joint if set(name.split(",")) <= set(names)])
+        within = tuple([(name, self.index(name)) for name in self.axis_names if name not in names])
+        device_mesh = self.device_mesh[names] if self.distributed else self.device_mesh
+        return replace(self, shape=shape, device_mesh=device_mesh, joint=joint, within=(*self.within, *within))
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of the mesh's ranks in a distributed mesh; None for the whole world."""
+        if not self.within:
+            return None
+        single = len(self.shape) == 1
+        return self.device_mesh.get_group(self.axis_names[0]) if single else group_of(self.joint[-1][1])
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -315,6 +260,7 @@ class Mesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
         label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        label += "".join([f", {name} {index}" for name, index in self.within])
         return f"Mesh({axes}, {label}{'' if self.device == CPU else f', {self.device}'})"
 
     @overload

@@ -17,6 +17,7 @@ from fzero.sharding._boxes import (
     split_shard,
     unwrap_per_rank,
 )
+from fzero.sharding._coded import decode_shard, encode_shard
 from fzero.sharding._flat import (
     flatten_by_copies,
     flatten_leaves,
@@ -104,6 +105,8 @@ INTERNAL = [
     "check_on_device",
     "check_per_leaf",
     "check_sharded_for",
+    "decode_shard",
+    "encode_shard",
     "slice_elements",
     "flatten_by_copies",
     "flatten_leaves",

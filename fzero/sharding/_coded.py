@@ -47,7 +47,7 @@ from fzero.collectives import (
 from fzero.sharding._flat import flatten_leaves, to_gradient_dtype, view_leaves
 from fzero.sharding._spec import Spec, spec_of
 
-__all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter"]
+__all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter", "decode_shard", "encode_shard"]
 
 # Ranges of a unit, and their blocks. The nodes of a graph take plain lists of numbers.
 
@@ -425,3 +425,36 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
         (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
     sent = _run("gather_flat", first, unit, _run("sum_bytes", first, in_sum, sums))
     return view_leaves(spec, to_gradient_dtype(spec, _run("unit_sum", first, in_sum, sent, magnitudes)))
+
+
+def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload of this rank's shard `[k]`, and this rank's part of the unit's magnitudes.
+
+    Numbers are encoded as they would be on one rank. If there is no group for all axes, shards are gathered as they are
+    over all axes but the slowest.
+
+    Args:
+        spec_id: a unit with the codec as its `gather` and its `reduce`.
+        axes: the axes over which the unit is sharded.
+        shard: the shard.
+    """
+    (first, *rest), x, unit = axes or [NO_AXIS], shard.detach(), UnitOptions(spec_id)
+    for a in rest[::-1]:
+        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
+    magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
+    payload = _run("own_payload", first, unit, x, magnitudes)
+    padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[-1] % first.size))
+    (part,) = apply(first.token, "own_part", first.binding, DimOptions(-1), padded)
+    return payload, part
+
+
+def decode_shard(spec_id: int, axes: Sequence[Axis], payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard `[k]`, float32, from the results of `encode_shard`, of this or of another replica."""
+    spec, (first, *rest), unit = spec_of(spec_id), axes or [NO_AXIS], UnitOptions(spec_id)
+    codec = _codec_of(spec, "reduce")
+    (full,) = apply(first.token, "all_gather", first.binding, DimOptions(-1), magnitudes)
+    codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, padded_numel(spec, first.size) // first.size)
+    x = _run("own_sum", first, unit, codes, full.narrow(-1, 0, _blocks(spec, codec)))
+    for a in rest:
+        (x,) = apply(a.token, "own_part", a.binding, DimOptions(-1), x)
+    return x

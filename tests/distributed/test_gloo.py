@@ -1,7 +1,7 @@
 """Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
 whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
 and what goes with it, `expert_cases.py` experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor
-parallelism, and `context_cases.py` context parallelism."""
+parallelism, `context_cases.py` context parallelism, and `local_cases.py` replicas that train apart."""
 
 import time
 
@@ -17,6 +17,7 @@ from tests.distributed import (
     context_cases,
     expert_cases,
     jit_cases,
+    local_cases,
     pipeline_cases,
     resumed,
     tensor_cases,
@@ -35,6 +36,7 @@ MODULES = {
     "pipeline": pipeline_cases,
     "tensor": tensor_cases,
     "context": context_cases,
+    "local": local_cases,
 }
 SLOW = [
     pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
@@ -45,7 +47,7 @@ SLOW = [
 @pytest.mark.parametrize(
     "name,ranks",
     [(name, 2) for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor", "context")]
-    + [("axes", 4), *SLOW],
+    + [("axes", 4), ("local", 4), *SLOW],
 )
 def test_gloo_processes(name, ranks):
     module = MODULES[name]

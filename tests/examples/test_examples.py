@@ -44,6 +44,24 @@ def test_experts(ranks, words, tmp_path):
     assert "dropped" in out and "most" in out
 
 
+def test_replicas_that_seldom_talk_learn():
+    """The shared model's loss lies below that of a guess, and right after an average all replicas have it."""
+    short = [
+        "examples/diloco.py",
+        "--steps",
+        "40",
+        "--every",
+        "10",
+        "--codec",
+        "int8",
+        "--text",
+        str(ROOT / "README.md"),
+    ]
+    out = run(*short)
+    shared, *own = [float(x) for x in re.findall(r"held-out loss of .*: ([\d.]+)", out)]
+    assert shared < 5 and own == [shared, shared]
+
+
 def test_a_plan_of_many_experts_on_many_ranks():
     short = ["examples/moe.py", "--plan", "--world", "64", "--text", str(ROOT / "README.md")]
     out = run(*short, "--experts", "8", "--ep", "8")

@@ -41,7 +41,7 @@ MUTANTS = [
             MESH,
         ),
     ),
-    *File("ranks/_mesh.py", MESH).faults(
+    *File("ranks/_mesh_shape.py", MESH).faults(
         Fault("simulated_ranks= is ignored", "fill_shape", bare("B or A")),
         Fault("simulated ranks need not divide", "fill_shape", never("A != simulated_ranks")),
         Fault("a misspelled argument of mesh becomes an axis", "check_axes", constant(0.85, 1.0)),

@@ -1,0 +1,66 @@
+"""Checkpoints of replicas that train apart: a folder for each replica, and one for what they share."""
+
+import os
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint import CheckpointError, load, read, save
+from fzero.local_sgd._outer_step import OuterStep
+from fzero.local_sgd._parts import parts_of, select
+from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas
+from fzero.local_sgd._schedule import SyncSchedule
+
+__all__ = ["load_replicas", "save_replicas"]
+
+
+def save_replicas(path: Any, outer: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState) -> None:
+    """Save each replica in a folder of its own, and then what they share: only then is the save complete."""
+    groups, parts = outer.groups, parts_of(state.anchor, schedule.parts)
+    for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
+        own = {"count": state.count, "params": p, "opt_state": s}
+        save(_folder(path, f"replica-{number}"), own, groups.inner_mesh)
+    numbers = {"count": state.count, "replicas": groups.count, "schedule": _numbers(schedule)}
+    sums = [outer.finished(part, state.anchor, x) for part, x in zip(parts, state.sent, strict=True)]
+    save(_folder(path, "shared"), {**numbers, "anchor": state.anchor, "outer": state.outer, "sent": sums}, groups.mesh)
+
+
+def load_replicas(
+    path: Any, groups: ReplicaGroups, schedule: SyncSchedule, params: Replicas, state: LocalState
+) -> tuple[Replicas, LocalState]:
+    """Load what `save_replicas` saved into the tensors of `params` and `state`."""
+    folder = _folder(path, "shared")
+    count, replicas, saved = [read(folder, name) for name in ("count", "replicas", "schedule")]
+    is_same = replicas == groups.count and saved == _numbers(schedule)
+    if not is_same and not (SyncSchedule(*saved).is_boundary(count) and saved[1:] == _numbers(schedule)[1:]):
+        raise CheckpointError(
+            f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = {saved}, and "
+            f"this run has {groups.count} replicas with {_numbers(schedule)}: another number of replicas, or another "
+            "`every`, can only go on right after an average, where all replicas hold the anchor"
+        )
+    parts, waiting = parts_of(state.anchor, schedule.parts), schedule.waiting(count)
+    sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]
+    like = {"anchor": state.anchor, "outer": state.outer, "sent": tree.map(torch.empty_like, sums)}
+    shared = load(folder, like, groups.mesh, partial=True)
+    trees = []
+    for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
+        own_folder = _folder(path, f"replica-{number % replicas}")
+        own = load(own_folder, {"count": 0, "params": p, "opt_state": s}, groups.inner_mesh)
+        if own["count"] != count:
+            raise CheckpointError(
+                f"{own_folder!r} was saved after step {own['count']}, and {folder!r} after step {count}: a save was "
+                "cut off; save each step to a folder of its own, and load the last complete one"
+            )
+        trees.append((own["params"], own["opt_state"]))
+    inner = Replicas(tuple([s for _, s in trees]))
+    loaded = LocalState(count, inner, shared["anchor"], tuple(shared["outer"]), tuple(shared["sent"]))
+    return Replicas(tuple([p for p, _ in trees])), loaded
+
+
+def _folder(path: Any, name: str) -> str:
+    return f"{os.fspath(path).rstrip('/')}/{name}"
+
+
+def _numbers(schedule: SyncSchedule) -> list[int]:
+    return [schedule.every, schedule.parts, schedule.delay]

@@ -1,0 +1,283 @@
+"""local_steps: each replica takes H steps by itself, and then all replicas average what they learned."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fzero import tree
+from fzero._liveness import step_place
+from fzero._torch import is_tracing
+from fzero._tracebacks import api_boundary
+from fzero.codecs import Codec
+from fzero.graph import Jitted
+from fzero.local_sgd._checkpoint import load_replicas, save_replicas
+from fzero.local_sgd._outer_step import OuterStep
+from fzero.local_sgd._parts import parts_of, select
+from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas, apart, own_memory
+from fzero.local_sgd._schedule import SyncSchedule
+from fzero.optim import OptimizerLike, as_optimizer, sgd
+from fzero.ranks import Mesh, check_equal
+from fzero.sharding import Shard, is_box, spaces
+from fzero.zero import ShardedStep
+
+__all__ = ["LocalSteps", "local_steps"]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSteps:
+    """A step of replicas that train apart, made by `local_steps`. Call it like the sharded step.
+
+    Attributes:
+        step: the step of one replica, on the replica's own mesh.
+        groups: the replicas.
+        schedule: when the parts of the parameters are averaged.
+        outer_step: the programs that average them.
+    """
+
+    step: Callable[..., Any]
+    groups: ReplicaGroups
+    schedule: SyncSchedule
+    outer_step: OuterStep
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks."""
+        return self.groups.mesh
+
+    def __repr__(self) -> str:
+        return f"LocalSteps({self.step!r}, over={self.groups.over!r}, {self.schedule!r})"
+
+    @api_boundary
+    def init(self, params: Any, opt: Any) -> tuple[Replicas, LocalState]:
+        """Put parameters into the stage's layout on each replica, and make the optimizers' states.
+
+        Args:
+            params: as in the `init` of a sharded step.
+            opt: the inner optimizer, an (init, update) pair.
+
+        Returns:
+            `(params, state)` for the step.
+
+        Raises:
+            ValueError: if the parameters differ between replicas, or the optimizer keeps a part of them on the host.
+        """
+        inner: Any = self.step
+        first, first_state = inner.init(params, opt)
+        _check_on_device("params", first)
+        _check_on_device("opt_state", first_state)
+        anchor = self.outer_step.anchor(first, first_state)
+        check_equal("params", anchor, self.mesh)
+        parts = parts_of(anchor, self.schedule.parts)
+        outer = tuple([self.outer_step.init(select(anchor, part)) for part in parts])
+        copies = [own_memory((first, first_state)) for _ in self.groups.numbers[1:]]
+        trees = [(first, first_state), *copies]
+        inner_state = Replicas(tuple([s for _, s in trees]))
+        return Replicas(tuple([p for p, _ in trees])), LocalState(0, inner_state, anchor, outer, (None,) * len(parts))
+
+    def __call__(self, params: Replicas, state: LocalState, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on each replica, and average the parts that are due.
+
+        Args:
+            params: the parameters, from `init` or the previous call.
+            state: the state, likewise.
+            *args: the step's other arguments, such as the batch from `mesh.split`, which is split over all ranks.
+            **kwargs: keyword arguments of the step, likewise.
+
+        Returns:
+            The results of the step: the new parameters, the new state, and all others as values that differ by replica,
+            in `PerRank` boxes.
+
+        Raises:
+            TypeError: if `params` or `state` is not from `init`, or the step returns no new parameters and state.
+        """
+        if is_tracing():
+            raise TypeError("local_steps decides in Python whether a step averages: jit the step inside, and not this")
+        if not isinstance(params, Replicas) or not isinstance(state, LocalState):
+            raise TypeError(
+                f"params is {type(params).__name__} and state is {type(state).__name__}: expected those of "
+                "params, state = step.init(params, opt), or of the previous call"
+            )
+        outs = []
+        for number, p, s in zip(self.groups.numbers, params.trees, state.inner.trees, strict=True):
+            own_args, own_kwargs = self.groups.argument((args, kwargs), number)
+            outs.append(self.step(p, s, *own_args, **own_kwargs))
+        if not isinstance(outs[0], tuple) or len(outs[0]) < 2:
+            raise TypeError(f"the step returned {type(outs[0]).__name__}: expected (params, opt_state, ...)")
+        new_params, new_states, *others = zip(*outs, strict=True)
+        others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
+        state = self._average(new_params, replace(state, count=state.count + 1, inner=Replicas(new_states)))
+        return Replicas(new_params), state, *others
+
+    def _average(self, params: tuple[Any, ...], state: LocalState) -> LocalState:
+        """Send the parts that are due after this step, and write those whose sums are due into the replicas."""
+        sent, used = self.schedule.sent(state.count), self.schedule.used(state.count)
+        if not sent and not used:
+            return state
+        parts = parts_of(state.anchor, self.schedule.parts)
+        states, anchor, outer, sums = state.inner.trees, state.anchor, list(state.outer), list(state.sent)
+        with step_place("the outer step of local_steps"):
+            for i in sent:
+                sums[i] = self.outer_step.send(parts[i], anchor, params, states)
+            for i in used:
+                anchor, outer[i] = self.outer_step.use(parts[i], anchor, outer[i], sums[i], params, states)
+                sums[i] = None
+        return replace(state, anchor=anchor, outer=tuple(outer), sent=tuple(sums))
+
+    @api_boundary
+    def gather(self, values: Any) -> Any:
+        """Gather a tree that all replicas share, such as `state.anchor`, into full tensors, outside the step.
+
+        All ranks must call it.
+
+        Raises:
+            TypeError: if `values` is `Replicas`, which the ranks of different replicas hold apart.
+        """
+        if isinstance(values, Replicas):
+            raise TypeError(
+                f"values is {values!r}: each replica has its own; gather state.anchor, the model that they share"
+            )
+        return self.outer_step.step.gather(values)
+
+    @api_boundary
+    def save(self, path: Any, params: Replicas, state: LocalState) -> None:
+        """Save the replicas, and what they share, to folders within `path`. All ranks call it.
+
+        Save each time to another path. A save is complete when its last folder, `shared`, is.
+
+        Args:
+            path: a folder, or a URL, as for `fzero.save`.
+            params: the parameters.
+            state: the state.
+
+        Raises:
+            CheckpointError: as `fzero.save` does.
+        """
+        save_replicas(path, self.outer_step, self.schedule, params, state)
+
+    @api_boundary
+    def load(self, path: Any, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
+        """Load what `save` saved. All ranks call it.
+
+        The mesh within a replica and the stage may differ from those of the save. The number of replicas, and `every`,
+        may differ if the save was made right after an average. Each replica then goes on from the anchor. A new one
+        gets a copy of another replica's optimizer state.
+
+        Args:
+            path: the path of the save.
+            params: parameters from `init`, whose tensors are overwritten.
+            state: a state from `init`, likewise.
+
+        Returns:
+            `(params, state)` for the step.
+
+        Raises:
+            CheckpointError: if the save is incomplete or damaged, or was made between two averages by another number
+                of replicas, or with another schedule.
+        """
+        return load_replicas(path, self.groups, self.schedule, params, state)
+
+
+def _check_on_device(label: str, values: Any) -> None:
+    paths, entries, _ = tree.flatten_with_paths(values, is_box)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard) and "host" in spaces(x):
+            raise ValueError(
+                f"{tree.leaf_name(label, path)} lies on the host, in part: local_steps does not average such leaves; "
+                "leave out optim.offload"
+            )
+
+
+@api_boundary
+def local_steps(
+    step: Callable[..., Any],
+    over: str = "replica",
+    *,
+    every: int,
+    outer: OptimizerLike | None = None,
+    parts: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    codec: Codec | None = None,
+) -> LocalSteps:
+    """Let groups of ranks train apart, and average what they learned once in every H steps (DiLoCo, arXiv:2311.08105).
+
+    The ranks that share an index along `over` are a replica. A replica runs the sharded step on its own mesh, and sends
+    nothing to the others. After H steps the replicas average anchor - parameters, the pseudo-gradient. The outer
+    optimizer updates the anchor by it, and each replica goes on from the anchor.
+
+    Args:
+        step: a sharded step, or one that `fzero.jit` compiled, on the mesh of all ranks. Its `axis` names the axes
+            within a replica; if it names `over` too, that is left out. Its arguments begin with parameters and
+            optimizer state, and so do its results.
+        over: the axis along which ranks belong to different replicas.
+        every: H, the number of steps between two averages of one leaf.
+        outer: the outer optimizer; by default `optim.sgd(0.7, momentum=0.9, nesterov=True)`, as in the paper.
+        parts: the number of parts of the parameters. Each is averaged at another step, so a step sends less
+            (Streaming DiLoCo, arXiv:2501.18512).
+        delay: the number of steps from the send of a part to the use of its mean. On processes, the steps between hide
+            the transfer.
+        mix: the share of a replica's own parameters in its parameters after an average, 0 to below 1. With a delay a
+            share keeps some of what the replica learned since the send; the paper takes 0.5.
+        codec: sends what each replica learned in fewer bits, such as `fzero.codecs.int4()`. Each replica encodes it
+            once, and the sum is decoded on each rank. By default it is sent in float32.
+
+    Returns:
+        A `LocalSteps`. Call it like the step.
+
+    Raises:
+        TypeError: if `step` is no sharded step, or its parameters are not its first argument.
+        ValueError: if `over` is not an axis of the mesh or is its only axis, or a number is out of range. Also if the
+            outer optimizer is not exact on shards, and the stage shards the anchor.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.sgd(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: ((p["w"] - x) ** 2).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(replica=2, dp=2)
+        >>> step = local_steps(fzero.shard(train_step, stage=2, mesh=mesh, axis="dp"), every=2, outer=optim.sgd(1.0))
+        >>> params, state = step.init({"w": torch.zeros(())}, opt)
+        >>> x = torch.tensor([0.0, 0.0, 1.0, 1.0])  # two replicas learn from different data
+        >>> for _ in range(2):
+        ...     params, state, loss = step(params, state, mesh.split(x))
+        >>> loss.value
+        tensor([0.0000, 0.6400])
+        >>> step.gather(state.anchor)
+        {'w': tensor(0.1800)}
+    """
+    sharded = step.step if isinstance(step, Jitted) else step
+    if not isinstance(sharded, ShardedStep):
+        raise TypeError(
+            f"step is {step!r}: expected fzero.shard(train_step, stage=..., mesh=mesh), or fzero.jit of it, on a mesh "
+            "such as fzero.mesh(replica=2, dp=4)"
+        )
+    if sharded.param_argnums != (0,):
+        raise TypeError(f"step has param_argnums={sharded.param_argnums}: expected the parameters as argument 0 only")
+    mesh = sharded.mesh
+    if not isinstance(over, str) or over not in mesh.axis_names:
+        raise ValueError(f"over={over!r}: expected an axis of {mesh!r}")
+    groups = ReplicaGroups(mesh, over)
+    axis = tuple([name for name in sharded.axis if name != over])
+    if not axis:
+        raise ValueError(
+            f"over={over!r} is the only axis of the step on {mesh!r}: give a replica an axis of its own, even of one "
+            f"rank, such as fzero.mesh({over}={groups.count}, dp=1)"
+        )
+    if not isinstance(mix, int | float) or not 0 <= mix < 1:
+        raise ValueError(f"mix={mix!r}: expected a share from 0 to below 1")
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(f"codec={codec!r}: expected None or a codec, such as fzero.codecs.int4()")
+    optimizer = as_optimizer(sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer)
+    if optimizer.exact_on_shards is False and sharded.layout.shards_state:
+        raise ValueError(
+            f"outer={optimizer!r} is not exact on shards, and stage {sharded.stage} shards the anchor: use another "
+            "outer optimizer, or stage 0"
+        )
+    whole = replace(sharded, axis=axis, _calls=[])
+    own = whole.on_mesh(groups.inner_mesh)
+    inner = step.with_options(step=own) if isinstance(step, Jitted) else own
+    schedule = SyncSchedule(every, parts, delay)
+    return LocalSteps(inner, groups, schedule, OuterStep(whole, groups, optimizer, float(mix), codec))

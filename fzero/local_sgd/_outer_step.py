@@ -1,0 +1,150 @@
+"""The outer step: average what the replicas learned since the anchor, and update the anchor by it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.codecs import Codec
+from fzero.local_sgd._messages import finish_sum, start_sum
+from fzero.local_sgd._parts import merge, select
+from fzero.local_sgd._replicas import ReplicaGroups, own_memory, rebuild
+from fzero.optim import MasterState, Optimizer, apply_updates, rounded
+from fzero.sharding import is_box
+from fzero.transforms import partition, replicate
+from fzero.zero import ShardedStep
+
+__all__ = ["OuterStep"]
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The programs of all ranks that average the replicas. They run uncompiled, since they run seldom.
+
+    Attributes:
+        step: the sharded step with all ranks as its mesh, and with the axes of a replica.
+        groups: the replicas.
+        outer: the outer optimizer.
+        mix: the share of a replica's own parameters in its parameters after an average.
+        codec: the codec by which sums are sent; None to send them as they are.
+    """
+
+    step: ShardedStep
+    groups: ReplicaGroups
+    outer: Optimizer
+    mix: float
+    codec: Codec | None
+
+    def anchor(self, params: Any, state: Any) -> Any:
+        """Return the anchor for the parameters and optimizer state that all replicas start with."""
+        program = self.step.program(lambda params, masters: tree.map(_wide, self._own(params, masters)))
+        return own_memory(program(params, masters_of(state)))
+
+    def init(self, anchor: Any) -> Any:
+        """Make the outer optimizer's state for a part of the anchor."""
+        return own_memory(self.step.program(self.outer.init)(anchor))
+
+    def send(self, part: frozenset[int], anchor: Any, params: Sequence[Any], states: Sequence[Any]) -> Any:
+        """Sum what each replica learned of a part: (anchor - parameters) / number of replicas.
+
+        Returns:
+            A tree like the part's anchor, or with a codec a `CodedSum`. On processes it may be under way: `use` waits.
+        """
+        replicas = self._replicas(params, states)
+
+        def program(anchor: Any, tensors: list[torch.Tensor]) -> Any:
+            own = select(self._own(*rebuild(replicas[0], tensors)), part)
+            learned = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, own)
+            return start_sum(learned, self.groups.over, self.codec)
+
+        with torch.no_grad():
+            return self.step.program(program)(select(anchor, part), self.groups.join(replicas))
+
+    def finished(self, part: frozenset[int], anchor: Any, sent: Any) -> Any:
+        """Wait for the result of `send`, and return it as a tree like the part's anchor; None stays None."""
+        if sent is None:
+            return None
+        program = self.step.program(lambda sent, like: finish_sum(sent, like, self.groups.count, self.codec))
+        return program(sent, select(anchor, part))
+
+    def use(
+        self, part: frozenset[int], anchor: Any, state: Any, sent: Any, params: Sequence[Any], states: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """Update a part of the anchor, and write it into the replicas' parameters and master weights.
+
+        Args:
+            part: the part.
+            anchor: the whole anchor.
+            state: the outer optimizer's state for the part.
+            sent: the result of `send`.
+            params: the parameters of each replica here, which no one else holds.
+            states: the inner optimizer's state of each replica here, likewise.
+
+        Returns:
+            The new `(anchor, state)`.
+        """
+        replicas = self._replicas(params, states)
+
+        def program(anchor: Any, state: Any, sent: Any, tensors: list[torch.Tensor]) -> Any:
+            params, masters = rebuild(replicas[0], tensors)
+            mean = finish_sum(sent, anchor, self.groups.count, self.codec)
+            updates, state = self.outer.update(mean, state, params=anchor)
+            anchor = apply_updates(anchor, updates)
+            new = anchor
+            if self.mix:
+                own = select(self._own(params, masters), part)
+                new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, own)
+            changed = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
+            return anchor, state, self.groups.box(changed)
+
+        with torch.no_grad():
+            new, state, boxes = self.step.program(program)(
+                select(anchor, part), state, sent, self.groups.join(replicas)
+            )
+            self.groups.write(boxes, [(select(p, part), select(m, part)) for p, m in replicas])
+            return merge(anchor, own_memory(new)), own_memory(state)
+
+    @staticmethod
+    def _replicas(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
+        return [(p, masters_of(s)) for p, s in zip(params, states, strict=True)]
+
+    def _own(self, params: Any, masters: Any) -> Any:
+        """Return a replica's parameters in the layout of the anchor: master weights where there are any."""
+        params = self._partition(params)
+        return params if masters is None else merge(params, masters)
+
+    def _partition(self, params: Any) -> Any:
+        layout = self.step.layout
+        return partition(params, reduce_grads=layout.grads) if layout.shards_within_step else params
+
+    def _as_params(self, new: Any, params: Any) -> Any:
+        """Return new values in the dtypes and the layout of a replica's parameters."""
+        narrow = tree.map(lambda x, p: x if p.dtype == x.dtype else rounded(x, p.dtype), new, self._partition(params))
+        return replicate(narrow) if self.step.layout.shards_within_step else narrow
+
+
+# Master weights: where an inner optimizer's state holds parameters in full precision.
+
+
+def _is_master_state(x: Any) -> bool:
+    return isinstance(x, MasterState)
+
+
+def masters_of(state: Any) -> Any:
+    """Return the tree of master weights in an optimizer's state, None if it has none."""
+    found = [x.master for x in tree.flatten(state, _is_master_state)[0] if _is_master_state(x)]
+    return found[0] if found else None
+
+
+def _like_masters(new: Any, masters: Any) -> Any:
+    """Return new values where there are master weights, and None elsewhere."""
+    if masters is None:
+        return None
+    entries = tree.flatten(masters, is_box)[0]
+    return select(new, frozenset([i for i, x in enumerate(entries) if x is not None]))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,65 @@
+"""When the parts of a model are averaged: each part once in every H steps, one part after the other."""
+
+from dataclasses import dataclass
+
+from fzero._arguments import check_int, is_int
+
+__all__ = ["SyncSchedule"]
+
+
+@dataclass(frozen=True)
+class SyncSchedule:
+    """When each part of the parameters is sent, and when its mean is used.
+
+    Attributes:
+        every: H, the number of steps between two sends of one part.
+        parts: the number of parts. They are sent at equal distances within the H steps, the last one at their end.
+        delay: the number of steps between the send of a part and the use of its mean.
+
+    Example:
+        >>> schedule = SyncSchedule(every=10, parts=2, delay=1)
+        >>> [(step, schedule.sent(step), schedule.used(step)) for step in (4, 5, 6, 10, 11)]
+        [(4, (), ()), (5, (0,), ()), (6, (), (0,)), (10, (1,), ()), (11, (), (1,))]
+    """
+
+    every: int
+    parts: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_int("every", self.every)
+        check_int("parts", self.parts)
+        if self.parts > self.every:
+            raise ValueError(f"parts={self.parts}: expected at most every={self.every}, one part for each step")
+        if not is_int(self.delay) or not 0 <= self.delay < self.every:
+            raise ValueError(
+                f"delay={self.delay!r}: expected a number of steps from 0 to every - 1 = {self.every - 1}, so that a "
+                "part's mean is used before the part is sent again"
+            )
+
+    def sent(self, count: int) -> tuple[int, ...]:
+        """List the parts that are sent after step number `count`; the first step has number 1."""
+        return tuple(
+            [part for part in range(self.parts) if count > 0 and (count - self._offset(part)) % self.every == 0]
+        )
+
+    def used(self, count: int) -> tuple[int, ...]:
+        """List the parts whose mean is used after step number `count`."""
+        return self.sent(count - self.delay) if count > self.delay else ()
+
+    def waiting(self, count: int) -> tuple[int, ...]:
+        """List the parts that were sent by step number `count`, and whose mean is used after it.
+
+        Example:
+            >>> SyncSchedule(every=10, parts=2, delay=3).waiting(12)
+            (1,)
+        """
+        return tuple(sorted({part for step in range(count - self.delay + 1, count + 1) for part in self.sent(step)}))
+
+    def is_boundary(self, count: int) -> bool:
+        """Return whether all replicas hold the same parameters after step number `count`."""
+        return count == 0 or (self.parts == 1 and self.delay == 0 and count % self.every == 0)
+
+    def _offset(self, part: int) -> int:
+        return (part + 1) * self.every // self.parts

@@ -1,0 +1,52 @@
+"""Faults in replicas that train apart: fzero/local_sgd, and the meshes that are parts of a world."""
+
+from tests.mutants.changes import bare, becomes, never, skipped
+from tests.mutants.mutant import Fault, File
+
+LOCAL = ("tests/local_sgd/test_local_steps.py",)
+WORLD = ("tests/distributed/test_gloo.py::test_gloo_processes[local-4]",)
+
+MUTANTS = [
+    *File("local_sgd/_outer_step.py", LOCAL).faults(
+        Fault("what replicas learned is summed, not averaged", "OuterStep.send", bare("A / self.groups.count")),
+        Fault("the anchor moves away from the replicas", "OuterStep.send", becomes("a - B", "B - a")),
+        Fault("a replica goes on from its own parameters", "OuterStep.use", skipped("self.groups.A(boxes, B)")),
+        Fault("mix= is the anchor's share", "OuterStep.use", becomes("torch.lerp(a, B, C)", "torch.lerp(B, a, C)")),
+        Fault("masters are not averaged", "OuterStep._own", becomes("A if masters is None else B", "A")),
+        Fault("masters stay as they were", "_like_masters", becomes("x is not None", "x is None")),
+        Fault(
+            "an outer momentum is forgotten",
+            "OuterStep.use",
+            becomes("own_memory(state)", "tree.map(torch.zeros_like, state)"),
+        ),
+    ),
+    *File("local_sgd/_schedule.py", LOCAL).faults(
+        Fault("a mean is used at once", "SyncSchedule.used", becomes("count - self.delay", "count")),
+        Fault("all parts are sent at once", "SyncSchedule._offset", becomes("(part + 1) * A // B", "A")),
+        Fault("a part under way is not saved", "SyncSchedule.waiting", becomes("count - A + 1", "count")),
+        Fault("every step ends with an average", "SyncSchedule.is_boundary", never("count % A == 0")),
+    ),
+    *File("local_sgd/_replicas.py", LOCAL).faults(
+        Fault(
+            "each replica gets the first one's batch",
+            "ReplicaGroups._row",
+            becomes("A.select(B, number)", "A.select(B, 0)"),
+        ),
+        Fault("rows of replicas lie first on any mesh", "ReplicaGroups._joined", becomes("A.movedim(0, B)", "A")),
+        Fault("tied leaves are two", "distinct", becomes("tree.number_tensors(leaves)[0]", "range(len(leaves))")),
+    ),
+    *File("local_sgd/_checkpoint.py", LOCAL).faults(
+        Fault("replicas load the first one's state", "load_replicas", becomes("number % replicas", "0")),
+        Fault("a cut save is loaded", "load_replicas", never("own['count'] != count")),
+        Fault("a save between averages serves any number of replicas", "load_replicas", never("not is_same and A")),
+    ),
+    *File("ranks/_mesh.py", WORLD).faults(
+        Fault("a part of a world is the whole world", "Mesh.process_group", becomes("not self.within", "True")),
+    ),
+    *File("ranks/_agreement.py", WORLD).faults(
+        Fault("replicas read each other's texts", "gather_texts", skipped("topic += A")),
+    ),
+    *File("local_sgd/_local_steps.py", WORLD).faults(
+        Fault("replicas may start apart", "LocalSteps.init", skipped("check_equal('params', A, B)")),
+    ),
+]
