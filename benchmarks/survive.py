@@ -215,6 +215,30 @@ def copies(every: int, rounds: int, rows: int) -> list[str]:
     ]
 
 
+def going_on(times: int) -> list[str]:
+    """Measure how long an elastic run takes from the death of a rank to its next step, and how many it does again."""
+    found: dict[str, list[float]] = {"the script begins again": [], "the first step ends": [], "steps done again": []}
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            words = ["--max-restarts=1", "-m", "tests.elastic.on_processes", folder, "--dies", "1:forward:5"]
+            subprocess.run([*command, *words], cwd=ROOT, env=environment(), capture_output=True, check=True)
+            lines = [json.loads(line) for line in (pathlib.Path(folder) / "log").read_text().splitlines()]
+        died = next(i for i, line in enumerate(lines) if "died" in line)
+        start = next(line for line in lines[died:] if "start" in line)
+        step = next(line for line in lines[died:] if "step" in line)
+        last = max(line["step"] for line in lines[:died] if "step" in line)
+        values = (start["time"] - lines[died]["time"], step["time"] - lines[died]["time"], last + 1 - step["step"])
+        for numbers, value in zip(found.values(), values, strict=True):
+            numbers.append(value)
+    return [
+        f"`fzero.elastic.run` under torchrun, two ranks of one host, of which one is killed in a forward pass; a small "
+        f"model, eager, kept each 2 steps. From the death, in seconds: the median and the quartiles of {times}.",
+        table(["from the death until", "seconds"], [[name, quartiles(x)] for name, x in [*found.items()][:2]]),
+        f"Steps done again: {max(found['steps done again']):g} at most.",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=300.0)
@@ -222,10 +246,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--case", help="run this fault alone, and print what came of it as JSON")
     parser.add_argument("--copies", type=int, help="only what it costs to remember the state, each so many steps")
+    parser.add_argument("--going-on", type=int, help="only how long a killed rank takes, so many times")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     if args.case:
         print(json.dumps(case(args.case, args.timeout)))
+        return
+    if args.going_on:
+        publish(__file__, f"python benchmarks/survive.py --going-on {args.going_on}", going_on(args.going_on), False)
         return
     if args.copies:
         publish(__file__, f"python benchmarks/survive.py --copies {args.copies}", copies(args.copies, 6, 256), False)
@@ -233,7 +261,7 @@ def main() -> None:
     if lacks := missing():
         sys.exit(f"hosts need {lacks}, which this machine lacks")
     start = time.monotonic()
-    parts = [*faults(args.timeout, args.at_once), *cost(args.timeout, args.steps), *copies(10, 6, 256)]
+    parts = [*faults(args.timeout, args.at_once), *cost(args.timeout, args.steps), *copies(10, 6, 256), *going_on(5)]
     parts.append(f"All of this took {(time.monotonic() - start) / 60:.0f} minutes.")
     publish(__file__, "python benchmarks/survive.py", parts, args.write)
 

@@ -42,6 +42,7 @@ CAPTIONS = {
     "zero": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
     "local_sgd": "average seldom",
+    "elastic": "ranks come and go",
     "tuning": "what fits, what it costs",
     "nn": "modules as functions",
     "plugs": "loops of others, sharded",

@@ -13,7 +13,7 @@ from fzero.transforms import gather, partition, reduce_scatter, remat, scaled_va
 from fzero.zero import evaluate, predict, shard
 
 if TYPE_CHECKING:  # a program that does not use these does not wait for their import; `testing` needs hypothesis
-    from fzero import checkpoint, data, errors, local_sgd, nn, observe, parallel, plugs, tuning
+    from fzero import checkpoint, data, elastic, errors, local_sgd, nn, observe, parallel, plugs, tuning
     from fzero import testing as testing
     from fzero.checkpoint import load, save
     from fzero.observe import profile
@@ -30,6 +30,7 @@ __all__ = [
     "codecs",
     "collectives",
     "data",
+    "elastic",
     "errors",
     "evaluate",
     "gather",
@@ -65,7 +66,19 @@ __all__ = [
 ]
 
 
-_LAZY_MODULES = ("checkpoint", "data", "errors", "local_sgd", "nn", "observe", "parallel", "plugs", "testing", "tuning")
+_LAZY_MODULES = (
+    "checkpoint",
+    "data",
+    "elastic",
+    "errors",
+    "local_sgd",
+    "nn",
+    "observe",
+    "parallel",
+    "plugs",
+    "testing",
+    "tuning",
+)
 _MODULE_OF = {
     "load": "checkpoint",
     "pipeline": "parallel.pipeline",

@@ -197,6 +197,16 @@ class Checkpoints:
 
         return self._start(shared, step, values, background, remove_old)
 
+    def forget(self) -> None:
+        """Remove what is remembered, and free its memory on all machines. All ranks call it.
+
+        Raises:
+            CheckpointError: if the last save failed. Then nothing is removed.
+        """
+        self.wait()
+        if self._shared is not None and self._shared.is_leader:
+            self._shared.remove_all()
+
     def _start(
         self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]
     ) -> SaveHandle:

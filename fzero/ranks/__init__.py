@@ -9,7 +9,8 @@ from fzero.ranks._agreement import (
     checksum,
     gather_texts,
 )
-from fzero.ranks._mesh import Mesh, device_put, mesh
+from fzero.ranks._launch import TIMEOUT, World, connect_store, find_world
+from fzero.ranks._mesh import Mesh, check_axes, device_put, mesh
 from fzero.ranks._spmd import Spmd
 
 __all__ = [
@@ -19,13 +20,18 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "TIMEOUT",
     "MissingRank",
     "Spmd",
+    "World",
     "all_gather_numbers",
     "all_gather_texts",
+    "check_axes",
     "check_equal",
     "check_same_structure",
     "checksum",
+    "connect_store",
     "device_put",
+    "find_world",
     "gather_texts",
 ]

@@ -24,7 +24,17 @@ from fzero._liveness import Heart, current_heart, keep_heart, start_heart
 from fzero._notice import trouble_link
 from fzero._torch import default_store
 
-__all__ = ["TIMEOUT", "AbsentError", "World", "check_timeout", "find_device", "find_world", "join", "rendezvous"]
+__all__ = [
+    "TIMEOUT",
+    "AbsentError",
+    "World",
+    "check_timeout",
+    "connect_store",
+    "find_device",
+    "find_world",
+    "join",
+    "rendezvous",
+]
 
 # Rendezvous: the processes of a world find each other in a store that may hold keys of dead processes.
 #
@@ -298,7 +308,7 @@ def _open_store(world: World, timeout: float) -> Store:
     while True:
         remaining = max(end - time.monotonic(), RETRY)
         try:
-            store = _connect(world, remaining)
+            store = connect_store(world, remaining)
             return PrefixStore(rendezvous(store, world.rank, world.size, remaining), store)
         except AbsentError as error:
             raise RuntimeError(f"{error} within {timeout:g} s: {meeting}") from error
@@ -310,7 +320,7 @@ def _open_store(world: World, timeout: float) -> Store:
             time.sleep(RETRY)  # rank 0 of an earlier world was ending
 
 
-def _connect(world: World, timeout: float) -> Store:
+def connect_store(world: World, timeout: float) -> Store:
     """Connect to torchrun's store, if its agent serves one; else rank 0 serves a store for all ranks."""
     host, _, port = world.address.rpartition(":")
     is_master = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -62,6 +62,15 @@ def test_replicas_that_seldom_talk_learn():
     assert shared < 5 and own == [shared, shared]
 
 
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_ends_with_the_numbers_of_one_that_lost_none(tmp_path):
+    words = ["examples/elastic.py", "--steps", "40", "--lose"]
+    lost, whole = [run(*words, lose, "--out", str(tmp_path / lose)) for lose in ("1:33", "")]
+    assert "rank 1 dies in step 33\n3 ranks with 4 micro-batches each, from step 30\n" in lost and "dies" not in whole
+    ends = [out.split("sum of the parameters: ")[1] for out in (lost, whole)]
+    assert float(ends[0]) == pytest.approx(float(ends[1]), abs=1e-9)
+
+
 def test_a_plan_of_many_experts_on_many_ranks():
     short = ["examples/moe.py", "--plan", "--world", "64", "--text", str(ROOT / "README.md")]
     out = run(*short, "--experts", "8", "--ep", "8")

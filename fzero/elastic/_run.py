@@ -1,0 +1,302 @@
+"""A run that goes on: torchrun starts the ranks again that are left, and they go on from the hosts' memory.
+
+torchrun's agents end all workers when one has died or a host has joined, and start them again with the hosts that are
+there. So no process goes on by itself; what goes on is the state, in shared memory that outlives the processes.
+"""
+
+import itertools
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from torch.distributed import DistError
+
+from fzero._arguments import check_int
+from fzero._liveness import LostRankError, current_heart
+from fzero._notice import warn_once
+from fzero._tracebacks import api_boundary
+from fzero.axes import AxisName
+from fzero.checkpoint import checkpoints
+from fzero.data import BatchPlan, batch_plan
+from fzero.elastic._shape import choose_shape
+from fzero.ranks import TIMEOUT, Mesh, World, connect_store, find_world
+from fzero.ranks import mesh as make_mesh
+
+__all__ = ["ElasticRun", "run"]
+
+T = TypeVar("T")
+POLL = 0.2  # seconds between two looks of a spare
+_CALLS = itertools.count()  # the same on all ranks, since they run one script
+log = logging.getLogger("fzero")
+
+
+class ElasticRun:
+    """One start of an elastic run, which `fzero.elastic.run` gives to the user's function.
+
+    Attributes:
+        mesh: the ranks of this start.
+        steps: the number of steps of the whole run.
+        step: the number of steps done, once `restore` was called.
+        batch_plan: how the global batch is shared by these ranks: `batch_plan.accumulation` is the number of a rank's
+            micro-batches.
+    """
+
+    def __init__(
+        self, root: Any, mesh: Mesh, steps: int, plan: BatchPlan, every: int, save_every: int, memory: str, copies: int
+    ) -> None:
+        self.mesh, self.steps, self.batch_plan, self.step = mesh, steps, plan, -1
+        self._every, self._save_every = every, save_every
+        # two, so that a copy in memory does not wait for a save to disk
+        self._on_disk = checkpoints(root, mesh)
+        self._in_memory = checkpoints(root, mesh, memory=memory, copies=copies)
+        self.is_leaving = False
+
+    def __repr__(self) -> str:
+        return f"ElasticRun(step {max(self.step, 0)} of {self.steps}, {self.mesh!r})"
+
+    @api_boundary
+    def restore(self, state: T) -> T:
+        """Return the newest state that is whole, from the hosts' memory or the disk; `state` itself in a new run.
+
+        The state may be one of another number of ranks. It is remembered again at once, since copies may be lost.
+
+        Args:
+            state: a tree in the layout of this mesh, as `step.init` returns it. It is overwritten.
+
+        Raises:
+            CheckpointError: if the run's state is another tree, or all of its checkpoints are damaged.
+        """
+        found = self._in_memory.restore({"state": state, "step": 0})
+        self.step = found["step"]
+        if self.step:
+            if self.mesh.rank == 0:
+                log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
+            self._in_memory.remember(self.step, found)
+        return found["state"]
+
+    @api_boundary
+    def keep(self, step: int, state: Any) -> None:
+        """Keep the state after each step: each `every`-th in memory, and each `save_every`-th and the last on disk.
+
+        The state may be donated to the next step at once.
+
+        Args:
+            step: the number of steps done.
+            state: the tree, as `restore` returned it.
+
+        Raises:
+            ValueError: if `restore` was not called, or `step` is not the next one.
+            CheckpointError: if the last copy or save failed.
+        """
+        if self.step < 0:
+            raise ValueError("keep: call restore first, which returns the state to go on from")
+        if step != self.step + 1:
+            raise ValueError(
+                f"keep({step}, ...) after step {self.step}: a batch was skipped or taken twice; call keep after each "
+                "step, with the number of the batch plus 1, and begin with the batch of number run.step"
+            )
+        self.step, values = step, {"state": state, "step": step}
+        if step % self._every == 0:
+            self._in_memory.remember(step, values)
+            if self.is_leaving:
+                self.wait()
+                log.info("leaves after step %d, which is kept", step)
+                raise SystemExit(128 + signal.SIGTERM)
+        if step % self._save_every == 0 or step == self.steps:
+            self._on_disk.save(step, values)
+
+    def wait(self) -> None:
+        """Wait until what was kept is committed.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        self._in_memory.wait()
+        self._on_disk.wait()
+
+    def end(self) -> None:
+        """Release the hosts' memory, if the run is on disk to its end."""
+        self.wait()
+        if self.step == self.steps:
+            self._in_memory.forget()
+
+
+@api_boundary
+def run(
+    train: Callable[[ElasticRun], T],
+    root: Any,
+    *,
+    steps: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    axis: AxisName = None,
+    every: int = 10,
+    save_every: int = 1000,
+    min_ranks: int = 1,
+    memory: str = "/dev/shm",
+    copies: int = 1,
+    timeout: float | None = TIMEOUT,
+    simulate: bool | Literal["vmap", "lockstep"] | None = None,
+    simulated_ranks: int | None = None,
+    **axes: int,
+) -> T | None:
+    """Train on the ranks that are alive, and go on with those that are left when some are lost, or others join.
+
+    Start it by `torchrun --nnodes MIN:MAX --max-restarts N`. When a rank is lost, the others raise `LostRankError`, and
+    torchrun starts the script again on the hosts that are left. Then the mesh has fewer ranks, each with more of the
+    same global batch, and the state comes from the hosts' shared memory. The batch of number i stays the same.
+
+    Args:
+        train: the user's function, which gets an `ElasticRun`. It makes the step and its state for `run.mesh`, calls
+            `run.restore(state)`, then `run.keep(i + 1, state)` after each step i from `run.step` to `run.steps`.
+        root: the folder of the run's checkpoints, the same in each start; see `fzero.checkpoint.checkpoints`.
+        steps: the number of steps of the whole run.
+        global_batch: the examples of a step over all ranks. It stays the same on any number of ranks.
+        micro_batch: the examples of a rank's micro-batch; by default a rank has one micro-batch.
+        axis: the axes along which ranks get different examples; by default all.
+        every: the steps between two copies of the state in memory. At most so many are done again.
+        save_every: the steps between two checkpoints on disk.
+        min_ranks: the fewest ranks to train on.
+        memory: a folder of shared memory.
+        copies: on how many other hosts each rank's part is copied.
+        timeout: how long ranks wait for one another, as `fzero.mesh` takes it.
+        simulate: how to simulate ranks, as `fzero.mesh` takes it.
+        simulated_ranks: the number of ranks to simulate if there is no world.
+        **axes: the size of each axis of the mesh. The axis of size -1 grows and shrinks with the ranks: `dp=-1, tp=2`.
+
+    Returns:
+        What `train` returns; None on a spare: a rank beyond the largest mesh that shares the batch equally. It waits
+        for the end of the run, or for a start that needs it.
+
+    Raises:
+        RuntimeError: if the ranks that are alive are too few for the mesh, `min_ranks` or the batch.
+        ValueError: if an argument is out of range.
+        LostRankError: if a rank is lost. torchrun starts the others again.
+
+    Example:
+        >>> import fzero, tempfile, torch
+        >>> opt = fzero.optim.sgd(0.1)
+        >>> def train(run):
+        ...     def train_step(w, opt_state, x):
+        ...         loss, grads = fzero.value_and_grad(lambda w, x: (w - x).square().mean())(w, x)
+        ...         updates, opt_state = opt.update(grads, opt_state, w)
+        ...         return fzero.optim.apply_updates(w, updates), opt_state, loss
+        ...
+        ...     step = fzero.shard(train_step, stage=3, mesh=run.mesh)
+        ...     state = run.restore(step.init(torch.zeros(3), opt))
+        ...     data = fzero.data.batches(torch.ones(20, 3), run.mesh, global_batch=4)
+        ...     for i, batch in data.steps(run.step, run.steps):
+        ...         *state, loss = step(*state, batch)
+        ...         run.keep(i + 1, tuple(state))
+        ...     return run.mesh.size, run.step
+        >>> root, where = tempfile.mkdtemp(), {"memory": tempfile.mkdtemp(), "global_batch": 4}
+        >>> run(train, root, steps=10, dp=-1, simulated_ranks=4, **where)
+        (4, 10)
+        >>> run(train, root, steps=15, dp=-1, simulated_ranks=3, **where)  # 3 ranks do not share 4 examples equally
+        (2, 15)
+    """
+    for name, n in (("steps", steps), ("global_batch", global_batch), ("every", every), ("save_every", save_every)):
+        check_int(name, n, 1)
+    check_int("min_ranks", min_ranks, 1, "a number of ranks")
+    world = None if simulate else find_world()
+    alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
+    data_axes = tuple(axes) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    shape = choose_shape(alive, axes, data_axes, global_batch, micro_batch or 1, min_ranks)
+    ranks = math.prod(shape.values())
+    number = next(_CALLS)
+    if world is not None and ranks < world.size:
+        if world.rank >= ranks:
+            _wait_as_spare(world, ranks, number)
+            return None
+        _shrink(world, ranks)
+    sizes: dict[str, Any] = {**shape}
+    mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
+    _warn_of_no_restarts(world)
+    accumulation = 1 if micro_batch is None else None
+    plan = batch_plan(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        mesh=mesh,
+        axis=data_axes,
+        model_axes=(),
+    )
+    this = ElasticRun(root, mesh, steps, plan, every, save_every, memory, copies)
+    with _leaving_at_a_kept_step(this):
+        try:
+            result = train(this)
+            this.end()
+        except LostRankError:
+            log.error("rank %d ends after step %d, to be started again", mesh.rank, this.step)
+            raise
+    if world is not None and ranks < world.size and mesh.rank == 0:
+        connect_store(world, TIMEOUT).set(_end_key(number), "")
+    return result
+
+
+def _end_key(number: int) -> str:
+    """Return the key of the store that says that a process's run of some number has ended."""
+    return f"fzero/elastic/ended/{number}"
+
+
+def _check_shrinks(world: World, ranks: int) -> None:
+    """Check that some processes of the world may train without the others."""
+    if not world.address:
+        raise ValueError(
+            f"elastic.run: a process group of {world.size} ranks exists, and the largest mesh that shares the global "
+            f"batch equally has {ranks}: let elastic.run make the group, or choose a batch that all ranks share"
+        )
+
+
+def _shrink(world: World, ranks: int) -> None:
+    """Let `fzero.mesh` find a world of the first ranks."""
+    _check_shrinks(world, ranks)
+    host, _, port = world.address.rpartition(":")
+    own = {"RANK": world.rank, "WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()})
+
+
+def _wait_as_spare(world: World, ranks: int, number: int) -> None:
+    """Wait until the run has ended. torchrun ends this process if it starts all again."""
+    _check_shrinks(world, ranks)
+    log.warning("rank %d is a spare: %d of %d ranks share the global batch equally", world.rank, ranks, world.size)
+    try:
+        store = connect_store(world, TIMEOUT)
+        while not store.check([_end_key(number)]):
+            time.sleep(POLL)
+    except DistError:  # rank 0 has served the store, and has ended
+        log.warning("rank %d, a spare, ends, since the store is gone", world.rank)
+
+
+def _warn_of_no_restarts(world: World | None) -> None:
+    """Print a notice if a loss ends the run."""
+    if world is not None and world.rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        warn_once("fzero: nothing starts lost ranks again: launch with torchrun --max-restarts N")
+
+
+@contextmanager
+def _leaving_at_a_kept_step(this: ElasticRun) -> Iterator[None]:
+    """Let SIGTERM end this process after the next step that is kept in memory, as torchrun sends it when a host joins.
+
+    After 30 s torchrun kills. Without heartbeats a rank could wait so long for one that died, so it ends at once.
+    """
+    never_waits_long = current_heart() is not None or this.mesh.size == 1
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (this.mesh.distributed and never_waits_long and is_main):
+        yield
+        return
+
+    def leave(*_: Any) -> None:
+        this.is_leaving = True
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

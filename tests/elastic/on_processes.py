@@ -1,0 +1,68 @@
+"""A rank of an elastic run under torchrun: it dies once where the test says, and says where each start goes on."""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fzero
+from fzero.checkpoint import _memory
+from tests.elastic.helpers import GLOBAL_BATCH, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--dies", default="", help="RANK:MOMENT:STEP, once")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds of a step, until there is a file `hurry`")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--micro", type=int, default=1)
+    parser.add_argument("--host", default="host", help="the name of this machine")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    _memory.host = lambda: args.host
+
+    def say(**what: Any) -> None:
+        with open(args.root / "log", "a") as f:
+            f.write(json.dumps({"time": time.time(), "rank": int(os.environ["RANK"]), **what}) + "\n")
+
+    def at(moment: str, step: int) -> None:
+        if moment == "updated":
+            say(step=step)
+        if args.dies == f"{os.environ['RANK']}:{moment}:{step}" and not (args.root / "died").exists():
+            (args.root / "died").touch()
+            say(died=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "kept" and not (args.root / "hurry").exists():
+            time.sleep(args.slow)
+
+    def program(run: fzero.elastic.ElasticRun) -> Any:
+        say(size=run.mesh.size, accumulation=run.batch_plan.accumulation)
+        return train(run, at=at, steps=args.steps)
+
+    say(start=os.environ["WORLD_SIZE"])
+    end = fzero.elastic.run(
+        program,
+        args.root / "disk",
+        steps=args.steps,
+        global_batch=GLOBAL_BATCH,
+        micro_batch=args.micro,
+        every=2,
+        save_every=1000,
+        memory=str(args.root / "memory"),
+        timeout=30.0,
+        dp=-1,
+    )
+    if end is None:
+        say(spare=True)
+    elif os.environ["RANK"] == "0":
+        torch.save(end, args.root / "end.pt")
+
+
+if __name__ == "__main__":
+    main()

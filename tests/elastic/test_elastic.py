@@ -1,0 +1,195 @@
+"""Elastic runs in simulation: after any sequence of losses and joins the run ends as if nothing had happened."""
+
+import functools
+import math
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero.elastic._shape import choose_shape
+from tests.elastic.helpers import GLOBAL_BATCH, STEPS, final, train
+
+
+class Gone(Exception):
+    """A rank's thread ends here, in the middle of its work."""
+
+
+def run(root: Path, ranks: int, program: Any, every: int = 2, save_every: int = 4, **more: Any) -> Any:
+    options: dict[str, Any] = {"steps": STEPS, "global_batch": GLOBAL_BATCH, "micro_batch": 1, **more}
+    memory = str(root / "memory")
+    return fzero.elastic.run(
+        program,
+        root / "disk",
+        every=every,
+        save_every=save_every,
+        memory=memory,
+        dp=-1,
+        simulated_ranks=ranks,
+        **options,
+    )
+
+
+def settle() -> None:
+    """Let what was kept before the death be committed, as it is where other ranks live on."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("fzero.save"):
+            thread.join()
+
+
+@functools.cache
+def expected() -> Any:
+    return final()
+
+
+def same(found: Any) -> None:
+    for name, x in expected().items():
+        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+
+
+class Loss:
+    """A rank's thread dies at the n-th visit of a moment in a step."""
+
+    def __init__(self, moment: str, step: int, visit: int) -> None:
+        self.moment, self.step, self.left, self.batches = moment, step, visit, list[int]()
+
+    def at(self, moment: str, step: int) -> None:
+        if moment == "updated":
+            self.batches.append(step)
+        if (moment, step) == (self.moment, self.step):
+            self.left -= 1
+            if self.left < 0:
+                raise Gone
+
+
+LOSSES = st.builds(Loss, st.sampled_from(["forward", "updated", "kept"]), st.integers(0, STEPS - 1), st.integers(0, 5))
+STARTS = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["vmap", "lockstep"]), LOSSES, st.booleans())
+
+
+@settings(max_examples=12)
+@given(
+    starts=st.lists(STARTS, max_size=3), every=st.integers(1, 3), save_every=st.integers(1, 5), ranks=st.integers(1, 5)
+)
+def test_any_losses_and_joins_end_as_one_uninterrupted_run(starts, every, save_every, ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        root, done = Path(folder), 0
+        for n, stage, simulate, loss, all_hosts in starts:
+            program = functools.partial(train, stage=stage, at=loss.at)
+            try:
+                same(run(root, n, program, every, save_every, simulate=simulate))
+            except Gone:
+                settle()
+            first = min(loss.batches, default=done)
+            assert done - first <= (save_every if all_hosts_were_lost(root) else every) or not loss.batches
+            assert loss.batches == [*range(first, first + len(loss.batches))], "a batch was skipped, or taken twice"
+            done = max(done, first + len(loss.batches))
+            mark_lost(root, all_hosts)
+        same(run(root, ranks, train, every, save_every))
+
+
+def mark_lost(root: Path, all_hosts: bool) -> None:
+    """Lose the memory of all hosts, so that the disk is left."""
+    (root / "lost").unlink(missing_ok=True)
+    if all_hosts:
+        shutil.rmtree(root / "memory", ignore_errors=True)
+        (root / "lost").touch()
+
+
+def all_hosts_were_lost(root: Path) -> bool:
+    return (root / "lost").exists()
+
+
+SIZES = st.dictionaries(st.sampled_from(["tp", "ep"]), st.integers(1, 3), max_size=2)
+
+
+@given(alive=st.integers(1, 24), fixed=SIZES, batch=st.integers(1, 48), rows=st.integers(1, 3), least=st.integers(1, 8))
+def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows, least):
+    axes = {"dp": -1, **fixed}
+    data_axes = tuple([name for name in axes if name != "tp"])
+    rest = math.prod(fixed.values())
+    shares = rest // fixed.get("tp", 1)
+    possible = [n for n in range(1, alive + 1) if n * rest <= alive and batch % (n * shares * rows) == 0]
+    possible = [n for n in possible if n * rest >= least]
+    if possible:
+        assert choose_shape(alive, axes, data_axes, batch, rows, least) == {"dp": max(possible), **fixed}
+    else:
+        with pytest.raises(RuntimeError, match="Nothing is lost"):
+            choose_shape(alive, axes, data_axes, batch, rows, least)
+
+
+@pytest.mark.parametrize(
+    ("alive", "axes", "batch", "least", "message"),
+    [
+        (
+            3,
+            {"dp": -1, "tp": 4},
+            8,
+            1,
+            r"elastic.run\(dp=-1, tp=4\) with 3 ranks alive: the other axes .* need 4 ranks",
+        ),
+        (3, {"dp": 2, "pp": 2}, 8, 1, "with 3 ranks alive: the mesh needs 4 ranks"),
+        (1, {"dp": -1}, 8, 2, "with 1 rank alive: min_ranks=2"),
+        (7, {"dp": -1}, 8, 5, "global_batch=8 cannot be shared by min_ranks=5 or more of them"),
+    ],
+)
+def test_what_is_not_possible_is_said(alive, axes, batch, least, message):
+    with pytest.raises(RuntimeError, match=message):
+        choose_shape(alive, axes, ("dp",), batch, 1, least)
+
+
+def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):
+    def program(this: Any) -> None:
+        with pytest.raises(ValueError, match=r"keep: call restore first"):
+            this.keep(1, {})
+        assert this.restore({"w": torch.zeros(2)})["w"].tolist() == [0, 0] and this.step == 0
+        this.keep(1, {"w": torch.ones(2)})
+        for step in (1, 3):
+            with pytest.raises(
+                ValueError, match=rf"keep\({step}, ...\) after step 1: a batch was skipped or taken twice"
+            ):
+                this.keep(step, {})
+
+    run(tmp_path, 1, program)
+
+
+def test_a_process_that_is_to_end_leaves_after_a_kept_step(tmp_path):
+    def leave(this: Any) -> None:
+        this.restore({"w": torch.zeros(2)})
+        this.is_leaving = True
+        for step in range(1, 9):
+            this.keep(step, {"w": torch.full((2,), float(step))})
+
+    def go_on(this: Any) -> None:
+        assert this.restore({"w": torch.zeros(2)})["w"].tolist() == [3, 3] and this.step == 3
+
+    with pytest.raises(SystemExit):
+        run(tmp_path, 1, leave, every=3)
+    run(tmp_path, 1, go_on)
+
+
+def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
+    def stops_at(last: int) -> Any:
+        def program(this: Any) -> Any:
+            state = this.restore({"w": torch.zeros(2)})
+            begin = this.step
+            for step in range(begin + 1, last + 1):
+                this.keep(step, {"w": state["w"] + step})
+            return begin
+
+        return program
+
+    def files() -> int:
+        return len(list((tmp_path / "memory").rglob("*.safetensors")))
+
+    assert run(tmp_path, 1, stops_at(6), save_every=3) == 0 and files() == 1
+    shutil.rmtree(tmp_path / "memory")
+    assert run(tmp_path, 1, stops_at(6)) == 6 and files() == 1, "what came from the disk is remembered at once"
+    assert run(tmp_path, 1, stops_at(STEPS), save_every=3) == 6 and files() == 0
+    assert fzero.checkpoint.checkpoints(tmp_path / "disk").steps()[-1] == STEPS

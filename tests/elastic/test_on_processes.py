@@ -1,0 +1,127 @@
+"""Elastic runs under torchrun: a killed rank and a lost host are gone on without, from memory, and a host joins."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from tests.distributed.launch import ROOT, environment, free_port
+from tests.elastic.helpers import GLOBAL_BATCH, final, train
+
+pytestmark = pytest.mark.slow
+PATIENCE = 120.0  # seconds; what is waited for takes some
+
+
+@contextlib.contextmanager
+def agent(root: Path, *options: str, host: str = "host", **script: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run one agent of torchrun, with its ranks, in a session of its own: a host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", *options]
+    words = [str(x) for name, value in script.items() for x in (f"--{name}", value)]
+    with open(root / f"out.{host}", "a") as out:
+        process = subprocess.Popen(
+            [*command, "-m", "tests.elastic.on_processes", str(root), "--host", host, *words],
+            cwd=ROOT,
+            env={
+                **environment(),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },  # else a host that joins ends: docs/survive.md
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        lose(process)
+
+
+def lose(process: subprocess.Popen[str]) -> None:
+    """Kill an agent and its ranks: each rank has a session of its own."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    for pid in [process.pid, *map(int, children.stdout.split())]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def events(root: Path) -> list[dict[str, Any]]:
+    text = (root / "log").read_text() if (root / "log").exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def wait_for(root: Path, is_there: Callable[[list[dict[str, Any]]], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_there(events(root)):
+        assert time.monotonic() < end, f"{events(root)[-5:]}\n" + "\n".join(
+            [path.read_text()[-6000:] for path in root.glob("out.*")]
+        )
+        time.sleep(0.05)
+
+
+def starts(root: Path) -> list[list[int]]:
+    """The steps of rank 0 in each start of the run."""
+    found: list[list[int]] = []
+    for event in [e for e in events(root) if e["rank"] == 0]:
+        if "size" in event:
+            found.append([])
+        elif "step" in event:
+            found[-1].append(event["step"])
+    return found
+
+
+def test_a_killed_rank_is_started_again_and_goes_on_from_memory(tmp_path):
+    with agent(tmp_path, "--standalone", "--nproc-per-node=2", dies="1:forward:5") as process:
+        assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
+    assert starts(tmp_path) == [[0, 1, 2, 3, 4], [4, 5, 6, 7]], "step 4 was remembered, of which nothing is on disk"
+    found = torch.load(tmp_path / "end.pt")
+    options: dict[str, Any] = {"memory": str(tmp_path / "other"), "global_batch": GLOBAL_BATCH, "micro_batch": 1}
+    simulated: Any = fzero.elastic.run(train, tmp_path / "more", steps=8, dp=2, simulate="lockstep", **options)
+    for name, x in final().items():
+        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+        assert torch.equal(found[name], simulated[name]), "two ranks have one order of sums"
+    assert not list((tmp_path / "memory").rglob("*.safetensors")), "the run is on disk to its end"
+
+
+def test_a_rank_that_cannot_share_the_batch_waits_for_the_end(tmp_path):
+    with agent(tmp_path, "--standalone", "--nproc-per-node=3", micro=6) as process:
+        assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
+    assert [e["rank"] for e in events(tmp_path) if "spare" in e] == [2] and starts(tmp_path) == [[*range(8)]]
+    assert "rank 2 is a spare: 2 of 3 ranks share the global batch equally" in (tmp_path / "out.host").read_text()
+
+
+def test_a_lost_host_is_gone_on_without_and_joins_again(tmp_path):
+    rendezvous = ("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic")
+    times = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = (*rendezvous, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    is_host, joins = [("--rdzv-conf", f"{times},is_host={flag}") for flag in ("true", "false")]  # of torchrun's store
+    script = {"steps": 80, "slow": 0.3}
+    with agent(tmp_path, *options, *is_host, host="a", **script) as first:
+        with agent(tmp_path, *options, *joins, host="b", **script) as second:
+            wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 5 for e in found))
+            lose(second)
+            shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
+            wait_for(tmp_path, lambda found: any(e.get("size") == 1 for e in found))
+            lost = events(tmp_path)
+        wait_for(tmp_path, lambda found: any("step" in e for e in found[len(lost) :]))
+        with agent(tmp_path, *options, *joins, host="b", **script) as third:
+            wait_for(tmp_path, lambda found: any(e.get("size") == 2 for e in found[len(lost) :]))
+            (tmp_path / "hurry").touch()
+            assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (tmp_path / "out.a").read_text()[-3000:]
+    both, alone, again = starts(tmp_path)
+    assert both[0] == 0 and len(both) - 2 <= alone[0] <= len(both), "at most two steps are done again"
+    assert again == [*range(alone[-1] + 1, 80)], "a host joins after a step that is kept"
+    found = torch.load(tmp_path / "end.pt")
+    for name, x in final(80).items():
+        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)

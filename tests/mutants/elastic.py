@@ -1,0 +1,25 @@
+"""Faults in fzero/elastic."""
+
+from tests.mutants.changes import always, becomes, never, skipped
+from tests.mutants.mutant import Fault, File
+
+ELASTIC = ("tests/elastic/test_elastic.py",)
+
+MUTANTS = [
+    *File("elastic/_run.py", ELASTIC).faults(
+        Fault(
+            "a batch is skipped after a restart", "ElasticRun.restore", becomes("found['step']", "found['step'] + 1")
+        ),
+        Fault("a batch may be skipped", "ElasticRun.keep", never("A != self.step + 1")),
+        Fault("a process leaves before its step is kept", "ElasticRun.keep", always("A % self._every == 0")),
+        Fault("a process that is to end does not leave", "ElasticRun.keep", never("self.is_leaving")),
+        Fault("the last step is not on disk", "ElasticRun.keep", never("A == self.steps")),
+        Fault("memory is released though a run has not ended", "ElasticRun.end", always("self.step == self.steps")),
+        Fault("what came from the disk is not remembered", "ElasticRun.restore", skipped("self.A.remember(self.B, C)")),
+    ),
+    *File("elastic/_shape.py", ELASTIC).faults(
+        Fault("a mesh is chosen whose ranks cannot share the batch", "choose_shape", always("A % (B * C) == 0")),
+        Fault("a mesh is chosen that is too small", "choose_shape", always("A * B >= C")),
+        Fault("ranks stay idle that could train", "choose_shape", becomes("range(A, 0, -1)", "range(1, A + 1)")),
+    ),
+]
