@@ -10,7 +10,8 @@ from fzero.ranks._agreement import (
     gather_texts,
 )
 from fzero.ranks._launch import TIMEOUT, World, connect_store, find_world
-from fzero.ranks._mesh import Mesh, check_axes, device_put, mesh
+from fzero.ranks._mesh import Mesh, device_put, mesh
+from fzero.ranks._mesh_shape import check_axes
 from fzero.ranks._spmd import Spmd
 
 __all__ = [
