@@ -50,6 +50,10 @@ class ThreadMesh(Mesh):
     def rank(self) -> int:
         return RANK.number
 
+    @property
+    def process_group(self) -> None:
+        """The whole world."""
+
 
 class _Rank(threading.local):
     number = -1
@@ -153,7 +157,7 @@ class World:
             patch.setattr(_memory, "os", _Counted(self))
             yield
 
-    def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
         for x, y in zip(theirs, self._exchange(mine), strict=True):
             x.copy_(y)
 
