@@ -97,8 +97,8 @@ SIZES = {
 }
 
 
-def transformer(ranks: int, size: GPT, dtype: torch.dtype = torch.float32) -> Task:
-    """Make a transformer with AdamW in float32, whose loss is computed in a dtype."""
+def transformer(ranks: int, size: GPT, dtype: torch.dtype = torch.float32, linear: Any = F.linear) -> Task:
+    """Make a transformer with AdamW in float32, whose loss is computed in a dtype by this function of linear layers."""
     w, opt = size.width, adamw()
 
     def block() -> Any:
@@ -113,10 +113,10 @@ def transformer(ranks: int, size: GPT, dtype: torch.dtype = torch.float32) -> Ta
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x = batch["x"].to(dtype)
         for p in tree.map(lambda w: w.to(dtype), params["blocks"]):
-            q, k, v = (F.layer_norm(x, (w,), p["ln1"]) @ p["qkv"]).chunk(3, -1)
+            q, k, v = linear(F.layer_norm(x, (w,), p["ln1"]), p["qkv"].mT).chunk(3, -1)
             attended = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
-            x = x + attended.transpose(1, 2).reshape(x.shape) @ p["o"]
-            x = x + F.gelu(F.layer_norm(x, (w,), p["ln2"]) @ p["up"]) @ p["down"]
+            x = x + linear(attended.transpose(1, 2).reshape(x.shape), p["o"].mT)
+            x = x + linear(F.gelu(linear(F.layer_norm(x, (w,), p["ln2"]), p["up"].mT)), p["down"].mT)
         return (x.float() ** 2).mean()
 
     return Task(
@@ -251,6 +251,7 @@ def offloaded(ranks: int, update: str) -> Task:
     return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
 
 
+ROWWISE = partial(fzero.nn.float8_linear, scales="rowwise")
 CODES = fzero.Precision(torch.float32, gather=fzero.codecs.int8(), reduce=fzero.codecs.int4(rounding="stochastic"))
 TASKS: dict[str, Callable[[int], Task]] = {
     "dense": perceptron,
@@ -268,5 +269,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
     LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),
     MIXTRAL: lambda ranks: language_model(ranks, "mixtral-8x7b", 4096, depth=8, ep=8),
     "toy, bfloat16": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16),
+    "toy, float8": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16, fzero.nn.float8_linear),
+    "toy, float8 rowwise": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16, ROWWISE),
     **{name: lambda ranks, size=size: transformer(ranks, size) for name, size in SIZES.items()},
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cuda.lane import facts, has_gpu, targets
-from tests.cuda.log import is_flash_attention
+from tests.cuda.log import WAITS, is_flash_attention
 
 ARCHITECTURES = {"A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a"}
 HALF_PRODUCTS = {"cublasLtMatmul", "cublasGemmEx", "cublasGemmStridedBatchedEx"}  # the others are of float32 or float64
@@ -27,6 +27,20 @@ def test_attention_is_flash(backend, card):
 def test_half_precision_products_are_computed_in_half_precision(backend, card):
     found = {name for name in kernels(backend, card) if name.startswith("cublas")}
     assert found and found <= HALF_PRODUCTS
+
+
+@pytest.mark.skipif("has_gpu()", reason="a GPU's own names do not tell the dtype of a product")
+@pytest.mark.parametrize(
+    ("task", "backend"), [("toy, float8", "fx"), ("toy, float8", "inductor"), ("toy, float8 rowwise", "fx")]
+)
+def test_float8_products_are_float8_kernels(task, backend):
+    """Each of the four linear layers of four blocks has three products, and no scale is read on the host.
+
+    torch checks the form of the operands on the way to cuBLAS, as on a card.
+    """
+    found = facts(task, backend, 3, card="H100")[3]
+    assert {name for name in found["kernels"] if name.startswith("cublas")} == {"cublasLtMatmul of float8"}
+    assert found["counts"]["product"] == 4 * 4 * 3 and not {*WAITS} & found["counts"].keys()
 
 
 @pytest.mark.skipif("has_gpu()", reason="a GPU has one architecture, and its step runs in other tests")

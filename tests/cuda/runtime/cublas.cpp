@@ -31,7 +31,11 @@ API int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
 API size_t cublasLtGetVersion() { return 130100; }
 API int cublasLtMatmulDescCreate(void** d, int, int) { return new_description(d); }
 API int cublasLtMatmulDescDestroy(void* d) { return drop_description(d); }
-API int cublasLtMatrixLayoutCreate(void** d, int, unsigned long, unsigned long, long) { return new_description(d); }
+API int cublasLtMatrixLayoutCreate(void** d, int type, unsigned long, unsigned long, long) {
+  new_description(d);
+  *static_cast<int*>(*d) = type;
+  return 0;
+}
 API int cublasLtMatrixLayoutDestroy(void* d) { return drop_description(d); }
 API int cublasLtMatmulPreferenceCreate(void** d) { return new_description(d); }
 API int cublasLtMatmulPreferenceDestroy(void* d) { return drop_description(d); }
@@ -41,9 +45,16 @@ API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*,
   return 0;
 }
 
+static bool is_float8(void* layout) {
+  int type = *static_cast<int*>(layout);  // of cudaDataType
+  return type == 28 || type == 29;        // e4m3, e5m2
+}
+API int cublasLtMatmul(void*, void*, void*, void*, void* a, void*, void* b, ...) {
+  return product(is_float8(a) && is_float8(b) ? "cublasLtMatmul of float8" : "cublasLtMatmul");
+}
+
 #define PRODUCT(name) \
   API int name(...) { return product(#name); }
-PRODUCT(cublasLtMatmul)
 PRODUCT(cublasGemmEx)
 PRODUCT(cublasGemmStridedBatchedEx)
 PRODUCT(cublasSgemm_v2)
