@@ -1,6 +1,6 @@
 """Codecs: a tensor in fewer bits, block by block, for what collectives send."""
 
-from fzero.codecs._blocks import largest_magnitudes, numbers_of, pack, unpack
+from fzero.codecs._blocks import KINDS, largest_magnitudes, numbers_of, pack, scales_of, unpack
 from fzero.codecs._codec import (
     Codec,
     CodecKey,
@@ -19,6 +19,7 @@ __all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "KINDS",
     "CodecKey",
     "decode_blocks",
     "encode_blocks",
@@ -28,5 +29,6 @@ INTERNAL = [
     "round_with",
     "rounded",
     "scale_blocks",
+    "scales_of",
     "unpack",
 ]

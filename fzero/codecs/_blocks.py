@@ -1,7 +1,8 @@
 """Blocks of numbers in fewer bits: one scale for each block, and a code of 4 or 8 bits for each number.
 
 A block of codes is `round(x / scale)`, and `code * scale` gives the numbers back. The scale is the block's largest
-magnitude divided by the largest code, so the largest number is exact up to float32's rounding.
+magnitude divided by the largest code, so the largest number is exact up to float32's rounding. A scale of float8 is the
+next power of two, so that dividing by it rounds nothing.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,17 @@ import torch
 
 from fzero.random import mix_bits
 
-__all__ = ["KINDS", "CodeKind", "largest_magnitudes", "numbers_of", "pack", "quantize", "scales_of", "unpack"]
+__all__ = [
+    "KINDS",
+    "CodeKind",
+    "largest_magnitudes",
+    "numbers_of",
+    "pack",
+    "power_of_two",
+    "quantize",
+    "scales_of",
+    "unpack",
+]
 
 
 class CodeKind(NamedTuple):
@@ -41,6 +52,7 @@ KINDS = {
 }
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
+FRACTION_BITS = (1 << 23) - 1  # of float32
 FRACTION = 1 << 24  # the number of distinct fractions of a random rounding: as many as float32 resolves below 1
 
 
@@ -54,7 +66,13 @@ def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
 
 def scales_of(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:
     """Return the scale of each block, from its largest magnitude."""
-    return (magnitudes / kind.largest).clamp(min=TINY)
+    scales = (magnitudes / kind.largest).clamp(min=TINY)
+    return power_of_two(scales) if kind.is_float else scales
+
+
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """Return the next power of two of positive normal float32 numbers; infinity stays."""
+    return ((x.view(torch.int32) + FRACTION_BITS) & ~FRACTION_BITS).view(torch.float32)
 
 
 def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: int | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import allow_in_graph, scaled_mm
+from fzero.codecs import KINDS, scales_of
 
 __all__ = ["MULTIPLE", "SCALES", "float8_linear"]
 
@@ -17,8 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MULTIPLE = 16  # of the sizes that the products of cards have
 
 VALUE = torch.float8_e4m3fn  # the codes of inputs and weights
-TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
-FRACTION = (1 << 23) - 1  # the bits of float32's fraction
+CODES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 
 
 def float8_linear(
@@ -130,8 +130,7 @@ def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> Codes:
     largest = x.abs().amax(-1, keepdim=True) if is_rowwise else x.abs().amax()
     # infinity for what is not finite: a quotient is then 0 or nan, and the product nan
     largest = torch.nan_to_num(largest.to(torch.float32), nan=torch.inf, posinf=torch.inf)
-    bits = (largest / torch.finfo(dtype).max).clamp(min=TINY).view(torch.int32)
-    scale = ((bits + FRACTION) & ~FRACTION).view(torch.float32)  # the next power of two
+    scale = scales_of(KINDS[CODES[dtype]], largest)
     return Codes((x.to(torch.float32) / scale).to(dtype), scale)
 
 

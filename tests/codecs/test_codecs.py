@@ -53,14 +53,15 @@ def test_the_error_is_within_the_bound(codec, shape, dtype, seed):
 @examples(20, 100)
 @given(codec=all_codecs(), rows=st.integers(1, 4), seed=st.integers(0, 99))
 def test_a_block_depends_on_its_elements_alone(codec, rows, seed):
-    """What other blocks hold changes nothing: scales are not shared, and the largest element is exact."""
+    """What other blocks hold changes nothing: scales are not shared, and the largest element of integers is exact."""
     x = spread((rows, codec.block), seed)
     alone = torch.stack([codec.round(row) for row in x])
     if codec.is_stochastic:  # where a block stands, too
         alone[1:] = codec.round(x)[1:]
     assert torch.equal(codec.round(x), alone)
     at = x.abs().argmax(1, keepdim=True)
-    torch.testing.assert_close(codec.round(x).gather(1, at), x.gather(1, at), rtol=1e-6, atol=0)
+    largest = 2**-4 if codec.kind == "float8_e4m3" else 2**-3 if codec.codes.is_float else 1e-6
+    torch.testing.assert_close(codec.round(x).gather(1, at), x.gather(1, at), rtol=largest, atol=0)
 
 
 @pytest.mark.parametrize("kind,largest", [("int8", 127), ("int4", 7)])

@@ -14,9 +14,13 @@ MUTANTS = [
         Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
         Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
     ),
+    *File("codecs/_blocks.py", FLOAT8).faults(
+        Fault("scales of float8 are no powers of two", "scales_of", never("A.is_float")),
+        Fault(
+            "scales are rounded down, so that large numbers saturate", "power_of_two", becomes("A + B & ~B", "A & ~B")
+        ),
+    ),
     *File("nn/_float8.py", FLOAT8).faults(
-        Fault("scales are no powers of two", "encode", bare("(A + B) & ~B")),
-        Fault("scales are rounded down, so that large numbers saturate", "encode", becomes("A + B & ~B", "A & ~B")),
         Fault("a nan counts as a zero", "encode", dropped("nan=A")),
         Fault(
             "a row's scale is that of a column",

@@ -268,6 +268,22 @@ def test_a_gathered_weights_product_does_not_depend_on_the_number_of_ranks(n, sc
     assert torch.equal(y, float8_linear(x, w, scales=scales))
 
 
+@examples(10, 50)
+@given(n=st.integers(1, 8), block=st.sampled_from([16, 100, 256]), seed=SEEDS, scales=SCALES)
+def test_a_weight_that_is_sent_in_float8_is_rounded_once(n, block, seed, scales):
+    """The codec's scales are powers of two, as the product's: what it sends, the product does not round again.
+
+    So training with `Precision(gather=float8())` beside float8 products has the numbers of these products alone. A
+    weight that is far smaller than its block's largest is rounded more coarsely.
+    """
+    w = spread((48, 32), seed, decades=1)
+    coarse = w.abs() < w.abs().max() / 8192
+    sent = torch.where(coarse, w, fzero.codecs.float8(block=block).round(w))
+    x, mesh = spread((5, 32), seed + 1), fzero.mesh(dp=n)
+    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scales=scales))(sent)
+    assert torch.equal(y, float8_linear(x, w, scales=scales))
+
+
 STAGES = cases([(0, 2), (1, 3), (2, 4), (3, 5), (3, 8)], [(s, n) for s in range(4) for n in range(1, 9)])
 
 

@@ -154,6 +154,8 @@ def summed(codec: Codec, xs: torch.Tensor) -> torch.Tensor:
     largest = codec.codes.largest
     blocks = codec.to_blocks(xs.reshape(len(xs), -1))
     scales = (blocks.abs().amax((0, 2), keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    if codec.codes.is_float:
+        scales = torch.exp2(scales.double().log2().ceil()).float()
     codes = blocks / scales
     codes = codes.clamp(-largest, largest).to(codec.codes.dtype).float() if codec.codes.is_float else codes.round()
     return (codes.sum(0, keepdim=True) * scales).flatten()[: xs[0].numel()].view(xs.shape[1:])
