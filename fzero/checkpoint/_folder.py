@@ -197,6 +197,15 @@ class Checkpoints:
 
         return self._start(shared, step, values, background, remove_old)
 
+    def move_memory(self, ranks: int) -> None:
+        """Copy what is remembered onto the machines of the first ranks, before the others leave. All ranks call it.
+
+        Args:
+            ranks: the number of ranks that stay.
+        """
+        if self._shared is not None and (step := self._newest_in_memory()) is not None:
+            self._shared.subfolder(step_name(step)).move_to(ranks)
+
     def forget(self) -> None:
         """Remove what is remembered, and free its memory on all machines. All ranks call it.
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from torch.distributed import DistError
+from torch.distributed import DistError, destroy_process_group
 
 from fzero._arguments import check_int
 from fzero._liveness import LostRankError, current_heart
 from fzero._notice import warn_once
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
-from fzero.checkpoint import checkpoints
+from fzero.checkpoint import Checkpoints, checkpoints
 from fzero.data import BatchPlan, batch_plan
 from fzero.elastic._shape import choose_shape
 from fzero.ranks import TIMEOUT, Mesh, World, connect_store, find_world
@@ -211,10 +211,10 @@ def run(
     ranks = math.prod(shape.values())
     number = next(_CALLS)
     if world is not None and ranks < world.size:
+        _leave_spares(world, ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
         if world.rank >= ranks:
             _wait_as_spare(world, ranks, number)
             return None
-        _shrink(world, ranks)
     sizes: dict[str, Any] = {**shape}
     mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
     _warn_of_no_restarts(world)
@@ -245,26 +245,29 @@ def _end_key(number: int) -> str:
     return f"fzero/elastic/ended/{number}"
 
 
-def _check_shrinks(world: World, ranks: int) -> None:
-    """Check that some processes of the world may train without the others."""
+def _leave_spares(
+    world: World, ranks: int, checkpoints_on: Callable[[Mesh], Checkpoints], timeout: float | None
+) -> None:
+    """Let `fzero.mesh` find a world of the first ranks. They get what the others' hosts remember.
+
+    Raises:
+        ValueError: if a process group exists already.
+    """
     if not world.address:
         raise ValueError(
             f"elastic.run: a process group of {world.size} ranks exists, and the largest mesh that shares the global "
             f"batch equally has {ranks}: let elastic.run make the group, or choose a batch that all ranks share"
         )
-
-
-def _shrink(world: World, ranks: int) -> None:
-    """Let `fzero.mesh` find a world of the first ranks."""
-    _check_shrinks(world, ranks)
+    checkpoints_on(make_mesh(all=world.size, device="cpu", timeout=timeout)).move_memory(ranks)
+    destroy_process_group()
     host, _, port = world.address.rpartition(":")
     own = {"RANK": world.rank, "WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()})
+    if world.rank < ranks:
+        os.environ.update({name: str(value) for name, value in own.items()})
 
 
 def _wait_as_spare(world: World, ranks: int, number: int) -> None:
     """Wait until the run has ended. torchrun ends this process if it starts all again."""
-    _check_shrinks(world, ranks)
     log.warning("rank %d is a spare: %d of %d ranks share the global batch equally", world.rank, ranks, world.size)
     try:
         store = connect_store(world, TIMEOUT)

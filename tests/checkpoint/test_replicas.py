@@ -144,6 +144,19 @@ def test_a_machine_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missi
     assert restored(tmp_path, ["b", "a", "c"], 1) == 2
 
 
+@given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=5), copies=st.integers(0, 1), data=st.data())
+@settings(max_examples=15)
+def test_what_is_remembered_moves_to_the_machines_that_stay(hosts, copies, data):
+    with tempfile.TemporaryDirectory() as folder:
+        root, ranks = Path(folder), data.draw(st.integers(1, len(hosts)))
+        World(hosts, 0).run(remember(root, range(1, 3), copies, set()))
+        results = World(hosts, 1).run(lambda mesh: checkpoints_on(root, mesh, copies).move_memory(ranks))
+        assert results == [None] * len(hosts)
+        for host in {*hosts} - {*hosts[:ranks]}:
+            shutil.rmtree(root / "memory" / "fzero" / host)
+        assert restored(root, hosts[:ranks], copies) == 2
+
+
 def test_one_machine_is_told(tmp_path, caplog):
     for host in ("alone", "other"):
         World([host, host], 0).run(remember(tmp_path / host, range(1, 2), 1, set()))

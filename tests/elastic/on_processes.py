@@ -22,10 +22,11 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0, help="seconds of a step, until there is a file `hurry`")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--micro", type=int, default=1)
-    parser.add_argument("--host", default="host", help="the name of this machine")
+    parser.add_argument("--host", default="host", help="the name of this machine; % for the rank's number")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    _memory.host = lambda: args.host
+    host = args.host.replace("%", os.environ["LOCAL_RANK"])
+    _memory.host = lambda: host
 
     def say(**what: Any) -> None:
         with open(args.root / "log", "a") as f:

@@ -18,6 +18,7 @@ MUTANTS = [
     *File("checkpoint/_memory.py", REPLICAS).faults(
         Fault("a copy lies on the machine of its rank", "replica_ranks", becomes("range(1, A)", "range(A)")),
         Fault("all ranks of a machine send to one rank", "replica_ranks", becomes("ranks[A][B]", "ranks[A][0]")),
+        Fault("spares keep what only they remember", "SharedMemory.move_to", skipped("self.fetch(A, B)")),
         Fault("an older step is taken than the newest whole one", "SharedMemory.newest", dropped("reverse=True")),
         Fault(
             "a step counts as whole where its last file is missing",
