@@ -46,7 +46,7 @@ def main() -> None:
         say(size=run.mesh.size, accumulation=run.batch_plan.accumulation)
         return train(run, at=at, steps=args.steps)
 
-    say(start=os.environ["WORLD_SIZE"])
+    say(start=os.environ["WORLD_SIZE"], pid=os.getpid())
     end = fzero.elastic.run(
         program,
         args.root / "disk",

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero import optim
 from fzero.elastic._shape import choose_shape
 from tests.elastic.helpers import GLOBAL_BATCH, STEPS, final, train
 
@@ -104,6 +105,48 @@ def mark_lost(root: Path, all_hosts: bool) -> None:
 
 def all_hosts_were_lost(root: Path) -> bool:
     return (root / "lost").exists()
+
+
+def test_tensor_parallel_groups_are_made_anew_of_the_ranks_that_are_left(tmp_path):
+    """8 ranks train by columns, then 5, of which 4 can; each start has other groups, and one of them loses a rank."""
+    opt = optim.adamw(1e-2)
+    g = torch.Generator().manual_seed(0)
+    sizes = {"up": (6, 8), "down": (8, 6)}
+    whole = {name: torch.randn(size, generator=g, dtype=torch.float64) for name, size in sizes.items()}
+
+    def loss_fn(p: Any, x: Any) -> torch.Tensor:
+        tp = "tp" if "tp" in fzero.axes.axis_names() else ()
+        h = torch.tanh(fzero.collectives.pvary(x, tp) @ p["up"])
+        return (fzero.collectives.psum_invariant(h @ p["down"], tp) - x).square().mean()
+
+    def train_step(p: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = fzero.value_and_grad(loss_fn)(p, x)
+        updates, opt_state = opt.update(grads, opt_state, p)
+        return optim.apply_updates(p, updates), opt_state, loss
+
+    def program(dies: int, this: Any) -> Any:
+        split = lambda path, leaf: {"tp": int(path == "up")}  # noqa: E731
+        step = fzero.shard(train_step, stage=3, mesh=this.mesh, axis="dp", split=split)
+        state = this.restore(step.init(whole, opt))
+        rows = torch.arange(240, dtype=torch.float64).reshape(40, 6).sin()
+        data = fzero.data.batches(rows, this.mesh, global_batch=12, axis="dp", shuffle=False)
+        for i, batch in data.steps(this.step, this.steps):
+            if i == dies:
+                raise Gone
+            *state, _ = step(*state, batch)
+            this.keep(i + 1, tuple(state))
+        return this.mesh.shape, step.gather(state[0])
+
+    options: dict[str, Any] = {"axis": "dp", "tp": 2, "micro_batch": None}
+    with pytest.raises(Gone):
+        run(tmp_path, 8, functools.partial(program, 5), **options)
+    settle()
+    shape, found = run(tmp_path, 5, functools.partial(program, -1), **options)
+    assert shape == (("dp", 2), ("tp", 2))
+    _, expected = run(tmp_path / "whole", 2, functools.partial(program, -1), **options)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(x, whole[name])
 
 
 SIZES = st.dictionaries(st.sampled_from(["tp", "ep"]), st.integers(1, 3), max_size=2)

@@ -111,6 +111,17 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_what_their_hosts_rememb
         torch.testing.assert_close(torch.load(tmp_path / "end.pt")[name], x, rtol=1e-12, atol=1e-12)
 
 
+def test_ranks_that_are_told_to_end_leave_after_a_kept_step(tmp_path):
+    """As torchrun tells them when a host joins, and a cluster before it takes a host away."""
+    with agent(tmp_path, "--standalone", "--nproc-per-node=2", slow=0.3, steps=12) as process:
+        wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 4 for e in found))
+        for pid in [e["pid"] for e in events(tmp_path) if "pid" in e]:
+            os.kill(pid, signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
+    first, second = starts(tmp_path)
+    assert first + second == [*range(12)] and second[0] % 2 == 0, "no step is done again"
+
+
 def test_a_lost_host_is_gone_on_without_and_joins_again(tmp_path):
     rendezvous = ("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic")
     times = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
