@@ -1,5 +1,6 @@
 """Replicas: trees of groups of ranks that train apart, and their way into and out of a program of all ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class ReplicaGroups:
             rest = tuple([name for name in names if name != self.over])
             value = x.value
             if self.mesh.simulated and self.over in names:
+                self._check_rows(value, names)
                 value = tree.map(lambda rows: self._row(rows, names, number), value)
             is_plain = self.over in names and not rest  # one value for all ranks of the replica
             return value if is_plain else PerRank(value, None if rest == self.inner_axes else rest)
@@ -125,6 +127,15 @@ class ReplicaGroups:
         columns = zip(*[tree.flatten(x)[0] for x in trees], strict=True)
         joined = [self._joined(xs, ()) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns]
         return tree.unflatten(structure, joined)
+
+    def _check_rows(self, values: Any, names: Sequence[str]) -> None:
+        ranks = math.prod([size for name, size in self.mesh.shape if name in names])
+        for x in tree.tensors(values):
+            if not x.ndim or len(x) != ranks:
+                raise ValueError(
+                    f"an argument in a PerRank is {list(x.shape)}: expected dimension 0 to be the {ranks} ranks along "
+                    f"{', '.join(names)} of {self.mesh!r}; split the batch with its split, mesh.split(batch)"
+                )
 
     def _row(self, x: torch.Tensor, names: Sequence[str], number: int) -> torch.Tensor:
         """Return one replica's part of a simulated value `[N, ...]`, stacked along axes with `over` among them."""
