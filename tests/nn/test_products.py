@@ -148,6 +148,28 @@ def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     assert abs(loss - exact) > 1e-6
 
 
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+def test_a_plan_counts_the_work_of_the_exact_step(scales):
+    """The same floating-point operations and collectives; the products of blocks are of float8."""
+
+    def planned(products: Any) -> Any:
+        apply, params, buffers = functional(model(), products=products)
+        opt = fzero.optim.sgd(1e-2)
+
+        def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+            loss, grads = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().mean())(params, x)
+            updates, opt_state = opt.update(grads, opt_state, params)
+            return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+        step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
+        return fzero.plan(step, *step.init(params, opt), step.mesh.split(torch.zeros(64, 16)))
+
+    exact, float8 = planned(None), planned(Products("float8", scales=scales))
+    assert float8.flops == exact.flops > 0
+    assert sum("_scaled_mm" in o.name for o in float8.operations) == 2 * 2 * 3  # blocks, layers, products
+    assert [(c.kind, c.bytes) for c in float8.collectives] == [(c.kind, c.bytes) for c in exact.collectives]
+
+
 @pytest.mark.parametrize(
     "products,error,message",
     [
