@@ -44,7 +44,7 @@ def main() -> None:
 
     def program(run: fzero.elastic.ElasticRun) -> Any:
         say(size=run.mesh.size, accumulation=run.batch_plan.accumulation)
-        return train(run, at=at, steps=args.steps)
+        return train(run, jitted=not args.dies, at=at, steps=args.steps)  # a jitted step donates what was kept
 
     say(start=os.environ["WORLD_SIZE"], pid=os.getpid())
     end = fzero.elastic.run(
