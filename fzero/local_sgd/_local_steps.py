@@ -211,7 +211,8 @@ def local_steps(
             optimizer state, and so do its results.
         over: the axis along which ranks belong to different replicas.
         every: H, the number of steps between two averages of one leaf.
-        outer: the outer optimizer; by default `optim.sgd(0.7, momentum=0.9, nesterov=True)`, as in the paper.
+        outer: the outer optimizer. By default replicas go on from their plain mean, `optim.sgd(1.0)`. The paper takes
+            `optim.sgd(0.7, momentum=0.9, nesterov=True)`, for long runs that start from trained parameters.
         parts: the number of parts of the parameters. Each is averaged at another step, so a step sends less
             (Streaming DiLoCo, arXiv:2501.18512).
         delay: the number of steps from the send of a part to the use of its mean. On processes, the steps between hide
@@ -270,7 +271,7 @@ def local_steps(
         raise ValueError(f"mix={mix!r}: expected a share from 0 to below 1")
     if codec is not None and not isinstance(codec, Codec):
         raise TypeError(f"codec={codec!r}: expected None or a codec, such as fzero.codecs.int4()")
-    optimizer = as_optimizer(sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer)
+    optimizer = as_optimizer(sgd(1.0) if outer is None else outer)
     if optimizer.exact_on_shards is False and sharded.layout.shards_state:
         raise ValueError(
             f"outer={optimizer!r} is not exact on shards, and stage {sharded.stage} shards the anchor: use another "

@@ -42,8 +42,11 @@ MESHES = st.sampled_from(
     ]
 )
 OUTERS = {
-    "sgd": (lambda: optim.sgd(1.0), lambda ps: torch.optim.SGD(ps, 1.0)),
-    "nesterov": (lambda: None, lambda ps: torch.optim.SGD(ps, 0.7, momentum=0.9, nesterov=True)),
+    "mean": (lambda: None, lambda ps: torch.optim.SGD(ps, 1.0)),
+    "nesterov": (
+        lambda: optim.sgd(0.7, momentum=0.9, nesterov=True),
+        lambda ps: torch.optim.SGD(ps, 0.7, momentum=0.9, nesterov=True),
+    ),
 }
 
 
