@@ -10,6 +10,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.local_sgd import LocalSteps, local_steps
+from fzero.ranks import all_gather_numbers, gather_texts
 from tests.distributed.harness import Cases, into, run
 from tests.local_sgd.helpers import batches_of, start, train_step_of
 
@@ -80,6 +81,18 @@ def replicas_are_saved_and_loaded(mesh: fzero.ranks.Mesh) -> None:
         for x in itertools.islice(batches, 3, None):
             loaded, loaded_state, _ = again(loaded, loaded_state, again.mesh.split(x))
         torch.testing.assert_close(again.gather(loaded_state.anchor), expected, rtol=1e-12, atol=1e-12)
+
+
+@case
+def parts_of_a_mesh_talk_by_themselves(_: fzero.ranks.Mesh) -> None:
+    """Texts and numbers of a part of a mesh are those of its own ranks."""
+    mesh = fzero.mesh(replica=2, node=2, dp=1)
+    for names in ("node", "replica", ("replica", "dp")):
+        part, number = mesh[names], torch.tensor([mesh.rank])
+        rest = [name for name in mesh.axis_names if name not in part.axis_names]
+        mine = [r for r in range(4) if mesh.index(tuple(rest), r) == mesh.index(tuple(rest))]
+        assert gather_texts(str(mesh.rank), part, "local") == [str(r) for r in mine]
+        assert all_gather_numbers(number, part) == [[r] for r in mine]
 
 
 @case
