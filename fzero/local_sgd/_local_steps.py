@@ -104,6 +104,8 @@ class LocalSteps:
         if not isinstance(outs[0], tuple) or len(outs[0]) < 2:
             raise TypeError(f"the step returned {type(outs[0]).__name__}: expected (params, opt_state, ...)")
         new_params, new_states, *others = zip(*outs, strict=True)
+        if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
+            new_params, new_states = apart((new_params, new_states), (params.trees, state.inner.trees))
         others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
         state = self._average(new_params, replace(state, count=state.count + 1, inner=Replicas(new_states)))
         return Replicas(new_params), state, *others

@@ -329,3 +329,20 @@ def test_tensor_parallelism_within_a_replica(stage):
             params, state, _ = step(params, state, mesh.split(x, ("replica", "dp")))
         anchors.append(step.gather(state.anchor))
     torch.testing.assert_close(*anchors, rtol=1e-10, atol=1e-12)
+
+
+def test_a_call_does_not_change_what_it_was_given():
+    """A leaf that the step returns as it is gets new memory, since an average is written into results."""
+    mesh, g = fzero.mesh(replica=2, dp=2), torch.Generator().manual_seed(0)
+
+    def step_by_data(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+        return ({"w": params["w"] + x.sum() if x.shape[1] == 1 else params["w"]}, opt_state, x.sum().new_zeros(()))
+
+    step = local_steps(fzero.shard(step_by_data, stage=0, mesh=mesh, axis="dp", check=False), every=2)
+    params, state = step.init({"w": torch.zeros(3)}, optim.sgd(0.1))
+    one = fzero.PerRank(torch.tensor([[[1.0]], [[2.0]]]), ("replica",))
+    params, state, _ = step(params, state, one)  # the replicas differ from here on
+    before = [tree["w"].clone() for tree in params.trees]
+    again, _, _ = step(params, state, fzero.PerRank(torch.randn(2, 1, 2, generator=g), ("replica",)))
+    assert [tree["w"].tolist() for tree in params.trees] == [y.tolist() for y in before]
+    assert again.trees[0]["w"].tolist() == again.trees[1]["w"].tolist() == [1.5] * 3

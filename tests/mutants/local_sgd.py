@@ -46,6 +46,19 @@ MUTANTS = [
     *File("ranks/_agreement.py", WORLD).faults(
         Fault("replicas read each other's texts", "gather_texts", skipped("topic += A")),
     ),
+    *File("local_sgd/_local_steps.py", LOCAL).faults(
+        Fault("an average is written into the arguments", "LocalSteps.__call__", never("not isinstance(A, Jitted)")),
+    ),
+    *File("local_sgd/_messages.py", LOCAL).faults(
+        Fault("a codec's codes are those of one replica", "finish_sum", becomes("A.sum(0)", "A[0]")),
+    ),
+    *File("sharding/_coded.py", LOCAL).faults(
+        Fault(
+            "a shard's magnitudes are another rank's",
+            "decode_shard",
+            becomes("B.narrow(-1, 0, C)", "B.roll(1, -1).narrow(-1, 0, C)"),
+        ),
+    ),
     *File("local_sgd/_local_steps.py", WORLD).faults(
         Fault("replicas may start apart", "LocalSteps.init", skipped("check_equal('params', A, B)")),
     ),
