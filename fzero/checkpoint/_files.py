@@ -1,8 +1,10 @@
 """The folder of a checkpoint's files: the interface, a local folder, and a folder in an object store."""
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -114,6 +116,8 @@ class Remote:
 # The interface of a folder, and a local folder.
 
 
+# no such file: also a link to itself, a name that no file can have, and a socket
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 _VECTORS = 1024  # the most buffers of one system call
 _AHEAD = 1 << 24  # bytes written before the system is told to flush them
 
@@ -232,9 +236,14 @@ class LocalFolder:
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""
         try:
-            return os.stat(self._at(name)).st_size
-        except (FileNotFoundError, NotADirectoryError):
+            found = os.stat(self._at(name))
+        except UnicodeEncodeError:
             return None
+        except OSError as error:
+            if error.errno in _MISSING:
+                return None
+            raise
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def free(self) -> int | None:
         """Return the free bytes on the disk of the folder, or of its nearest existing parent."""
@@ -245,8 +254,23 @@ class LocalFolder:
 
     def get(self, name: str) -> bytes:
         """Read a small file."""
-        with open(self._at(name), "rb") as f:
+        with open(self._open(name), "rb") as f:
             return f.read()
+
+    def _open(self, name: str) -> int:
+        """Open a plain file to read it. A pipe in its place would wait for ever, and a device would never end.
+
+        Raises:
+            FileNotFoundError: if there is no such file, or it is not a plain one.
+        """
+        try:
+            fd = os.open(self._at(name), os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise FileNotFoundError(error.errno, error.strerror, name) if error.errno in _MISSING else error from None
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a plain file", name)
 
     def make(self) -> None:
         """Make the folder and its parents."""
@@ -290,7 +314,7 @@ class LocalFolder:
     def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
         """Fill the views in turn with the bytes of a file from `at` on."""
         try:
-            fd = os.open(self._at(name), os.O_RDONLY)
+            fd = self._open(name)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:

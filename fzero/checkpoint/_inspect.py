@@ -93,6 +93,9 @@ def _within(value: Any, path: str) -> Any:
 def fill_leaf(files: Files, manifest: Manifest, number: int, x: torch.Tensor) -> torch.Tensor:
     """Read a full leaf into a contiguous tensor of its shape and dtype, and return the tensor."""
     by_file: dict[int, list[ReadRequest]] = {}
+    if not x.numel():  # nothing is read, so only the files' sizes show whether the leaf has no elements
+        for rank in range(manifest.layout.ranks):
+            manifest.base(rank)
     for writer, request in read_requests(manifest, number, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
         by_file.setdefault(writer, []).append(request)
     for writer, requests in sorted(by_file.items()):

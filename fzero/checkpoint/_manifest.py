@@ -94,6 +94,8 @@ MANIFEST = "manifest.json"
 BLOCK = 1 << 22  # bytes of a file that one checksum covers
 FORMAT, VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
 _LIMIT = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
+_DIMS = 64  # torch's own limit
+_LONGEST = 1 << 28  # bytes of a manifest: the checksums of 64 TiB
 
 NAMES = {  # safetensors' names
     torch.float64: "F64",
@@ -184,7 +186,13 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the bytes of the manifest file: the JSON text and its checksum."""
         text = self.text()
-        return b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
+        data = b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
+        if len(data) > _LONGEST:
+            raise CheckpointError(
+                f"{MANIFEST} would have {len(data):,} bytes, and a load reads at most {_LONGEST:,}: make long values "
+                "tensors"
+            )
+        return data
 
     def text(self) -> bytes:
         """Return the manifest as JSON."""
@@ -267,6 +275,9 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
         DamagedError: if the manifest is damaged.
     """
     try:
+        size = files.size(MANIFEST) or 0
+        if size > _LONGEST:
+            raise DamagedError(f"{files.path!r}: {MANIFEST} has {size:,} bytes: expected at most {_LONGEST:,}")
         data = files.get(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(
@@ -354,6 +365,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
     _check(_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
+    _check(len(shape) <= _DIMS, f"a leaf has {len(shape)} dimensions")
     leaf = Leaf(_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
     _int(leaf.nbytes)
     return leaf

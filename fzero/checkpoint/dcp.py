@@ -37,6 +37,7 @@ from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import materialize, rectangles
 from fzero.checkpoint._error import CheckpointError
+from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
 from fzero.checkpoint._manifest import MANIFEST, layout_text
 from fzero.checkpoint._ranges import Leaf, TreeLayout
@@ -130,7 +131,9 @@ def stored_names(name: str, metadata: Metadata) -> dict[str, Keys]:
     start = f"{name}." if name else ""
     for part in entries:
         if part.startswith(start):
-            keys = tuple((metadata.planner_data or {}).get(part, ()))
+            keys = all_keys.get(part) if isinstance(all_keys := metadata.planner_data, dict) else None
+            if not isinstance(keys, tuple) or ".".join(map(str, keys)) != part:  # a foreign planner's, or damaged
+                keys = ()
             depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
             parts[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
     return parts
@@ -222,10 +225,21 @@ class Reader(FileSystemReader):
 
     def __init__(self, folder: str, metadata: Metadata) -> None:
         super().__init__(folder)
-        self._metadata = metadata
+        self._metadata, self._files = metadata, LocalFolder(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        for item in plan.items:
+            info = self.storage_data.get(item.storage_index)
+            if info is None:
+                raise CheckpointError(f"{_METADATA} does not say in which file {item.storage_index.fqn!r} is")
+            size = self._files.size(info.relative_path)
+            if size is None or info.offset + info.length > size:  # else torch reserves memory as the metadata says
+                problem = "is missing" if size is None else f"has {size:,} bytes of {info.offset + info.length:,}"
+                raise CheckpointError(f"{info.relative_path} {problem}; it holds {item.storage_index.fqn!r}")
+        return super().read_data(plan, planner)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -305,6 +319,7 @@ def _check_leaves(folder: str, theirs: dict[str, str], ours: dict[str, str], par
 
 
 _METADATA = ".metadata"  # the file that DCP writes last
+_LONGEST = 1 << 30  # bytes of it
 
 
 @api_boundary
@@ -427,9 +442,12 @@ def _run(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any)
 
 def _read_metadata(folder: str) -> Metadata:
     try:
-        with open(os.path.join(folder, _METADATA), "rb") as f:
-            return load_metadata(f.read())
-    except (FileNotFoundError, NotADirectoryError):
+        files = LocalFolder(folder)
+        size = files.size(_METADATA) or 0
+        if size > _LONGEST:
+            raise CheckpointError(f"{folder!r}: {_METADATA} has {size:,} bytes: expected at most {_LONGEST:,}")
+        return load_metadata(files.get(_METADATA))
+    except FileNotFoundError:
         raise CheckpointError(f"{folder!r} is not a checkpoint of DCP: it has no file {_METADATA}") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{folder!r}: {_METADATA} is damaged, or not DCP's: {error}") from None

@@ -7,6 +7,7 @@ BLOCKS = ("tests/checkpoint/test_blocks.py",)
 LAWS = ("tests/checkpoint/test_laws.py",)
 CRASH = ("tests/checkpoint/test_crash.py",)
 DAMAGE = ("tests/checkpoint/test_damage.py",)
+FUZZ = ("tests/checkpoint/test_fuzz.py", "-k", "not mutated")
 FOLDER = ("tests/checkpoint/test_folder.py",)
 INPUT = ("tests/checkpoint/test_input.py",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
@@ -242,6 +243,17 @@ MUTANTS = [
         Fault("a manifest's nonce is not checked", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
         Fault("a manifest's checksum is not compared", "parse", dropped("int(frame[1], 16) != A")),
         Fault("leaves larger than their files are accepted", "_manifest", always("A <= B(C.size for C in D)")),
+    ),
+    *File("checkpoint/_manifest.py", FUZZ).faults(
+        Fault("a manifest of any length is read", "read_manifest", never("A > B")),
+        Fault("a manifest is written that no load reads", "Manifest.encode", never("len(A) > B")),
+        Fault("a leaf may have a million dimensions", "_leaf", always("len(A) <= B")),
+    ),
+    *File("checkpoint/_files.py", FUZZ).faults(
+        Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),
+    ),
+    *File("checkpoint/_inspect.py", FUZZ).faults(
+        Fault("a manifest may say that a leaf is empty", "fill_leaf", never("not A.B()")),
     ),
     *File("checkpoint/_inspect.py", INPUT).faults(
         Fault(

@@ -1,15 +1,29 @@
 """Faults in fzero/checkpoint/dcp.py, and in the command."""
 
-from tests.mutants.changes import bare, becomes, never, skipped
+from tests.mutants.changes import bare, becomes, dropped, never, skipped
 from tests.mutants.mutant import Fault, File
 
 DCP = ("tests/checkpoint/test_dcp.py",)
+FUZZ = ("tests/checkpoint/test_fuzz.py", "-k", "dcp")
 COMMAND = ("tests/checkpoint/test_command.py",)
 
 MUTANTS = [
     *File("checkpoint/dcp.py", DCP).faults(
         Fault("a save overwrites a checkpoint of DCP", "save.prepare", never("existing")),
         Fault("the argument `name` of dcp.load is ignored", "load.prepare", becomes("name", "None")),
+    ),
+    *File("_torch/dcp.py", FUZZ).faults(
+        Fault("metadata of DCP may name files outside its folder", "_check", dropped("not any(A in B for A in C)")),
+        Fault("metadata of DCP sets attributes of classes", "_Unpickler.load_build", never("A or B")),
+        Fault("a path in metadata of DCP doubles without end", "_path", never("A > B")),
+    ),
+    *File("checkpoint/dcp.py", FUZZ).faults(
+        Fault(
+            "a damaged key renames a part of a value",
+            "stored_names",
+            dropped("'.'.join(map(str, A)) != B"),
+        ),
+        Fault("as many bytes are read as metadata of DCP says", "Reader.read_data", dropped("A + B > C")),
     ),
     *File("checkpoint/_inspect.py", COMMAND).faults(
         Fault(

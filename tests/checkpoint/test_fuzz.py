@@ -1,0 +1,141 @@
+"""Mutated folders are refused in words, or read as their format says: `tests/checkpoint/fuzz.py` draws them."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+import fzero
+from fzero.checkpoint import _files, _manifest
+from tests.checkpoint.fuzz import FORMATS
+from tests.checkpoint.helpers import body_of, write_manifest
+from tests.helpers import cases
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("names", "number"), cases([([*FORMATS], 100)], [([name], 3500) for name in FORMATS]))
+def test_a_mutated_folder_is_refused_or_read_right(names, number):
+    """In a process of its own, which may crash: no other error, hang, memory, file outside of it, or other values."""
+    command = [sys.executable, "-m", "tests.checkpoint.fuzz", *names, "--cases", str(number)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, found in json.loads(done.stdout).items():
+        assert sum(map(len, found.values())) == number and len(found["refused"]) > number // 2 and found["the same"]
+        assert {kind: numbers for kind, numbers in found.items() if kind.startswith("BAD")} == {}, name
+
+
+def refused(text: str, f: Any, *args: Any) -> None:
+    with pytest.raises(fzero.errors.CheckpointError, match=text):
+        f(*args)
+
+
+def saved_own(path: Path) -> Path:
+    fzero.save(path, {"w": torch.ones(3)}).wait()
+    return path / _manifest.MANIFEST
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to itself"])
+def test_what_is_no_plain_file_is_not_opened_for_ever(kind, tmp_path):
+    file = saved_own(tmp_path)
+    file.unlink()
+    os.mkfifo(file) if kind == "a pipe" else file.symlink_to("/dev/zero" if kind == "a device" else file.name)
+    refused("is no checkpoint: it has no file manifest.json", fzero.checkpoint.verify, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        _files.LocalFolder(str(tmp_path)).get(file.name)
+
+
+def test_a_manifest_is_not_read_beyond_its_limit(tmp_path):
+    file = saved_own(tmp_path)
+    os.truncate(file, 1 << 40)
+    refused(r"manifest.json has 1,099,511,627,776 bytes: expected at most", fzero.checkpoint.verify, tmp_path)
+
+
+def test_no_manifest_is_written_that_a_load_would_refuse(tmp_path, monkeypatch):
+    monkeypatch.setattr(_manifest, "_LONGEST", 1 << 10)
+    refused(r"manifest.json would have .* make long values tensors", saved_long, tmp_path)
+    assert not (tmp_path / _manifest.MANIFEST).exists()
+
+
+def saved_long(path: Path) -> None:
+    fzero.save(path, {"w": torch.ones(3), "long": "x" * 2000}).wait()
+
+
+def test_a_leaf_has_no_more_dimensions_than_a_tensor(tmp_path):
+    """Else the product of a million sizes takes hours."""
+    saved_own(tmp_path)
+    body = body_of(tmp_path)
+    body["leaves"][0][2] = [3, *[1] * 64]
+    write_manifest(tmp_path, body)
+    refused("manifest.json is damaged: a leaf has 65 dimensions", fzero.checkpoint.leaves, tmp_path)
+
+
+def test_a_leaf_is_not_said_to_be_empty(tmp_path):
+    saved_own(tmp_path)
+    body = body_of(tmp_path)
+    body["leaves"][0][2] = [3, 0]
+    write_manifest(tmp_path, body)
+    refused("the size of .* does not match its leaves", fzero.checkpoint.read, tmp_path, "w")
+
+
+def saved_dcp(path: Path) -> tuple[Path, Any]:
+    fzero.checkpoint.dcp.save(path, {"w": torch.ones(3)})
+    return path / ".metadata", FileSystemReader(path).read_metadata()
+
+
+def load_dcp(path: Path) -> Any:
+    return fzero.checkpoint.dcp.load(path, {"w": torch.zeros(3)})
+
+
+def test_damaged_keys_in_metadata_of_dcp_rename_nothing(tmp_path):
+    fzero.checkpoint.dcp.save(tmp_path, {"data": {"epoch": 1}})
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    for keys in (("data", "fpoch"), 7):
+        metadata.planner_data = {"data.epoch": keys}
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert fzero.checkpoint.dcp.load(tmp_path, {"data": {"epoch": 0}}) == {"data": {"epoch": 1}}
+
+
+@pytest.mark.parametrize("name", ["../b/__0_0.distcp", "{}/b/__0_0.distcp", "..", ""])
+def test_metadata_of_dcp_cannot_lead_out_of_its_folder(name, tmp_path):
+    file, metadata = saved_dcp(tmp_path / "a")
+    saved_dcp(tmp_path / "b")
+    for info in metadata.storage_data.values():
+        info.relative_path = name.format(tmp_path)
+    file.write_bytes(pickle.dumps(metadata))
+    refused(r".metadata is damaged, or not DCP's: 'w' is in '.*': expected a file of", load_dcp, tmp_path / "a")
+
+
+def test_nothing_is_allocated_from_what_metadata_of_dcp_says(tmp_path):
+    file, metadata = saved_dcp(tmp_path)
+    for info in metadata.storage_data.values():
+        info.length = 1 << 45
+    file.write_bytes(pickle.dumps(metadata))
+    refused(r"__0_0.distcp has [\d,]+ bytes of 35,184,372,088,832; it holds 'w'", load_dcp, tmp_path)
+
+
+def test_metadata_of_dcp_changes_no_class(tmp_path):
+    """A pickle can set attributes of the classes that it names, for all of the process."""
+    file, _ = saved_dcp(tmp_path)
+    where = b"ctorch.distributed.checkpoint.metadata\n"
+    file.write_bytes(where + b"Metadata\n(N(dVplanted\nI1\nstb.")
+    refused(r"not DCP's: it sets attributes of a type", load_dcp, tmp_path)
+    assert not hasattr(Metadata, "planted")
+    file.write_bytes(where + b"_MEM_FORMAT_ENCODING\n(I0\ntR(dVplanted\nI1\nsb.")
+    refused(r"not DCP's: it sets attributes of a _MEM_FORMAT_ENCODING", load_dcp, tmp_path)
+
+
+def test_paths_in_metadata_of_dcp_do_not_grow(tmp_path):
+    """Each call of a path may double it: 20 calls make 8 MiB, and 40 a terabyte."""
+    file, _ = saved_dcp(tmp_path)
+    double = b"p1\n0cpathlib\nPosixPath\n(g1\ng1\ntR"
+    file.write_bytes(b"Vaaaaaaaa\n" + double * 20 + b".")
+    refused(r"not DCP's: it holds a path that is too long", load_dcp, tmp_path)
