@@ -34,6 +34,7 @@ parser.add_argument("--backend", default="fx", help="inductor needs a compiler, 
 args = parser.parse_args()
 
 CONTEXT = 32
+torch.manual_seed(0)  # the same parameters on every process
 model = nn.Sequential(  # predicts a byte from the 32 before it
     nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256)
 )
@@ -67,6 +68,7 @@ for i, batch in train.steps(0, args.steps):
     if (i + 1) % 50 == 0 and mesh.rank == 0:
         print(f"step {i + 1}: loss of replicas here {[round(x, 3) for x in loss.value.flatten().tolist()]}")
 
+params, state = step.finish(params, state)  # the steps since the last average
 shared = step.gather(state.anchor)  # all ranks take part
 own = [sharded.gather(tree) for tree in params.trees] if mesh.simulated else []
 if mesh.rank == 0:

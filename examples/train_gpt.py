@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="windows of a step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--codecs", nargs="*", default=[], help="how parameters and gradients are sent, as int8 int4")
+    parser.add_argument("--codecs", nargs="*", default=[], choices=["int8", "int4", "float8"], help="as int8 int4")
     parser.add_argument("--products", default="exact", choices=["exact", "float8"], help="how the blocks multiply")
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")

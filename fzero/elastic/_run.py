@@ -4,6 +4,7 @@ torchrun's agents end all workers when one has died or a host has joined, and st
 there. So no process goes on by itself; what goes on is the state, in shared memory that outlives the processes.
 """
 
+import inspect
 import itertools
 import logging
 import math
@@ -11,8 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistError, destroy_process_group
@@ -71,8 +73,14 @@ class ElasticRun:
 
         Raises:
             CheckpointError: if the run's state is another tree, or all of its checkpoints are damaged.
+            ValueError: if the run has another `global_batch`.
         """
-        found = self._in_memory.restore({"state": state, "step": 0})
+        found = self._in_memory.restore({"state": state, "step": 0, "global_batch": self.batch_plan.global_batch})
+        if found["global_batch"] != self.batch_plan.global_batch:
+            raise ValueError(
+                f"global_batch={self.batch_plan.global_batch}, and the run in this folder has {found['global_batch']}: "
+                "batch i would be another one now; give the same number, or another folder"
+            )
         self.step = found["step"]
         if self.step:
             if self.mesh.rank == 0:
@@ -101,7 +109,7 @@ class ElasticRun:
                 f"keep({step}, ...) after step {self.step}: a batch was skipped or taken twice; call keep after each "
                 "step, with the number of the batch plus 1, and begin with the batch of number run.step"
             )
-        self.step, values = step, {"state": state, "step": step}
+        self.step, values = step, {"state": state, "step": step, "global_batch": self.batch_plan.global_batch}
         if step % self._every == 0:
             self._in_memory.remember(step, values)
             if self.is_leaving:
@@ -160,7 +168,8 @@ def run(
         global_batch: the examples of a step over all ranks. It stays the same on any number of ranks.
         micro_batch: the examples of a rank's micro-batch; by default a rank has one micro-batch.
         axis: the axes along which ranks get different examples; by default all.
-        every: the steps between two copies of the state in memory. At most so many are done again.
+        every: the steps between two copies of the state in memory. At most so many are done again, and so many more
+            if a rank is lost while a copy is under way.
         save_every: the steps between two checkpoints on disk.
         min_ranks: the fewest ranks to train on.
         memory: a folder of shared memory.
@@ -204,6 +213,13 @@ def run(
     for name, n in (("steps", steps), ("global_batch", global_batch), ("every", every), ("save_every", save_every)):
         check_int(name, n, 1)
     check_int("min_ranks", min_ranks, 1, "a number of ranks")
+    if simulated_ranks is not None:
+        check_int("simulated_ranks", simulated_ranks, 1, "a number of ranks")
+    _check_names(axes, axis)
+    if micro_batch is not None and global_batch % check_int("micro_batch", micro_batch, 1):
+        raise ValueError(
+            f"micro_batch={micro_batch} does not divide global_batch={global_batch}: no number of ranks can share it"
+        )
     world = None if simulate else find_world()
     alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
     data_axes = tuple(axes) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
@@ -231,6 +247,11 @@ def run(
     with _leaving_at_a_kept_step(this):
         try:
             result = train(this)
+            if this.step < steps:
+                warn_once(
+                    f"fzero.elastic.run: the function returned after step {max(this.step, 0)} of {steps}, as far as "
+                    "run.keep was told: call run.keep(i + 1, state) after each step"
+                )
             this.end()
         except LostRankError:
             log.error("rank %d ends after step %d, to be started again", mesh.rank, this.step)
@@ -238,6 +259,19 @@ def run(
     if world is not None and ranks < world.size and mesh.rank == 0:
         connect_store(world, TIMEOUT).set(_end_key(number), "")
     return result
+
+
+def _check_names(axes: Mapping[str, int], axis: AxisName) -> None:
+    """Check that no axis is a misspelt argument, and that `axis` names axes."""
+    for name in axes:
+        if close := get_close_matches(name, inspect.signature(run).parameters, 1, cutoff=0.85):
+            raise TypeError(
+                f"{name}={axes[name]!r}: did you mean {close[0]}=? An axis needs a name that is less like it"
+            )
+    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in names:
+        if name not in axes:
+            raise ValueError(f"axis={axis!r}: {name!r} is not an axis of the mesh, which has {', '.join(axes)}")
 
 
 def _end_key(number: int) -> str:

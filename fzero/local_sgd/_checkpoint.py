@@ -21,7 +21,12 @@ def save_replicas(path: Any, outer: OuterStep, schedule: SyncSchedule, params: R
     for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}
         save(_folder(path, f"replica-{number}"), own, groups.inner_mesh)
-    numbers = {"count": state.count, "replicas": groups.count, "schedule": _numbers(schedule)}
+    numbers = {
+        "count": state.count,
+        "replicas": groups.count,
+        "schedule": _numbers(schedule),
+        "mix": outer.mix,
+    }
     sums = [outer.finished(part, state.anchor, x) for part, x in zip(parts, state.sent, strict=True)]
     save(_folder(path, "shared"), {**numbers, "anchor": state.anchor, "outer": state.outer, "sent": sums}, groups.mesh)
 
@@ -31,13 +36,14 @@ def load_replicas(
 ) -> tuple[Replicas, LocalState]:
     """Load what `save_replicas` saved into the tensors of `params` and `state`."""
     folder = _folder(path, "shared")
-    count, replicas, saved = [read(folder, name) for name in ("count", "replicas", "schedule")]
+    count, replicas, saved, mix = [read(folder, name) for name in ("count", "replicas", "schedule", "mix")]
     is_same = replicas == groups.count and saved == _numbers(schedule)
-    if not is_same and not (SyncSchedule(*saved).is_boundary(count) and saved[1:] == _numbers(schedule)[1:]):
+    holds_anchor = SyncSchedule(*saved).is_boundary(count) and (mix == 0 or count == 0)
+    if not is_same and not (holds_anchor and saved[1:] == _numbers(schedule)[1:]):
         raise CheckpointError(
-            f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = {saved}, and "
-            f"this run has {groups.count} replicas with {_numbers(schedule)}: another number of replicas, or another "
-            "`every`, can only go on right after an average, where all replicas hold the anchor"
+            f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = {saved} and "
+            f"mix={mix}, and this run has {groups.count} replicas with {_numbers(schedule)}: another number of "
+            "replicas, or another `every`, can only go on right after an average, where all replicas hold the anchor"
         )
     parts, waiting = parts_of(state.anchor, schedule.parts), schedule.waiting(count)
     sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]

@@ -1,6 +1,6 @@
 """local_steps: each replica takes H steps by itself, and then all replicas average what they learned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,11 +92,7 @@ class LocalSteps:
         """
         if is_tracing():
             raise TypeError("local_steps decides in Python whether a step averages: jit the step inside, and not this")
-        if not isinstance(params, Replicas) or not isinstance(state, LocalState):
-            raise TypeError(
-                f"params is {type(params).__name__} and state is {type(state).__name__}: expected those of "
-                "params, state = step.init(params, opt), or of the previous call"
-            )
+        self._check(params, state)
         outs = []
         for number, p, s in zip(self.groups.numbers, params.trees, state.inner.trees, strict=True):
             own_args, own_kwargs = self.groups.argument((args, kwargs), number)
@@ -107,12 +103,48 @@ class LocalSteps:
         if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
             new_params, new_states = apart((new_params, new_states), (params.trees, state.inner.trees))
         others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
-        state = self._average(new_params, replace(state, count=state.count + 1, inner=Replicas(new_states)))
+        count = state.count + 1
+        state = replace(state, count=count, inner=Replicas(new_states))
+        state = self._average(new_params, state, self.schedule.sent(count), self.schedule.used(count))
         return Replicas(new_params), state, *others
 
-    def _average(self, params: tuple[Any, ...], state: LocalState) -> LocalState:
-        """Send the parts that are due after this step, and write those whose sums are due into the replicas."""
-        sent, used = self.schedule.sent(state.count), self.schedule.used(state.count)
+    @api_boundary
+    def finish(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
+        """Average all parts now, as at the end of a run: `state.anchor` then has what the last steps learned.
+
+        Sums that are still under way are used first. The arguments stay as they are.
+
+        Args:
+            params: the parameters.
+            state: the state.
+
+        Returns:
+            The new `(params, state)`, with the same count.
+        """
+        self._check(params, state)
+        trees = tuple([own_memory(x) for x in params.trees])
+        state = replace(state, inner=Replicas(tuple([own_memory(x) for x in state.inner.trees])))
+        under_way = [i for i, x in enumerate(state.sent) if x is not None]
+        state = self._average(trees, state, (), under_way)
+        everything = range(self.schedule.parts)
+        return Replicas(trees), self._average(trees, state, everything, everything)
+
+    def _check(self, params: Any, state: Any) -> None:
+        if not isinstance(params, Replicas) or not isinstance(state, LocalState):
+            raise TypeError(
+                f"params is {type(params).__name__} and state is {type(state).__name__}: expected those of "
+                "params, state = step.init(params, opt), or of the previous call"
+            )
+        if len(state.outer) != self.schedule.parts:
+            raise ValueError(
+                f"state is of {len(state.outer)} parts, and this step has parts={self.schedule.parts}: go on with the "
+                "step that made it, or begin anew from step.gather(state.anchor)"
+            )
+
+    def _average(
+        self, params: tuple[Any, ...], state: LocalState, sent: Sequence[int], used: Sequence[int]
+    ) -> LocalState:
+        """Send some parts, and write those whose sums are due into the replicas."""
         if not sent and not used:
             return state
         parts = parts_of(state.anchor, self.schedule.parts)
@@ -134,9 +166,10 @@ class LocalSteps:
         Raises:
             TypeError: if `values` is `Replicas`, which the ranks of different replicas hold apart.
         """
-        if isinstance(values, Replicas):
+        if isinstance(values, Replicas | LocalState):
             raise TypeError(
-                f"values is {values!r}: each replica has its own; gather state.anchor, the model that they share"
+                f"values is a {type(values).__name__}, which each replica has for itself; gather state.anchor, the "
+                "model that they share"
             )
         return self.outer_step.step.gather(values)
 
@@ -154,6 +187,7 @@ class LocalSteps:
         Raises:
             CheckpointError: as `fzero.save` does.
         """
+        self._check(params, state)
         save_replicas(path, self.outer_step, self.schedule, params, state)
 
     @api_boundary
@@ -176,6 +210,7 @@ class LocalSteps:
             CheckpointError: if the save is incomplete or damaged, or was made between two averages by another number
                 of replicas, or with another schedule.
         """
+        self._check(params, state)
         return load_replicas(path, self.groups, self.schedule, params, state)
 
 
@@ -265,10 +300,15 @@ def local_steps(
     groups = ReplicaGroups(mesh, over)
     axis = tuple([name for name in sharded.axis if name != over])
     if not axis:
-        raise ValueError(
-            f"over={over!r} is the only axis of the step on {mesh!r}: give a replica an axis of its own, even of one "
-            f"rank, such as fzero.mesh({over}={groups.count}, dp=1)"
+        others = groups.inner_axes
+        advice = (
+            f"did you mean over={others[0]!r}?"
+            if others
+            else f"give a replica an axis of its own, even of one rank: fzero.mesh({over}={groups.count}, dp=1)"
         )
+        raise ValueError(f"over={over!r} is the only axis of the step's batch on {mesh!r}: {advice}")
+    if outer is not None and not (hasattr(outer, "init") and hasattr(outer, "update")):
+        raise TypeError(f"outer={outer!r}: expected an optimizer, such as fzero.optim.sgd(1.0)")
     if not isinstance(mix, int | float) or not 0 <= mix < 1:
         raise ValueError(f"mix={mix!r}: expected a share from 0 to below 1")
     if codec is not None and not isinstance(codec, Codec):

@@ -45,8 +45,11 @@ class Products:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_choice("products", self.kind, ("float8",))
+        if self.kind != "float8":
+            raise ValueError(f"products={self.kind!r}: expected 'float8', the only kind")
         check_choice("scales", self.scales, SCALES)
+        if self.layers is not None and not callable(self.layers):
+            raise TypeError(f"layers={self.layers!r}: expected a rule, a function (path, weight) -> bool")
 
     def paths(self, module: torch.nn.Module) -> tuple[str, ...]:
         """List the paths of the weights whose layers multiply in float8.
@@ -65,10 +68,15 @@ class Products:
                     f"{MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in weight.shape)"
                 )
         if not chosen:
-            raise ValueError(
-                f"products: no layer of {type(module).__name__} is chosen. Its linear layers have the weights "
-                f"{list(weights)}: choose some, fzero.nn.Products({self.kind!r}, layers=lambda path, weight: ...)"
+            usable = [path for path, w in weights.items() if _divides(w)]
+            advice = (
+                f"choose some of {usable}: fzero.nn.Products({self.kind!r}, layers=lambda path, weight: ...)"
+                if usable
+                else f"none of its linear layers, {list(weights)}, has sizes that are multiples of {MULTIPLE}"
+                if weights
+                else "it has no linear layers; leave products= out"
             )
+            raise ValueError(f"products: no layer of {type(module).__name__} is chosen: {advice}")
         return tuple(chosen)
 
     def linears(self, module: torch.nn.Module) -> dict[str, Linear]:
@@ -76,7 +84,10 @@ class Products:
         return dict.fromkeys([path.rpartition(".")[0] for path in self.paths(module)], self.linear)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute a linear layer."""
+        """Compute a linear layer. Under `torch.autocast` its operands are cast first, as those of any linear layer."""
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         return float8_linear(x, weight, bias, scales=self.scales)
 
 
@@ -135,6 +146,11 @@ def install_products(module: torch.nn.Module, linears: Mapping[str, Linear]) -> 
     for name, linear in linears.items():
         layer: Any = module.get_submodule(name)
         layer.forward = partial(_forward, layer, linear, _is_transposed(layer))
+    for m in module.modules():  # in eval mode torch's own encoders would read the weights, and not call the layers
+        if isinstance(m, torch.nn.TransformerEncoderLayer):
+            m.activation_relu_or_gelu = 0
+        elif isinstance(m, torch.nn.TransformerEncoder):
+            m.use_nested_tensor = False
 
 
 def _forward(layer: Any, linear: Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:

@@ -236,3 +236,32 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
     assert run(tmp_path, 1, stops_at(6)) == 6 and files() == 1, "what came from the disk is remembered at once"
     assert run(tmp_path, 1, stops_at(STEPS), save_every=3) == 6 and files() == 0
     assert fzero.checkpoint.checkpoints(tmp_path / "disk").steps()[-1] == STEPS
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"micro_batch": 5}, ValueError, "micro_batch=5 does not divide global_batch=8"),
+        ({"micro_batch": "2"}, ValueError, "micro_batch='2'"),
+        ({"save_evry": 5}, TypeError, r"save_evry=5: did you mean save_every="),
+        ({"axis": "data"}, ValueError, "axis='data': 'data' is not an axis of the mesh, which has dp"),
+        ({"simulated_ranks": 0}, ValueError, "simulated_ranks=0"),
+    ],
+)
+def test_an_argument_that_no_number_of_ranks_mends_is_named(options, error, message, tmp_path):
+    arguments: dict[str, Any] = {"steps": 2, "global_batch": 8, "simulated_ranks": 2, "dp": -1, **options}
+    with pytest.raises(error, match=message):
+        fzero.elastic.run(lambda this: None, tmp_path, memory=str(tmp_path / "memory"), **arguments)
+
+
+def test_another_global_batch_is_refused_and_a_run_that_keeps_nothing_is_told(tmp_path, caplog):
+    def program(this: Any) -> None:
+        state = this.restore({"w": torch.zeros(2)})
+        for step in range(this.step, min(this.steps, 2)):
+            this.keep(step + 1, state)
+
+    run(tmp_path, 2, program, steps=2, every=1)
+    with pytest.raises(ValueError, match="global_batch=24, and the run in this folder has 12"):
+        run(tmp_path, 2, program, steps=4, global_batch=24, every=1)
+    run(tmp_path, 2, program, steps=4, every=1)
+    assert "the function returned after step 2 of 4" in caplog.text

@@ -182,6 +182,12 @@ def test_a_bad_call_says_what_to_do():
             local_steps(sharded, **options)
     step = local_steps(sharded, every=2)
     params, state = step.init(start(), opt)
+    with pytest.raises(ValueError, match="did you mean over='replica'"):
+        local_steps(fzero.shard(train_step_of(opt), stage=2, mesh=mesh, axis="dp"), over="dp", every=2)
+    with pytest.raises(TypeError, match="outer='sgd': expected an optimizer"):
+        local_steps(sharded, every=2, outer="sgd")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="state is of 1 parts, and this step has parts=2"):
+        local_steps(sharded, every=2, parts=2)(*local_steps(sharded, every=2).init(start(), opt), None)
     with pytest.raises(TypeError, match=r"expected those of params, state = step\.init"):
         step(start(), state, mesh.split(batches_of(1, 4)[0]))
     with pytest.raises(ValueError, match="expected dimension 0 to be the 4 ranks along replica, dp"):
@@ -190,6 +196,11 @@ def test_a_bad_call_says_what_to_do():
         step.gather(params)
     with pytest.raises(TypeError, match="jit the step inside"):
         fzero.jit(step, backend="fx")(params, state, mesh.split(batches_of(1, 4)[0]))
+    for call in (step.save, step.load):
+        with pytest.raises(TypeError, match=r"expected those of params"):
+            call("/tmp/never-written", state, params)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"gather state\.anchor"):
+        step.gather(state)
     with pytest.raises(TypeError, match="leaf"):
         fzero.save("/tmp/never-written", {"params": params}, mesh=mesh)
     assert isinstance(params, Replicas)
@@ -223,9 +234,9 @@ def test_a_save_at_any_step_goes_on_to_the_same_bits(every, parts, delay, tmp_pa
 def test_another_number_of_replicas_goes_on_from_an_average_only(tmp_path):
     opt = optim.adam(0.1)
 
-    def make(replicas: int, every: int = 2, parts: int = 1) -> LocalSteps:
+    def make(replicas: int, every: int = 2, parts: int = 1, mix: float = 0.0) -> LocalSteps:
         sharded = fzero.shard(train_step_of(opt), stage=2, mesh=fzero.mesh(replica=replicas, dp=2))
-        return local_steps(sharded, every=every, parts=parts)
+        return local_steps(sharded, every=every, parts=parts, mix=mix)
 
     step, batches = make(2), batches_of(3, 4)
     params, state = step.init(start(), opt)
@@ -243,6 +254,10 @@ def test_another_number_of_replicas_goes_on_from_an_average_only(tmp_path):
     for wrong, path in ((third, "3"), (make(2, parts=2), "2")):
         with pytest.raises(fzero.checkpoint.CheckpointError, match="right after an average"):
             wrong.load(tmp_path / path, *wrong.init(start(), opt))
+    mixed = make(2, mix=0.5)
+    mixed.save(tmp_path / "mixed", *run(mixed, opt, batches[:2])[:2])
+    with pytest.raises(fzero.checkpoint.CheckpointError, match=r"mix=0\.5"):
+        third.load(tmp_path / "mixed", *third.init(start(), opt))
     (tmp_path / "3" / "replica-1").rename(tmp_path / "gone")
     (tmp_path / "1" / "replica-1").rename(tmp_path / "3" / "replica-1")
     with pytest.raises(fzero.checkpoint.CheckpointError, match=r"after step 1, and .* after step 3"):
@@ -346,3 +361,22 @@ def test_a_call_does_not_change_what_it_was_given():
     again, _, _ = step(params, state, fzero.PerRank(torch.randn(2, 1, 2, generator=g), ("replica",)))
     assert [tree["w"].tolist() for tree in params.trees] == [y.tolist() for y in before]
     assert again.trees[0]["w"].tolist() == again.trees[1]["w"].tolist() == [1.5] * 3
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {"every": 4, "parts": 2, "delay": 3}], ids=["whole", "delayed"])
+def test_finish_averages_what_the_last_steps_learned(options):
+    opt, mesh = optim.sgd(0.1), fzero.mesh(replica=2, dp=2)
+    step = local_steps(fzero.shard(train_step_of(opt), stage=3, mesh=mesh), **options)
+    params, state, _ = run(step, opt, batches_of(3, 4))
+    before = [step.step.gather(tree) for tree in params.trees]
+    finished, done = step.finish(params, state)
+    anchor = step.gather(done.anchor)
+    assert done.count == 3 and all(x is None for x in done.sent)
+    for tree, own in zip(params.trees, before, strict=True):  # the arguments stay as they are
+        torch.testing.assert_close(step.step.gather(tree), own, rtol=0, atol=0)
+    for tree in finished.trees:
+        torch.testing.assert_close(step.step.gather(tree), anchor, rtol=0, atol=0)
+    if options == {"every": 4}:
+        mean = {name: (before[0][name] + before[1][name]) / 2 for name in NAMES}
+        torch.testing.assert_close(anchor, mean, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(anchor["first.w"], step.gather(state.anchor)["first.w"])

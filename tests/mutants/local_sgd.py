@@ -37,6 +37,7 @@ MUTANTS = [
     ),
     *File("local_sgd/_checkpoint.py", LOCAL).faults(
         Fault("replicas load the first one's state", "load_replicas", becomes("number % replicas", "0")),
+        Fault("a save of mixed replicas serves any number", "load_replicas", becomes("mix == 0 or A", "True")),
         Fault("a cut save is loaded", "load_replicas", never("own['count'] != count")),
         Fault("a save between averages serves any number of replicas", "load_replicas", never("not is_same and A")),
     ),
@@ -47,6 +48,7 @@ MUTANTS = [
         Fault("replicas read each other's texts", "gather_texts", skipped("topic += A")),
     ),
     *File("local_sgd/_local_steps.py", LOCAL).faults(
+        Fault("a sum under way is left out at the end", "LocalSteps.finish", becomes("x is not None", "False")),
         Fault("an average is written into the arguments", "LocalSteps.__call__", never("not isinstance(A, Jitted)")),
     ),
     *File("local_sgd/_messages.py", LOCAL).faults(

@@ -174,7 +174,8 @@ def test_a_plan_counts_the_work_of_the_exact_step(scales):
     "products,error,message",
     [
         (8, TypeError, 'products=8: expected "float8", an fzero.nn.Products, or None'),
-        ("int8", ValueError, "products='int8': expected"),
+        ("int8", ValueError, "products='int8': expected 'float8'"),
+        (Products("float8", layers=lambda path, weight: False), ValueError, "choose some of ['input.weight', "),
         (
             Products("float8", layers=lambda path, weight: "odd" in path),
             ValueError,
@@ -188,3 +189,38 @@ def test_bad_products_are_named(products, error, message):
         functional(model(), products=products)
     with pytest.raises(ValueError, match="scales='columnwise': expected"):
         Products("float8", scales="columnwise")
+    with pytest.raises(TypeError, match="expected a rule"):
+        Products("float8", layers=["1.weight"])  # pyright: ignore[reportArgumentType]
+    for wrong, text in (
+        (torch.nn.Conv2d(1, 1, 1), "it has no linear layers"),
+        (torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)]), "multiples of 16"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            functional(wrong, products="float8")
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_torchs_encoder_multiplies_in_float8_in_both_modes(is_training):
+    """In eval mode torch's encoder would read weights for a kernel of its own."""
+    block = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(block, 2).train(is_training)
+    x, padding = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    found = []
+    for products in ("float8", None):
+        apply, params, buffers = functional(encoder, products=products)
+        with torch.no_grad():
+            found.append(apply(params, buffers, x, src_key_padding_mask=padding)[0])
+    assert 1e-3 < (found[0] - found[1])[~padding].norm() / found[1][~padding].norm() < 0.1
+    assert block.activation_relu_or_gelu and encoder.use_nested_tensor  # the module itself stays as it is
+
+
+def test_under_autocast_operands_are_cast_first():
+    mlp = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+    apply, params, buffers = functional(mlp, products="float8")
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = apply(params, buffers, x)[0]
+    narrow = torch.nn.Sequential(*mlp).bfloat16()
+    apply, params, buffers = functional(narrow, products="float8")
+    assert torch.equal(y, apply(params, buffers, x.bfloat16())[0])
