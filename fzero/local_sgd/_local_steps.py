@@ -9,6 +9,7 @@ from fzero._liveness import step_place
 from fzero._torch import is_tracing
 from fzero._tracebacks import api_boundary
 from fzero.codecs import Codec
+from fzero.collectives import finish
 from fzero.graph import Jitted
 from fzero.local_sgd._checkpoint import load_replicas, save_replicas
 from fzero.local_sgd._outer_step import OuterStep
@@ -96,7 +97,15 @@ class LocalSteps:
         outs = []
         for number, p, s in zip(self.groups.numbers, params.trees, state.inner.trees, strict=True):
             own_args, own_kwargs = self.groups.argument((args, kwargs), number)
-            outs.append(self.step(p, s, *own_args, **own_kwargs))
+            try:
+                outs.append(self.step(p, s, *own_args, **own_kwargs))
+            except ValueError as error:
+                if "step.partition" in str(error):  # which serves a sharded step, and not replicas
+                    error.add_note(
+                        "fzero: replicas go on at another stage or on another mesh by old.save(path, params, state) "
+                        "and new.load(path, *new.init(...))"
+                    )
+                raise
         if not isinstance(outs[0], tuple) or len(outs[0]) < 2:
             raise TypeError(f"the step returned {type(outs[0]).__name__}: expected (params, opt_state, ...)")
         new_params, new_states, *others = zip(*outs, strict=True)
@@ -112,7 +121,8 @@ class LocalSteps:
     def finish(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
         """Average all parts now, as at the end of a run: `state.anchor` then has what the last steps learned.
 
-        Sums that are still under way are used first. The arguments stay as they are.
+        A sum that is still under way is waited for and left out, since this average has what it has. The arguments stay
+        as they are.
 
         Args:
             params: the parameters.
@@ -123,11 +133,10 @@ class LocalSteps:
         """
         self._check(params, state)
         trees = tuple([own_memory(x) for x in params.trees])
-        state = replace(state, inner=Replicas(tuple([own_memory(x) for x in state.inner.trees])))
-        under_way = [i for i, x in enumerate(state.sent) if x is not None]
-        state = self._average(trees, state, (), under_way)
+        tree.map(finish, state.sent)
+        inner = Replicas(tuple([own_memory(x) for x in state.inner.trees]))
         everything = range(self.schedule.parts)
-        return Replicas(trees), self._average(trees, state, everything, everything)
+        return Replicas(trees), self._average(trees, replace(state, inner=inner), everything, everything)
 
     def _check(self, params: Any, state: Any) -> None:
         if not isinstance(params, Replicas) or not isinstance(state, LocalState):

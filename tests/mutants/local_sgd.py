@@ -48,7 +48,7 @@ MUTANTS = [
         Fault("replicas read each other's texts", "gather_texts", skipped("topic += A")),
     ),
     *File("local_sgd/_local_steps.py", LOCAL).faults(
-        Fault("a sum under way is left out at the end", "LocalSteps.finish", becomes("x is not None", "False")),
+        Fault("the end of a run averages the first part alone", "LocalSteps.finish", becomes("range(A)", "range(1)")),
         Fault("an average is written into the arguments", "LocalSteps.__call__", never("not isinstance(A, Jitted)")),
     ),
     *File("local_sgd/_messages.py", LOCAL).faults(
