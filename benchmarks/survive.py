@@ -207,8 +207,8 @@ def copies(every: int, rounds: int, rows: int) -> list[str]:
         ratio = statistics.median(copied) / statistics.median(without)
         lines.append([f"a step, {what}", quartiles(without), quartiles(copied), f"{ratio:.3f}"])
     return [
-        f"A step of 16.8 million parameters with AdamW at stage 3 between two ranks, {rows} rows each, jitted, in "
-        f"seconds: the median and the quartiles of {rounds} times {every} steps each, in turns. Each rank remembers "
+        f"A step of 16.8 million parameters with AdamW at stage 3 between two ranks, {rows} rows each, jitted. "
+        f"Seconds: the median and the quartiles of {rounds} times {every} steps each, in turns. Each rank remembers "
         f"its {numbers[-1] / 1e6:.0f} MB once in {every} steps, and sends them to the other.",
         table(["", "not remembered", f"remembered each {every} steps", "ratio of medians"], lines),
         f"`remember` returned after {quartiles(pauses)} seconds; the rest runs beside the steps.",

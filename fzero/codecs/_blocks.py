@@ -61,7 +61,7 @@ def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
 
     A reduction of maxima over ranks may lose a nan, but never an inf.
     """
-    return torch.nan_to_num(blocks.to(torch.float32).abs().amax(-1), nan=torch.inf, posinf=torch.inf)
+    return torch.nan_to_num(blocks.abs().amax(-1).to(torch.float32), nan=torch.inf, posinf=torch.inf)
 
 
 def scales_of(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:

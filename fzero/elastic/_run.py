@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistError, destroy_process_group
@@ -27,7 +26,7 @@ from fzero.axes import AxisName
 from fzero.checkpoint import Checkpoints, checkpoints
 from fzero.data import BatchPlan, batch_plan
 from fzero.elastic._shape import choose_shape
-from fzero.ranks import TIMEOUT, Mesh, World, connect_store, find_world
+from fzero.ranks import TIMEOUT, Mesh, World, check_axes, connect_store, find_world
 from fzero.ranks import mesh as make_mesh
 
 __all__ = ["ElasticRun", "run"]
@@ -210,13 +209,14 @@ def run(
         >>> run(train, root, steps=15, dp=-1, simulated_ranks=3, **where)  # 3 ranks do not share 4 examples equally
         (2, 15)
     """
-    for name, n in (("steps", steps), ("global_batch", global_batch), ("every", every), ("save_every", save_every)):
-        check_int(name, n, 1)
-    check_int("min_ranks", min_ranks, 1, "a number of ranks")
-    if simulated_ranks is not None:
-        check_int("simulated_ranks", simulated_ranks, 1, "a number of ranks")
-    _check_names(axes, axis)
-    if micro_batch is not None and global_batch % check_int("micro_batch", micro_batch, 1):
+    numbers = {"steps": steps, "global_batch": global_batch, "every": every, "save_every": save_every}
+    optional = {"micro_batch": micro_batch, "simulated_ranks": simulated_ranks}
+    for name, n in {**numbers, "min_ranks": min_ranks, **optional}.items():
+        if n is not None or name not in optional:
+            check_int(name, n, 1)
+    check_axes(axes, None, [*inspect.signature(run).parameters])
+    _check_axis(axes, axis)
+    if micro_batch is not None and global_batch % micro_batch:
         raise ValueError(
             f"micro_batch={micro_batch} does not divide global_batch={global_batch}: no number of ranks can share it"
         )
@@ -261,13 +261,8 @@ def run(
     return result
 
 
-def _check_names(axes: Mapping[str, int], axis: AxisName) -> None:
-    """Check that no axis is a misspelt argument, and that `axis` names axes."""
-    for name in axes:
-        if close := get_close_matches(name, inspect.signature(run).parameters, 1, cutoff=0.85):
-            raise TypeError(
-                f"{name}={axes[name]!r}: did you mean {close[0]}=? An axis needs a name that is less like it"
-            )
+def _check_axis(axes: Mapping[str, int], axis: AxisName) -> None:
+    """Check that `axis` names axes of the mesh, which does not exist yet."""
     names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in names:
         if name not in axes:

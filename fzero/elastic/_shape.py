@@ -3,8 +3,6 @@
 import math
 from collections.abc import Mapping
 
-from fzero.ranks import check_axes
-
 __all__ = ["choose_shape"]
 
 
@@ -24,7 +22,6 @@ def choose_shape(
     Raises:
         RuntimeError: if no mesh is possible. The message says what is missing.
     """
-    check_axes(axes, None)
     fixed = math.prod([size for size in axes.values() if size != -1])
     grows = next((name for name, size in axes.items() if size == -1), None)
     sizes = range(alive // fixed, 0, -1) if grows is not None else [1] if fixed <= alive else []

@@ -62,7 +62,7 @@ def finish_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
         replicas: the number of replicas.
         codec: the codec.
     """
-    if codec is None or not isinstance(sent, CodedSum):
+    if codec is None or not isinstance(sent, CodedSum):  # a loaded sum is decoded already
         return tree.map(finish, sent)
     sums: dict[int, torch.Tensor] = {}
     for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *sent, strict=True):

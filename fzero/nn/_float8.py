@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import allow_in_graph, scaled_mm
-from fzero.codecs import KINDS, scales_of
+from fzero.codecs import KINDS, largest_magnitudes, scales_of
 
 __all__ = ["MULTIPLE", "SCALES", "float8_linear"]
 
@@ -127,9 +127,8 @@ class Codes(NamedTuple):
 def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> Codes:
     """Return the codes of a matrix, without a derivative."""
     x = x.detach()
-    largest = x.abs().amax(-1, keepdim=True) if is_rowwise else x.abs().amax()
     # infinity for what is not finite: a quotient is then 0 or nan, and the product nan
-    largest = torch.nan_to_num(largest.to(torch.float32), nan=torch.inf, posinf=torch.inf)
+    largest = largest_magnitudes(x).unsqueeze(-1) if is_rowwise else largest_magnitudes(x.reshape(-1))
     scale = scales_of(KINDS[CODES[dtype]], largest)
     return Codes((x.to(torch.float32) / scale).to(dtype), scale)
 

@@ -1,7 +1,7 @@
 """The sizes of a mesh's axes: the sizes given, and the size of the axis that takes the rest of the world."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 from fzero._arguments import is_int
@@ -13,8 +13,13 @@ Shape = tuple[tuple[str, int], ...]
 ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
 
 
-def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
+def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: Sequence[str] = ARGUMENTS) -> None:
     """Check a mesh's axes, as far as this is possible without the world.
+
+    Args:
+        axes: the size of each axis.
+        simulated_ranks: the number of ranks in a simulation; None for the product of the sizes.
+        arguments: the arguments of the function that was given the axes: a name near one of them is a typing error.
 
     Raises:
         ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
@@ -26,10 +31,10 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None) -> None:
     for name, size in axes.items():
         if not name.isidentifier():  # a comma would join the names of several axes
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
-        if typos := get_close_matches(name, ARGUMENTS, 1, cutoff=0.85):  # else a mistyped argument is an axis
+        if typos := get_close_matches(name, arguments, 1, cutoff=0.85):  # else a mistyped argument is an axis
             raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
         if not is_int(size):
-            matches = get_close_matches(name, ARGUMENTS, 1)
+            matches = get_close_matches(name, arguments, 1)
             hint = f"; did you mean {matches[0]}=?" if matches else ""
             raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
         if size < 1 and size != -1:

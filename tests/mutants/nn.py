@@ -20,12 +20,14 @@ MUTANTS = [
             "scales are rounded down, so that large numbers saturate", "power_of_two", becomes("A + B & ~B", "A & ~B")
         ),
     ),
+    *File("codecs/_blocks.py", FLOAT8).faults(
+        Fault("a nan counts as a zero", "largest_magnitudes", dropped("nan=A")),
+    ),
     *File("nn/_float8.py", FLOAT8).faults(
-        Fault("a nan counts as a zero", "encode", dropped("nan=A")),
         Fault(
             "a row's scale is that of a column",
             "encode",
-            becomes("A.amax(-1, keepdim=True)", "A.amax(0, keepdim=True).mT"),
+            becomes("largest_magnitudes(x)", "largest_magnitudes(x.mT)"),
         ),
         Fault("weights take the scale of inputs", "_product", becomes("*b_codes", "b_codes.codes, a_codes.scale")),
         Fault("tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "VALUE")),
