@@ -52,8 +52,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str | bool | None]) ->
         >>> check_choice("reduce", "max", ("mean", "weighted", "sum"))
         Traceback (most recent call last):
         ValueError: reduce='max': expected "mean", "weighted" or "sum"
+        >>> check_choice("moments", "fp8", ("int8",))
+        Traceback (most recent call last):
+        ValueError: moments='fp8': expected "int8"
     """
     if any(isinstance(value, type(choice)) and value == choice for choice in choices):
         return
     *rest, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
-    raise ValueError(f"{name}={value!r}: expected {', '.join(rest)} or {last}")
+    expected = f"{', '.join(rest)} or {last}" if rest else last
+    raise ValueError(f"{name}={value!r}: expected {expected}")

@@ -31,6 +31,8 @@ def test_a_choice_is_one_of_the_values_themselves():
     for value in (1, False, "last", 0, [], torch.ones(2)):
         with pytest.raises(ValueError, match=r'check=.*: expected "first", True or None$'):
             check_choice("check", value, choices)
+    with pytest.raises(ValueError, match=r"moments='fp8': expected \"int8\"$"):
+        check_choice("moments", "fp8", ("int8",))
 
 
 MESH = fzero.mesh(dp=2)

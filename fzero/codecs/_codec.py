@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_choice
 from fzero._torch import allow_in_graph
 from fzero.codecs._blocks import (
     KINDS,
@@ -293,4 +294,5 @@ def float8(kind: str = "e4m3", block: int = 256) -> Codec:
         >>> float8().round(torch.tensor([448.0, 3.1])).tolist()
         [448.0, 3.0]
     """
+    check_choice("kind", kind, ("e4m3", "e5m2"))
     return Codec(f"float8_{kind}", block)

@@ -102,7 +102,7 @@ class ElasticRun:
             CheckpointError: if the last copy or save failed.
         """
         if self.step < 0:
-            raise ValueError("keep: call restore first, which returns the state to go on from")
+            raise ValueError("keep: call run.restore(state) first, which returns the state to go on from")
         if step != self.step + 1:
             raise ValueError(
                 f"keep({step}, ...) after step {self.step}: a batch was skipped or taken twice; call keep after each "
@@ -184,7 +184,8 @@ def run(
 
     Raises:
         RuntimeError: if the ranks that are alive are too few for the mesh, `min_ranks` or the batch.
-        ValueError: if an argument is out of range.
+        TypeError: if `train` is no function.
+        ValueError: if an argument is out of range, or there is no axis.
         LostRankError: if a rank is lost. torchrun starts the others again.
 
     Example:
@@ -214,6 +215,12 @@ def run(
     for name, n in {**numbers, "min_ranks": min_ranks, **optional}.items():
         if n is not None or name not in optional:
             check_int(name, n, 1)
+    if not callable(train):
+        raise TypeError(f"train is {train!r}: expected a function of an ElasticRun")
+    if not axes:
+        raise ValueError(
+            "elastic.run needs the axes of its mesh: dp=-1 is an axis that grows and shrinks with the ranks"
+        )
     check_axes(axes, None, [*inspect.signature(run).parameters])
     _check_axis(axes, axis)
     if micro_batch is not None and global_batch % micro_batch:

@@ -42,11 +42,11 @@ def _impossible(
     if alive < fixed:
         why = f"the mesh needs {fixed} ranks" if grows is None else f"the other axes of the mesh need {fixed} ranks"
     elif alive < min_ranks:
-        why = f"min_ranks={min_ranks}"
+        why = f"min_ranks={min_ranks} asks for more"
     else:
         each = f" in micro-batches of {rows}" if rows > 1 else ""
         why = f"global_batch={global_batch} cannot be shared{each} by min_ranks={min_ranks} or more of them"
     return (
-        f"elastic.run({text}) with {ranks}: {why}. Nothing is lost: the run goes on from its checkpoint when it starts "
-        "with more ranks. torchrun --nnodes MIN:MAX waits for MIN hosts"
+        f"elastic.run({text}) with {ranks}: {why}. Start it with more ranks, or choose another global_batch or "
+        "min_ranks; a run that was saved goes on from its checkpoint. torchrun --nnodes MIN:MAX waits for MIN hosts"
     )

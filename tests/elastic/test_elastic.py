@@ -163,7 +163,7 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
     if possible:
         assert choose_shape(alive, axes, data_axes, batch, rows, least) == {"dp": max(possible), **fixed}
     else:
-        with pytest.raises(RuntimeError, match="Nothing is lost"):
+        with pytest.raises(RuntimeError, match="Start it with more ranks"):
             choose_shape(alive, axes, data_axes, batch, rows, least)
 
 
@@ -178,7 +178,7 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
             r"elastic.run\(dp=-1, tp=4\) with 3 ranks alive: the other axes .* need 4 ranks",
         ),
         (3, {"dp": 2, "pp": 2}, 8, 1, "with 3 ranks alive: the mesh needs 4 ranks"),
-        (1, {"dp": -1}, 8, 2, "with 1 rank alive: min_ranks=2"),
+        (1, {"dp": -1}, 8, 2, "with 1 rank alive: min_ranks=2 asks for more"),
         (7, {"dp": -1}, 8, 5, "global_batch=8 cannot be shared by min_ranks=5 or more of them"),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_is_not_possible_is_said(alive, axes, batch, least, message):
 
 def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):
     def program(this: Any) -> None:
-        with pytest.raises(ValueError, match=r"keep: call restore first"):
+        with pytest.raises(ValueError, match=r"keep: call run.restore\(state\) first"):
             this.keep(1, {})
         assert this.restore({"w": torch.zeros(2)})["w"].tolist() == [0, 0] and this.step == 0
         this.keep(1, {"w": torch.ones(2)})
@@ -246,12 +246,21 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
         ({"save_evry": 5}, TypeError, r"save_evry=5: did you mean save_every="),
         ({"axis": "data"}, ValueError, "axis='data': 'data' is not an axis of the mesh, which has dp"),
         ({"simulated_ranks": 0}, ValueError, "simulated_ranks=0"),
+        ({"dp": None}, ValueError, "elastic.run needs the axes of its mesh: dp=-1"),
+        ({"train": 3}, TypeError, "train is 3: expected a function of an ElasticRun"),
     ],
 )
 def test_an_argument_that_no_number_of_ranks_mends_is_named(options, error, message, tmp_path):
-    arguments: dict[str, Any] = {"steps": 2, "global_batch": 8, "simulated_ranks": 2, "dp": -1, **options}
+    arguments: dict[str, Any] = {
+        "train": lambda run: None,
+        "steps": 2,
+        "global_batch": 8,
+        "simulated_ranks": 2,
+        "dp": -1,
+    }
+    arguments |= {"root": tmp_path, "memory": str(tmp_path / "memory"), **options}
     with pytest.raises(error, match=message):
-        fzero.elastic.run(lambda this: None, tmp_path, memory=str(tmp_path / "memory"), **arguments)
+        fzero.elastic.run(**{name: x for name, x in arguments.items() if x is not None})
 
 
 def test_another_global_batch_is_refused_and_a_run_that_keeps_nothing_is_told(tmp_path, caplog):

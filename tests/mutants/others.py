@@ -15,6 +15,7 @@ MUTANTS = [
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
+        Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
     ),
     *File("examples.py", ("tests/examples/test_copies.py",)).faults(

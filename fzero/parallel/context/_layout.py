@@ -221,8 +221,9 @@ def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.T
             f"dims={{{path!r}: None}} if it has no tokens"
         )
     if not is_int(dim) or not 1 <= dim < x.ndim:
+        possible = "1" if x.ndim == 2 else f"1 to {x.ndim - 1}"
         raise ValueError(
-            f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected 1 to {x.ndim - 1}, or "
+            f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected {possible}, or "
             f"dims={{{path!r}: None}} for a leaf of samples without tokens"
         )
     missing = -x.shape[dim] % (2 * ranks if ranks > 1 else 1)

@@ -102,6 +102,6 @@ def test_wrong_batches_are_refused_by_leaf():
         dims={"y": 1},
     )
     refused("expected a tensor", {"x": "text"}, TypeError)
-    refused("its dimension of tokens is dims=0", dims=0)
+    refused("its dimension of tokens is dims=0: expected 1, or dims=", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):
         fzero.mesh(cp=2).spmd(lambda: context.positions(3))()
