@@ -13,9 +13,10 @@ import torch
 from fzero._liveness import explain
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
-__all__ = ["UserFrames", "api_boundary", "api_boundary_with", "is_message"]
+__all__ = ["UserFrames", "api_boundary", "api_boundary_of_class", "api_boundary_with", "is_message"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
@@ -49,6 +50,13 @@ def api_boundary(f: F, hint: str = "") -> F:
 def api_boundary_with(hint: str) -> Callable[[F], F]:
     """Return the decorator `api_boundary` with a hint."""
     return lambda f: api_boundary(f, hint)
+
+
+def api_boundary_of_class(cls: C) -> C:
+    """Return a public class, after a change: errors of its constructor have tracebacks that end at the user's call."""
+    anything: Any = cls
+    anything.__init__ = api_boundary(anything.__init__)
+    return cls
 
 
 def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fzero
-from fzero import optim
+from fzero import codecs, optim
 from fzero._tracebacks import api_boundary
-from fzero.parallel import schedules
+from fzero.parallel import context, schedules
 
 OPT = optim.adam(1e-2)
 
@@ -95,6 +95,7 @@ def test_so_do_those_that_caused_it():
 STEP = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
 X = STEP.mesh.split(torch.ones(2, 2))
 W = {"w": torch.ones(2, 2)}
+LOCAL = fzero.local_sgd.local_steps(fzero.shard(train_step, 2, fzero.mesh(replica=2, dp=1)), every=2)
 
 
 def donated() -> Any:
@@ -144,6 +145,23 @@ ANSWERS: dict[str, Any] = {
     "a table of actions": lambda: schedules.PipelineSchedule.parse([["0F0"], ["1B0"]]),
     "a rate schedule": lambda: optim.warmup_cosine(0.1, -1, 4),
     "batches": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=3),
+    "a codec of floats": lambda: codecs.float8("e4m3fn"),
+    "a codec of ints": lambda: codecs.int8(block=0),
+    "products": lambda: fzero.nn.Products("float8", scales="row"),
+    "moments": lambda: optim.Moments("fp8"),  # pyright: ignore
+    "a precision": lambda: fzero.Precision(param=torch.int8),
+    "tiles": lambda: fzero.nn.tiled(torch.sin, chunk=0),
+    "a call in tiles": lambda: fzero.nn.tiled(lambda x: x.sum(), chunk=1)(torch.ones(2, 2)),
+    "a loss": lambda: fzero.nn.linear_cross_entropy(torch.ones(2, 2), torch.ones(3, 3), torch.ones(2).long()),
+    "a float8 layer": lambda: fzero.nn.float8_linear(torch.ones(2, 10), torch.ones(16, 10)),
+    "attention": lambda: context.attention(*[torch.ones(1, 2, 3, 4)] * 3, method="ulysses"),  # pyright: ignore
+    "positions": lambda: fzero.mesh(cp=2).spmd(lambda: context.positions(3))(),
+    "labels": lambda: context.shift_labels(torch.ones(2, 4), torch.ones(2, 3)),
+    "split sequences": lambda: context.split(fzero.mesh(cp=2), torch.ones(2, 7)),
+    "a model of split sequences": lambda: context.model(torch.nn.Linear(2, 2)),
+    "steps of replicas": lambda: LOCAL(W, (), X),
+    "an elastic run": lambda: fzero.elastic.run(STEP, "unused", steps=1, global_batch=0, dp=-1),
+    "what is remembered": lambda: fzero.checkpoint.checkpoints("unused").remember(1, W),
     "a batch": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=2).steps(-1),
 }
 

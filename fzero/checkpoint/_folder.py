@@ -168,6 +168,7 @@ class Checkpoints:
         _check_finite(step, finite)
         return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
+    @api_boundary
     def remember(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 

@@ -259,6 +259,7 @@ def local_tree(label: str, values: Any, mesh: Mesh | None) -> LocalTree:
                 raise TypeError(
                     f"{label} leaf {path!r} is {str(x)[:80]!r} of type {type(x).__name__}, which a checkpoint cannot "
                     "hold: expected a tensor, or a JSON value (a number, text, None, dicts and lists of these)"
+                    + "".join([f"; {hint}" for hint in [getattr(x, "save_hint", "")] if hint])
                 )
             builder.add_value(path, x)
     ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(builder.size)

@@ -7,6 +7,7 @@ import torch
 
 from fzero._arguments import check_choice
 from fzero._torch import allow_in_graph
+from fzero._tracebacks import api_boundary
 from fzero.codecs._blocks import (
     KINDS,
     CodeKind,
@@ -234,6 +235,7 @@ def round_with(key: CodecKey, x: torch.Tensor, leading: int) -> Any:
     return _Round.apply(key, leading, x)
 
 
+@api_boundary
 def int8(block: int = 256, rounding: str = "nearest") -> Codec:
     """Make a codec of 8-bit integers, from -127 to 127, with one scale for each block.
 
@@ -255,6 +257,7 @@ def int8(block: int = 256, rounding: str = "nearest") -> Codec:
     return Codec("int8", block, rounding)
 
 
+@api_boundary
 def int4(block: int = 256, rounding: str = "nearest") -> Codec:
     """Make a codec of 4-bit integers, from -7 to 7, with one scale for each block.
 
@@ -276,6 +279,7 @@ def int4(block: int = 256, rounding: str = "nearest") -> Codec:
     return Codec("int4", block, rounding)
 
 
+@api_boundary
 def float8(kind: str = "e4m3", block: int = 256) -> Codec:
     """Make a codec of 8-bit floating-point numbers, with one scale for each block.
 

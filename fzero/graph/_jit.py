@@ -96,7 +96,8 @@ def jit(
         A `Jitted` step: call it like `step`.
 
     Raises:
-        TypeError: if `step` is no function, or is jitted already, or if `dump` is no path.
+        TypeError: if `step` is no function, is jitted already or decides in Python, as `local_steps` does; if `dump` is
+            no path.
         ValueError: if an argument has a value that it does not take, or if `dump` is no writable folder.
 
     Example:
@@ -111,6 +112,8 @@ def jit(
         raise TypeError(f"step is {step!r}: expected a function")
     if isinstance(step, Jitted):
         raise TypeError(f"step is jitted already: {step!r}; call it, or jit the function that it was made from")
+    if hasattr(step, "jit_error"):  # a step of local_steps, which lies above this package
+        raise TypeError(f"step is {step!r}: {step.jit_error}")
     check_choice("backend", backend, tuple(BACKENDS))
     for name, value in (("loop", loop), ("strict", strict), ("dynamic", dynamic), ("device_graph", device_graph)):
         check_choice(name, value, (True, False))

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fzero import tree
 from fzero._liveness import step_place
 from fzero._torch import is_tracing
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import UserFrames, api_boundary
 from fzero.codecs import Codec
 from fzero.collectives import finish
 from fzero.graph import Jitted
@@ -39,6 +39,9 @@ class LocalSteps:
     groups: ReplicaGroups
     schedule: SyncSchedule
     outer_step: OuterStep
+    jit_error: ClassVar[str] = (
+        "local_steps decides in Python whether a step averages: jit the step inside, local_steps(fzero.jit(step), ...)"
+    )
 
     @property
     def mesh(self) -> Mesh:
@@ -92,9 +95,26 @@ class LocalSteps:
             TypeError: if `params` or `state` is not from `init`, or the step returns no new parameters and state.
         """
         if is_tracing():
-            raise TypeError("local_steps decides in Python whether a step averages: jit the step inside, and not this")
+            raise TypeError(self.jit_error)
+        with UserFrames():
+            return self._run(params, state, args, kwargs)
+
+    def _run(self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(params, state)
-        outs = []
+        new_params, new_states, *others = self._run_replicas(params, state, args, kwargs)
+        if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
+            new_params, new_states = apart((new_params, new_states), (params.trees, state.inner.trees))
+        others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
+        count = state.count + 1
+        state = replace(state, count=count, inner=Replicas(new_states))
+        state = self._average(new_params, state, self.schedule.sent(count), self.schedule.used(count))
+        return Replicas(new_params), state, *others
+
+    def _run_replicas(
+        self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        """Run the step on each replica; return each of its results as a tuple of the replicas'."""
+        outs: list[Any] = []
         for number, p, s in zip(self.groups.numbers, params.trees, state.inner.trees, strict=True):
             own_args, own_kwargs = self.groups.argument((args, kwargs), number)
             try:
@@ -108,14 +128,7 @@ class LocalSteps:
                 raise
         if not isinstance(outs[0], tuple) or len(outs[0]) < 2:
             raise TypeError(f"the step returned {type(outs[0]).__name__}: expected (params, opt_state, ...)")
-        new_params, new_states, *others = zip(*outs, strict=True)
-        if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
-            new_params, new_states = apart((new_params, new_states), (params.trees, state.inner.trees))
-        others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
-        count = state.count + 1
-        state = replace(state, count=count, inner=Replicas(new_states))
-        state = self._average(new_params, state, self.schedule.sent(count), self.schedule.used(count))
-        return Replicas(new_params), state, *others
+        return [*zip(*outs, strict=True)]
 
     @api_boundary
     def finish(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,8 @@ from fzero.ranks import Mesh
 from fzero.sharding import PerRank, axes_of, is_box
 
 __all__ = ["LocalState", "ReplicaGroups", "Replicas", "apart", "distinct", "own_memory", "rebuild"]
+
+SAVE_HINT = "save replicas by step.save(path, params, state), where step is from local_steps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class Replicas:
     """
 
     trees: tuple[Any, ...]
+    save_hint: ClassVar[str] = SAVE_HINT
 
     def __repr__(self) -> str:
         return f"Replicas({len(self.trees)} of {tree.numel(self.trees[0])} elements)"
@@ -49,6 +52,7 @@ class LocalState:
     anchor: Any
     outer: tuple[Any, ...]
     sent: tuple[Any, ...] = field(repr=False)
+    save_hint: ClassVar[str] = SAVE_HINT
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import allow_in_graph, scaled_mm
+from fzero._tracebacks import api_boundary
 from fzero.codecs import KINDS, largest_magnitudes, scales_of
 
 __all__ = ["MULTIPLE", "SCALES", "float8_linear"]
@@ -21,6 +22,7 @@ VALUE = torch.float8_e4m3fn  # the codes of inputs and weights
 CODES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 
 
+@api_boundary
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: str = "tensorwise"
 ) -> torch.Tensor:

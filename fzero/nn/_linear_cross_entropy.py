@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from fzero._arguments import check_int
 from fzero._dtypes import at_least_float32
 from fzero._torch import in_chunk
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor import along, check_loss_options, check_part, enter, leave, logits_of, loss_of_sums
 from fzero.transforms import remat
@@ -21,6 +22,7 @@ from fzero.transforms import remat
 __all__ = ["linear_cross_entropy"]
 
 
+@api_boundary
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

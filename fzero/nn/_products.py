@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fzero._arguments import check_choice
+from fzero._tracebacks import api_boundary_of_class
 from fzero.nn._blocks import repeated_blocks
 from fzero.nn._float8 import MULTIPLE, SCALES, float8_linear
 
@@ -17,6 +18,7 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Products:
     """How the linear layers of a module multiply.

@@ -8,11 +8,13 @@ import torch
 from fzero import tree
 from fzero._arguments import check_int, is_int
 from fzero._torch import in_chunk
+from fzero._tracebacks import api_boundary
 from fzero.transforms import remat
 
 __all__ = ["tiled"]
 
 
+@api_boundary
 def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., Any]:
     """Apply a function of single tokens to `chunk` tokens at a time, in the forward and in the backward pass.
 
@@ -51,6 +53,7 @@ def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., 
 
     part_of: Callable[..., Any] = remat(numbered)
 
+    @api_boundary
     def call(x: torch.Tensor, *args: Any) -> Any:
         if not is_int(dim) or not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim!r}: x is {list(x.shape)}, and has no such dimension of tokens")

@@ -11,6 +11,7 @@ from fzero import tree
 from fzero._arguments import check_choice
 from fzero._dtypes import sum_dtype
 from fzero._torch import assume_constant_result
+from fzero._tracebacks import api_boundary_of_class
 from fzero.collectives import all_gather
 from fzero.optim._eight_bit import ZERO, DynamicCode, decode, dynamic_code, encode
 from fzero.optim._shapes import check_gradients_like
@@ -53,6 +54,7 @@ class EightBit(NamedTuple):
     scales: Tree
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Moments:
     """How an optimizer stores its moments.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary_of_class
 from fzero.codecs import Codec, CodecKey
 from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
 from fzero.tree import Tree
@@ -34,6 +35,7 @@ class GradientDtypes(NamedTuple):
     reduce_key: CodecKey | None = None
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of parameters, gradients and master weights: mixed precision (arXiv:1710.03740) as data.

@@ -195,7 +195,12 @@ def test_a_bad_call_says_what_to_do():
     with pytest.raises(TypeError, match=r"gather state\.anchor"):
         step.gather(params)
     with pytest.raises(TypeError, match="jit the step inside"):
-        fzero.jit(step, backend="fx")(params, state, mesh.split(batches_of(1, 4)[0]))
+        fzero.jit(step)
+    with pytest.raises(TypeError, match="jit the step inside"):
+        fzero.jit(lambda *args: step(*args), backend="fx")(params, state, mesh.split(batches_of(1, 4)[0]))
+    for value in (params, state):
+        with pytest.raises(TypeError, match=r"a checkpoint cannot hold: .*; save replicas by step\.save\(path"):
+            fzero.save("/tmp/never-written", {"p": value})
     other = local_steps(fzero.shard(train_step_of(opt), stage=3, mesh=mesh), every=2)
     with pytest.raises(ValueError, match="step") as caught:
         other(params, state, mesh.split(batches_of(1, 4)[0]))

@@ -7,6 +7,12 @@ LOCAL = ("tests/local_sgd/test_local_steps.py",)
 WORLD = ("tests/distributed/test_gloo.py::test_gloo_processes[local-4]",)
 
 MUTANTS = [
+    *File("graph/_jit.py", LOCAL).faults(
+        Fault("local_steps is jitted until its first call", "jit", never("hasattr(step, 'jit_error')")),
+    ),
+    *File("checkpoint/_local_tree.py", LOCAL).faults(
+        Fault("replicas in a checkpoint are refused without the remedy", "local_tree", never("hint")),
+    ),
     *File("local_sgd/_outer_step.py", LOCAL).faults(
         Fault("what replicas learned is summed, not averaged", "OuterStep.send", bare("A / self.groups.count")),
         Fault("the anchor moves away from the replicas", "OuterStep.send", becomes("a - B", "B - a")),

@@ -12,6 +12,11 @@ MUTANTS = [
         Fault("Dynamo is not configured when it is imported", "_Loader.exec_module", skipped("A(module)", at="2 of 2")),
         Fault("boxes are not registered with optree", "register_optree_node", skipped("A('optree', B)")),
     ),
+    *File("_tracebacks.py", ("tests/test_tracebacks.py",)).faults(
+        Fault(
+            "an error of a policy's constructor has frames of fzero", "api_boundary_of_class", bare("api_boundary(A)")
+        ),
+    ),
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),

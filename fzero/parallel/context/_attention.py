@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero._arguments import check_choice, is_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import from_rank_order, to_rank_order
@@ -19,6 +20,7 @@ HEADS, TOKENS = -3, -2
 METHODS = ("all_to_all", "ring")
 
 
+@api_boundary
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

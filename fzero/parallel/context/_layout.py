@@ -66,6 +66,7 @@ def positions_of(rank: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
     return (starts.unsqueeze(-1) + half).flatten(-2)
 
 
+@api_boundary
 def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the position in its sequence of each of this rank's tokens.
 
@@ -238,6 +239,7 @@ def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.T
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing], value=value)
 
 
+@api_boundary
 def shift_labels(
     tokens: torch.Tensor, documents: torch.Tensor | None = None, *, ignore_index: int = -100
 ) -> torch.Tensor:

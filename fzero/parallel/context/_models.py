@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
@@ -38,6 +39,7 @@ class ContextModel:
     axis: str
 
 
+@api_boundary
 def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
     """Check that sequences of a model of transformers can be split, for `fzero.nn.functional(model, context=)`.
 
