@@ -112,8 +112,9 @@ def jit(
         raise TypeError(f"step is {step!r}: expected a function")
     if isinstance(step, Jitted):
         raise TypeError(f"step is jitted already: {step!r}; call it, or jit the function that it was made from")
-    if hasattr(step, "jit_error"):  # a step of local_steps, which lies above this package
-        raise TypeError(f"step is {step!r}: {step.jit_error}")
+    reason: str = getattr(step, "jit_error", "")  # that of local_steps, which lies above this package
+    if reason:
+        raise TypeError(f"step is {step!r}: {reason}")
     check_choice("backend", backend, tuple(BACKENDS))
     for name, value in (("loop", loop), ("strict", strict), ("dynamic", dynamic), ("device_graph", device_graph)):
         check_choice(name, value, (True, False))

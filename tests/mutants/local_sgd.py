@@ -8,7 +8,7 @@ WORLD = ("tests/distributed/test_gloo.py::test_gloo_processes[local-4]",)
 
 MUTANTS = [
     *File("graph/_jit.py", LOCAL).faults(
-        Fault("local_steps is jitted until its first call", "jit", never("hasattr(step, 'jit_error')")),
+        Fault("local_steps is jitted until its first call", "jit", never("reason")),
     ),
     *File("checkpoint/_local_tree.py", LOCAL).faults(
         Fault("replicas in a checkpoint are refused without the remedy", "local_tree", never("hint")),
