@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     *File("local_sgd/_local_steps.py", LOCAL).faults(
         Fault("the end of a run averages the first part alone", "LocalSteps.finish", becomes("range(A)", "range(1)")),
-        Fault("an average is written into the arguments", "LocalSteps.__call__", never("not isinstance(A, Jitted)")),
+        Fault("an average is written into the arguments", "LocalSteps._run", never("not isinstance(A, Jitted)")),
     ),
     *File("local_sgd/_messages.py", LOCAL).faults(
         Fault("a codec's codes are those of one replica", "finish_sum", becomes("A.sum(0)", "A[0]")),
