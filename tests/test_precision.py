@@ -46,7 +46,7 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
 # ---------------------------------------------------------------- precision
 
 
-@examples(8, 40)
+@examples(3, 40)
 @given(
     params=trees(dtypes=[torch.float32]),
     half=st.sampled_from(HALF),
@@ -71,7 +71,7 @@ def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed
     assert_trees_close(got, expected, rtol=0.0)
 
 
-@examples(8, 40)
+@examples(3, 40)
 @given(
     reduce=st.sampled_from([torch.float64, torch.float32]),
     stage=stages(),
@@ -477,7 +477,7 @@ def test_higher_derivatives_through_a_scale():
     torch.testing.assert_close(torch.func.grad(value)(w), 3 * w**2)
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(params=trees(), n=world_sizes(), bad=st.booleans(), data=st.data())
 def test_all_finite_sees_every_rank(params, n, bad, data):
     leaves = [x for x in tree.tensors(params) if x.numel()]
@@ -491,7 +491,7 @@ def test_all_finite_sees_every_rank(params, n, bad, data):
 # ---------------------------------------------------------------- weighted means
 
 
-@examples(8, 40)
+@examples(3, 40)
 @given(
     stage=stages(), n=world_sizes(), k=MICRO_BATCHES, seed=st.integers(0, 99), scaled=st.booleans(), aux=st.booleans()
 )

@@ -59,7 +59,7 @@ def test_what_does_not_fill_its_memory_side_by_side_is_no_buffer(what):
     assert buffers_of(no_buffer()[what]) == ()
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(SHAPES)
 def test_stand_ins_lie_as_what_they_stand_for(shapes):
     xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]

@@ -362,7 +362,7 @@ def faulty_programs(draw: Any) -> Any:
     )
 
 
-@examples(75, 150)
+@examples(38, 150)
 @given(faulty_programs())
 def test_no_fault_hangs_and_each_error_names_the_culprit(case):
     n, culprit, at, fault, program = case

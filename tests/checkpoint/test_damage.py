@@ -42,7 +42,7 @@ def copied(path: Path, to: Path) -> Path:
     return to
 
 
-@examples(48, 120)
+@examples(16, 120)
 @given(data=st.data(), other=st.booleans())
 def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other):
     path, _ = saved
@@ -58,7 +58,7 @@ def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other)
         fzero.checkpoint.verify(damaged)
 
 
-@examples(30, 60)
+@examples(15, 60)
 @given(data=st.data())
 def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory, data):
     path, _ = saved
@@ -86,7 +86,7 @@ def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
 KEYS = ["mesh", "leaves", "groups", "ties", "values", "files", "nonce", "written", "block"]
 
 
-@examples(32, 80)
+@examples(11, 80)
 @given(junk=JSON, key=st.sampled_from(KEYS))
 def test_any_json_in_the_place_of_a_manifest_or_of_a_part_of_it_is_an_error(saved, tmp_path_factory, junk, key):
     path, whole = saved
@@ -117,7 +117,7 @@ def deep(body: Any, data: Any) -> tuple[Any, Any]:
         body = inner
 
 
-@examples(48, 120)
+@examples(24, 120)
 @given(data=st.data(), junk=JSON)
 def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(saved, tmp_path_factory, data, junk):
     """Also with a checksum that fits: nothing outside of the folder is read, and no other error comes."""

@@ -40,7 +40,7 @@ def folder_of(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(path.iterdir())}
 
 
-@examples(16, 40)
+@examples(6, 40)
 @given(
     params=params_of(), source=LAYOUTS, target=LAYOUTS, max_file=st.sampled_from([1, 200, 1 << 30]), seed=st.integers()
 )
@@ -68,7 +68,7 @@ def test_any_layout_is_written_alike_and_read_into_any(tmp_path_factory, params,
         assert index["weight_map"].keys() == theirs.keys()
 
 
-@examples(12, 25)
+@examples(6, 25)
 @given(
     source=LAYOUTS,
     target=LAYOUTS,
@@ -331,7 +331,7 @@ def copied(path: Path, to: Path) -> Path:
     return to
 
 
-@settings(max_examples=150)
+@examples(75, 150)
 @given(data=st.data())
 def test_a_changed_header_or_index_is_an_error_or_changes_nothing(several, tmp_path_factory, data):
     path = copied(several, tmp_path_factory.mktemp("damaged"))
@@ -377,7 +377,7 @@ def write_header(path: Path, header: Any, data: bytes = b"\0" * 24) -> None:
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-@settings(max_examples=120)
+@examples(60, 120)
 @given(junk=JSON, key=st.sampled_from([*GOOD, "a", ""]), inner=st.none() | st.integers(0, 1))
 def test_any_json_in_a_header_is_an_error(tmp_path_factory, junk, key, inner):
     path = tmp_path_factory.mktemp("junk")

@@ -17,7 +17,7 @@ from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bit
 from tests.helpers import examples
 
 
-@examples(16, 40)
+@examples(8, 40)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS, seed=st.integers(0, 99))
 def test_any_layout_is_read_into_any(tmp_path_factory, params, source, target, seed):
     path = tmp_path_factory.mktemp("saved")
@@ -28,7 +28,7 @@ def test_any_layout_is_read_into_any(tmp_path_factory, params, source, target, s
     assert same_bits(whole_of(other, fzero.load(path, like=like, mesh=other.mesh)), whole)
 
 
-@examples(8, 15)
+@examples(4, 15)
 @given(params=params_of(), layout=LAYOUTS)
 def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory, params, layout):
     step, state = state_in(layout, params)
@@ -45,7 +45,7 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
         assert same_bits(fzero.checkpoint.read(one, path), fzero.checkpoint.read(other, path))
 
 
-@examples(30, 60)
+@examples(15, 60)
 @given(params=params_of(), layout=LAYOUTS)
 def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
@@ -74,7 +74,7 @@ def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     assert all(x.eq(1).all() for x in bits)
 
 
-@examples(15, 30)
+@examples(8, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
     saved, mine = [

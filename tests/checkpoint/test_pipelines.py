@@ -93,7 +93,7 @@ def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str,
     return {**state, **parts}
 
 
-@examples(8, 20)
+@examples(3, 20)
 @given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "none", "offload"]))
 def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, target, tied, name):
     """Bit for bit the state of training without a pipeline, and on the disk under the same names."""
@@ -123,7 +123,7 @@ def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, 
     assert same_bits(fzero.load(folder / "1", like=zeros), dense)
 
 
-@examples(12, 30)
+@examples(6, 30)
 @given(st.integers(2, 6), PLACED, st.booleans())
 def test_what_ranks_write_is_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
 from fzero.checkpoint._blocks import overlapping
 from tests.checkpoint.states import Layout, filled, same_bits, sharded, whole_of
+from tests.helpers import examples
 
 VIEWS: dict[str, Any] = {
     "a column": lambda x: x[:, 0],
@@ -77,7 +78,7 @@ def test_an_expanded_leaf_gets_memory_of_its_own(tmp_path):
     assert fzero.load(tmp_path, like={"a": torch.zeros(1).expand(3)})["a"].tolist() == [0, 1, 2]
 
 
-@settings(max_examples=12)
+@examples(6, 12)
 @given(st.integers(0, 3), st.integers(1, 4))
 def test_averages_that_start_as_the_parameters_are_read_apart(tmp_path_factory, stage, n):
     path = tmp_path_factory.mktemp("saved")

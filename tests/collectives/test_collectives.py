@@ -26,7 +26,7 @@ def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate
 names = st.sampled_from(sorted(COLLECTIVES))
 
 
-@settings(max_examples=120)
+@examples(60, 120)
 @given(names, N, st.integers(0, 9), simulations)
 def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     f, shape, expected = COLLECTIVES[name]
@@ -34,7 +34,7 @@ def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
-@examples(16, 40)
+@examples(8, 40)
 @given(names, N)
 def test_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
@@ -55,7 +55,7 @@ def test_lockstep_equals_vmap_bit_for_bit(name, n):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@examples(60, 120)
+@examples(30, 120)
 @given(names, N, st.integers(0, 9))
 def test_transpose_by_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
@@ -90,7 +90,7 @@ def test_jvp_is_the_collective_of_the_tangent(name, n):
     torch.testing.assert_close(on_ranks(n, lambda x, t: torch.func.jvp(f, (x,), (t,))[1], X, T), on_ranks(n, f, T))
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(names, st.integers(1, 5), st.integers(1, 3))
 def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
     """vmap(f) inside a rank program equals f on each sample, also when the sizes are equal."""
@@ -104,7 +104,7 @@ def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
         torch.testing.assert_close(moved, got)
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(names, st.integers(1, 4))
 def test_per_sample_gradients(name, n):
     f, shape, _ = COLLECTIVES[name]
@@ -118,7 +118,7 @@ def test_per_sample_gradients(name, n):
     torch.testing.assert_close(got, torch.stack(one_by_one, 1))
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(names, st.integers(1, 4))
 def test_grad_of_grad(name, n):
     f, shape, _ = COLLECTIVES[name]
@@ -132,7 +132,7 @@ def test_grad_of_grad(name, n):
     torch.testing.assert_close(inside, outside, rtol=1e-10, atol=1e-10)
 
 
-@examples(10, 20)
+@examples(5, 20)
 @given(names, st.integers(1, 4))
 def test_traces_with_make_fx(name, n):
     f, shape, _ = COLLECTIVES[name]

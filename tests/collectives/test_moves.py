@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,6 +14,7 @@ import fzero
 from fzero import PerRank
 from fzero.collectives._moves import to_device, to_host
 from fzero.testing import shapes, world_sizes
+from tests.helpers import examples
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,7 +57,7 @@ def test_a_move_of_a_view_takes_the_view_only(name):
         assert torch.equal(y, view) and y.untyped_storage().nbytes() == y.nbytes
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(names, shapes())
 def test_each_is_the_others_transpose(name, shape):
     """In values, and as operations: the backward pass of a move is the other move, once."""
@@ -72,7 +73,7 @@ def test_each_is_the_others_transpose(name, shape):
     assert operations(pulled, x, y)[-1:] == [other]
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(names, shapes())
 def test_derivatives_are_those_without_the_move(name, shape):
     """grad, jvp, the gradient of a gradient, per-sample gradients, jvp of grad."""
@@ -104,7 +105,7 @@ def test_reverse_mode_of_torch_itself():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-@settings(max_examples=12)
+@examples(6, 12)
 @given(name=names, n=world_sizes(5), shape=shapes())
 def test_a_move_inside_a_rank_program_is_each_ranks_own(simulate, name, n, shape):
     """It sends nothing between ranks, and its gradient is that of the program without it."""

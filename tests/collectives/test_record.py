@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -13,7 +13,7 @@ from fzero import optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import trees, world_sizes
-from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 
@@ -72,7 +72,7 @@ def test_state_bytes_are_the_tables(model, n):
         assert step.state_bytes(*step.init(params, optim.adam(1e-3))) == expected + 8
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(trees(), world_sizes(), st.integers(0, 3))
 def test_state_bytes_of_any_tree(params, n, stage):
     exact, padded = sizes(params, n)

@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero import _torch, optim, tree
 from fzero.graph._ir import graph_results, is_input
+from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.optim.offloading import BF16, Row
@@ -50,6 +51,22 @@ def train_both(
         losses[0].append(loss)
         losses[1].append(other)
     return [list(eager), losses[0]], [list(fast), losses[1]]
+
+
+LEAST = {"prefetch": 0, "in_flight": 0, "bucket_bytes": 0, "max_reuse_bytes": 0, "recompute": False}
+
+
+def entry_of(step: Any, *args: Any, world_size: Any = None, backend: str = "fx") -> Any:
+    """Trace a rank's step once, in one schedule: `with_schedule` gives the others, which share the trace."""
+    rank = fzero.graph.step_of_rank(fzero.jit(step, backend=backend, **LEAST), *args, world_size=world_size)
+    rank.plan()
+    (entry,) = rank.step._entries.values()
+    return entry
+
+
+def plan_of(entry: Any, **options: Any) -> fzero.graph.Plan:
+    """The plan of a traced step in the schedule of these options of `fzero.jit`."""
+    return entry.with_schedule(ScheduleOptions(**options).validated()).plan
 
 
 WIDTH, LAYERS = 128, 3

@@ -1,5 +1,6 @@
 """Reductions that go on from one turn of a loop to the next. On processes: tests/distributed/jit_cases.py."""
 
+import functools
 import itertools
 import operator
 from typing import Any
@@ -10,35 +11,29 @@ import torch
 import fzero
 from fzero import optim
 from fzero.graph import _candidates as _choose
-from fzero.graph import _one_rank
 from fzero.graph._ir import graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _cost
 from fzero.graph.planning._liveness import iteration_peak_bytes, iteration_ranges, live_bytes, live_ranges, peak_bytes
+from tests.graph.helpers import entry_of, plan_of
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 ADAMW = optim.adamw(1e-3)
 
 
-def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over: Any = None, **options: Any) -> Any:
+@functools.cache
+def entry(stage: int, vocab: int = 37, world: Any = (("dp", 2),), micro_batches: int = 4) -> Any:
     """Trace a step of one rank of a world that is not at hand."""
-    sizes = sizes or {"dp": 2}
-    small = dict.fromkeys(sizes, 2)
-    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**small), over=over, check=False)
-    tokens = torch.randint(37, (4 * step.mesh.size, 9))
-    args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
-    args = _one_rank.one_rank_tree(args, sizes, all_ranks=True)
-    jitted = fzero.jit(step.on_mesh(_one_rank.planned_mesh(tuple(sizes.items()))), **options)
-    jitted.plan(*args)
-    (found,) = jitted._entries.values()
-    return found
-
-
-def plain() -> Any:
-    return train_step_for(gpt_loss, ADAMW, micro_batches=4)
+    over = "shard" if len(world) > 1 else None
+    mesh = fzero.mesh(**{axis: 2 for axis, _ in world})
+    step = train_step_for(gpt_loss, ADAMW, micro_batches=micro_batches)
+    step = fzero.shard(step, stage=stage, mesh=mesh, over=over, check=False)
+    tokens = torch.randint(37, (4 * mesh.size, 9))
+    args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), mesh.split(tokens))
+    return entry_of(step, *args, world_size=dict(world))
 
 
 def loops(graph: Any) -> list[Loop]:
@@ -52,7 +47,7 @@ def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucke
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (2, 9)], itertools.product((2, 3), (1, 2, 9))))
 def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
-    graph = scheduled(entry(plain(), stage).traced.graph, in_flight)
+    graph = scheduled(entry(stage).traced.graph, in_flight)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
     pending = [n for n in nodes if is_carried(n)]
@@ -68,14 +63,14 @@ def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
 
 
 def test_a_bucket_is_carried_whole():
-    graph = scheduled(entry(plain(), 2).traced.graph, 1, bucket_bytes=1 << 20)
+    graph = scheduled(entry(2).traced.graph, 1, bucket_bytes=1 << 20)
     (loop,) = loops(graph)
     starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried_count :]}
     assert loop.carried_count > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
 
 
 def test_the_same_collectives_run_as_often():
-    traced = entry(plain(), 3).traced.graph
+    traced = entry(3).traced.graph
     (one,), (other,) = [loops(scheduled(traced, 1, across)) for across in (False, True)]
     names = [[n.name for n in loop.body.nodes if is_collective(n)] for loop in (one, other)]
     assert names[0] == names[1] and (one.carried_count, other.carried_count) == (0, 1)
@@ -83,7 +78,7 @@ def test_the_same_collectives_run_as_often():
 
 def test_a_plan_counts_what_is_on_its_way():
     """The operand, and the shard that arrives, from the turn's end to the next one's wait."""
-    traced = entry(plain(), 2).traced.graph
+    traced = entry(2).traced.graph
     graph = scheduled(traced, 1)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
@@ -103,7 +98,7 @@ def test_a_plan_counts_what_is_on_its_way():
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_with_more_ranks_their_parts_are_counted_too(ranks):
-    graph = scheduled(entry(plain(), 2, sizes={"dp": ranks}).traced.graph, 1)
+    graph = scheduled(entry(2, world=(("dp", ranks),)).traced.graph, 1)
     (loop,) = loops(graph)
     pending = next(n for n in loop.body.nodes if is_carried(n))
     shard = pending.meta["val"].numel() * 4
@@ -113,11 +108,11 @@ def test_with_more_ranks_their_parts_are_counted_too(ranks):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_is_reduced_behind_the_loop_is_not_carried(stage):
-    assert [loop.carried_count for loop in loops(scheduled(entry(plain(), stage).traced.graph, 1))] == [0]
+    assert [loop.carried_count for loop in loops(scheduled(entry(stage).traced.graph, 1))] == [0]
 
 
 def test_sums_over_replicas_follow_the_loop():
-    graph = scheduled(entry(plain(), 3, sizes={"replica": 2, "shard": 2}, over="shard").traced.graph, 1)
+    graph = scheduled(entry(3, world=(("replica", 2), ("shard", 2))).traced.graph, 1)
     (loop,) = loops(graph)
     kinds = [
         {str(n.target).split(".")[1] for n in nodes if is_reduce_collective(n)}
@@ -149,7 +144,7 @@ def read_before(body: Any, chain: Any) -> Any:
 
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
 def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(change):
-    graph = scheduled(entry(plain(), 2).traced.graph, 1, across_iterations=False)
+    graph = scheduled(entry(2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
@@ -164,7 +159,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
 
 def test_the_faster_of_those_that_fit_is_kept():
     """A large embedding, whose gradient is the last, has nothing in its own turn to go on beside."""
-    lean, fast = [entry(plain(), 2, vocab=20_000, memory_budget=budget).plan for budget in (None, 10**9)]
+    lean, fast = [plan_of(entry(2, vocab=20_000), memory_budget=budget) for budget in (None, 10**9)]
     assert fast.settings["across_iterations"] and "across_iterations" not in lean.settings
     without = {k: v for k, v in fast.settings.items() if k != "across_iterations"}
     (twin,) = [r for r in fast.rejected if r.settings == without]
@@ -172,23 +167,23 @@ def test_the_faster_of_those_that_fit_is_kept():
 
 
 def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
-    peak = entry(plain(), 2, vocab=20_000, memory_budget=10**9).plan.peak_bytes
-    fits, lean = [entry(plain(), 2, vocab=20_000, memory_budget=peak - less).plan for less in (0, 1)]
+    peak = plan_of(entry(2, vocab=20_000), memory_budget=10**9).peak_bytes
+    fits, lean = [plan_of(entry(2, vocab=20_000), memory_budget=peak - less) for less in (0, 1)]
     assert fits.peak_bytes == peak and fits.settings["across_iterations"] and lean.peak_bytes < peak
 
 
 def test_what_is_carried_takes_its_time_all_the_same(monkeypatch):
-    traced = entry(plain(), 2, vocab=20_000).traced.graph
+    traced = entry(2, vocab=20_000).traced.graph
     monkeypatch.setitem(_cost.HARDWARE, "cpu", _cost.HARDWARE["cpu"]._replace(link=1e5))  # hardly anything but messages
     carried, waited = [_cost.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)
 
 
 def test_nothing_is_carried_where_nothing_may_be_on_its_way():
-    assert "across_iterations" not in str(entry(plain(), 2, memory_budget=10**9, in_flight=0).plan.rejected)
+    assert "across_iterations" not in str(plan_of(entry(2), memory_budget=10**9, in_flight=0).rejected)
 
 
 def test_schedules_that_carry_nothing_are_no_candidates():
-    found = entry(train_step_for(gpt_loss, ADAMW), 2, memory_budget=10**9)
-    assert not any("across_iterations" in r.settings for r in found.plan.rejected)
-    assert _choose._carries(scheduled(entry(plain(), 2).traced.graph, 1))
+    found = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
+    assert not any("across_iterations" in r.settings for r in found.rejected)
+    assert _choose._carries(scheduled(entry(2).traced.graph, 1))

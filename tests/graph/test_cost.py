@@ -60,7 +60,7 @@ def test_where_both_are_one_there_is_one_clock():
 speeds = st.floats(1, 1e3)
 
 
-@examples(40, 100)
+@examples(20, 100)
 @given(host=speeds, link=speeds, slower=st.floats(0.1, 1))
 def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     graph = traced(down_up)
@@ -84,7 +84,7 @@ def product_seconds(hardware: Hardware, *shapes: tuple[int, ...], op: Any = torc
     return estimate_seconds(make_fx(op, tracing_mode="fake")(*operands).graph, hardware)
 
 
-@examples(30, 200)
+@examples(15, 200)
 @given(m=sizes, k=sizes, n=sizes, more=st.integers(1, 3))
 def test_no_product_is_faster_than_its_card_and_none_of_more_work_takes_less(m, k, n, more):
     seconds = product_seconds(CARD, (m, k), (k, n))
@@ -111,7 +111,7 @@ def float8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return scaled_mm(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), one, one, torch.bfloat16, False)
 
 
-@examples(20, 100)
+@examples(10, 100)
 @given(m=sizes, k=st.sampled_from((16, 64, 256)), n=st.sampled_from((16, 256)), float8=st.floats(1, 2))
 def test_a_product_of_float8_has_the_rate_of_its_shape_times_that_of_float8(m, k, n, float8):
     seconds = product_seconds(CARD._replace(float8=float8), (m, k), (n, k), op=float8_product)

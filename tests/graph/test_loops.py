@@ -1,6 +1,7 @@
 """Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all turns."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from fzero.graph import _agreement, _entry, _one_rank
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
-from tests.graph.helpers import bitwise, copied, train_both
+from tests.graph.helpers import LEAST, bitwise, copied, entry_of, plan_of, train_both
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
@@ -117,7 +118,7 @@ def test_a_sum_of_negative_zeros_is_negative():
     assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), [2]))
 def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
     precision = fzero.Precision(param=torch.float16, grad=torch.float32)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision))
@@ -478,13 +479,18 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
     assert abs(measured / plan.peak_bytes - 1) < 0.005, (measured, plan.peak_bytes)
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
+@functools.cache
+def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
     args = (*step.init(gpt_params(width=32, layers=2), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
     looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
     with unrolled():
-        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+        return [looped, fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)]
+
+
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
+def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
+    looped, flat = with_and_without_a_loop(stage)
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
@@ -505,7 +511,7 @@ def test_rows_are_in_the_plan():
     assert plan.added_bytes == peak_bytes(lambda: step(w, x))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_collectives_are_counted_with_their_turns(stage):
     """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every turn."""
     mesh, k = fzero.mesh(dp=4), 5
@@ -521,10 +527,10 @@ def test_collectives_are_counted_with_their_turns(stage):
 
 def test_a_unit_stays_from_turn_to_turn_where_it_may():
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
-    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)))
+    traced = entry_of(step, *step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)), world_size=4)
 
     def gathers(**options: Any) -> dict[str, int]:
-        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **options), *args, world_size=4)
+        plan = plan_of(traced, bucket_bytes=0, **options)
         return {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"}
 
     units = gathers(max_reuse_bytes=math.inf)
@@ -569,11 +575,7 @@ def test_a_unit_that_a_turn_gathers_twice_stays_once():
 
 def test_schedules_look_into_loops():
     """The same settings are tried as for the turns one by one, and gathers start ahead only where they fit."""
-    step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
-    args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
-    looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
-    with unrolled():
-        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+    looped, flat = with_and_without_a_loop(3)
 
     def tried(plan: fzero.graph.Plan) -> dict[Any, int]:
         kept = (plan.settings, plan.peak_bytes)
@@ -588,7 +590,7 @@ def test_schedules_look_into_loops():
     assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", cases((1, 3), [2]))
 def test_sums_of_gradients_are_gradients_in_the_plan(stage):
     """At stage 1 they are whole."""
     step = fzero.shard(
@@ -621,10 +623,10 @@ def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     """A budget of little more than what the schedule takes that gathers ahead everywhere leaves it as it is."""
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2), check=False)
     args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (6, 17))))
+    traced = entry_of(step, *args, world_size=2)
 
     def planned(**options: Any) -> fzero.graph.Plan:
-        options = {"in_flight": 0, "max_reuse_bytes": 0, "recompute": False, "bucket_bytes": 0, **options}
-        return fzero.plan(fzero.jit(step, **options), *args, world_size=2)
+        return plan_of(traced, **{**LEAST, **options})
 
     lean, ahead = planned(prefetch=0), planned(prefetch="fitting", memory_budget=10**9)
     unit = max(c.bytes for c in ahead.collectives)
@@ -679,7 +681,7 @@ def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
     assert gathers == [("w", 1), ("w", 3)]  # the parameter's, and that of what it is applied to
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     step = [
         fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

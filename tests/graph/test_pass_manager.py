@@ -24,7 +24,7 @@ from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._liveness import device_live_bytes, live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 # ---------------------------------------------------------------- order
 
@@ -79,7 +79,7 @@ SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
 REPLICATED = SHARDED._replace(stage=1)
 
 
-@examples(15, 30)
+@examples(5, 30)
 @given(chains(), st.lists(pass_settings(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
 @example(REPLICATED, [PassSettings(False, math.inf, 0)], False, False, False)
 def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself, moves):
@@ -171,7 +171,7 @@ def test_a_plan_shows_the_settings_of_the_passes():
     }
 
 
-@examples(8, 20)
+@examples(4, 20)
 @given(chains(stages=[3], sam=False))
 def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)
@@ -297,7 +297,7 @@ def test_a_plan_in_given_settings_is_that_of_the_options_and_traces_nothing_agai
     ranks_step = fzero.graph.step_of_rank(step, *args, world_size=4)
     plan, jitted = ranks_step.plan(), ranks_step.step
     assert plan.rejected
-    for other in plan.rejected:
+    for other in plan.rejected[:: either(4, 1)]:
         untraced = jitted.with_options(schedule_options=ScheduleOptions.of(other.settings))
         anew = untraced.plan(*ranks_step.args)
         assert anew.settings == other.settings

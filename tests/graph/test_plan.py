@@ -16,6 +16,7 @@ from fzero import optim, tree
 from fzero._format import format_bytes
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
+from tests.graph.helpers import entry_of, plan_of
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
@@ -33,17 +34,23 @@ def shape_at(x: torch.Tensor, width: int) -> list[int]:
 
 
 @functools.cache
-def planned(
-    model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any
-) -> fzero.graph.Plan:
-    """One rank's plan of a GPT's step, from meta tensors."""
+def entry(model: str, stage: int, k: int, world_size: int, backend: str) -> Any:
+    """One rank's trace of a GPT's step, from meta tensors."""
     width, layers, batch = MODELS[model]
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
     params = tree.map(lambda x: torch.empty(shape_at(x, width), device="meta"), gpt_params(1, layers, 256, 128))
     state = step.init(params, ADAMW)
     tokens = mesh.split(torch.zeros(2 * batch, 129, dtype=torch.long, device="meta"))
-    return fzero.plan(fzero.jit(step, backend=backend, **options), *state, tokens, world_size=world_size)
+    return entry_of(step, *state, tokens, world_size=world_size, backend=backend)
+
+
+@functools.cache
+def planned(
+    model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any
+) -> fzero.graph.Plan:
+    """One rank's plan of a GPT's step."""
+    return plan_of(entry(model, stage, k, world_size, backend), **options)
 
 
 # ---------------------------------------------------------------- memory

@@ -59,7 +59,7 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
     return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
 
 
-@examples(20, 40)
+@examples(10, 40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
 def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
     graph = clipped(sizes, scaled=scaled)

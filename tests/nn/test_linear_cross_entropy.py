@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import PerRank, optim
 from fzero.nn import linear_cross_entropy
 from fzero.testing import assert_equivalent
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 
 CLASSES, WIDTH = 11, 5
 
@@ -57,7 +57,7 @@ def labels_of(values: list[int], ignored: int) -> torch.Tensor:
     return torch.where(labels == -100, ignored, labels)
 
 
-@settings(max_examples=25)
+@examples(13, 25)
 @given(OPTIONS, LABELS, st.sampled_from([2, 4, 10, 11, 50]), st.sampled_from([1.0, 1e3]), st.booleans())
 def test_values_and_gradients_are_those_of_the_whole_logits(options, values, chunk, scale, has_bias):
     """Also of logits whose exponentials overflow, and where all labels are ignored."""
@@ -91,7 +91,7 @@ def test_second_derivatives_are_those_of_the_whole_logits():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-@settings(max_examples=8)
+@examples(4, 8)
 @given(st.sampled_from([1, 2, 4]), OPTIONS, LABELS, st.sampled_from([2, 3, 9]), st.booleans())
 def test_classes_may_be_split_over_an_axis(simulate, n, options, values, chunk, has_bias):
     classes = 12

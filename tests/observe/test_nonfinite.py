@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -49,7 +49,7 @@ PLANTED: dict[Loss, tuple[str, str, bool]] = {
     micro_batches=st.sampled_from([1, 2]),
     lockstep=st.booleans(),
 )
-@examples(10, 24)
+@examples(4, 24)
 def test_what_is_planted_is_found(loss, stage, ranks, rank, micro_batches, lockstep):
     rank %= ranks
     mesh = fzero.mesh(dp=ranks, simulate="lockstep" if lockstep else "vmap")
@@ -74,7 +74,7 @@ def test_what_is_planted_is_found(loss, stage, ranks, rank, micro_batches, locks
 
 
 @given(stage=st.integers(0, 3), ranks=st.integers(1, 4), at=st.integers(0, 9), leaf=st.sampled_from(["w", "n"]))
-@settings(max_examples=8)
+@examples(4, 8)
 def test_a_leaf_of_the_parameters_is_named(stage, ranks, at, leaf):
     mesh = fzero.mesh(dp=ranks)
     step = fzero.shard(train_step_of(log_of_negative), stage, mesh, units=lambda path, x: "all")
@@ -86,7 +86,7 @@ def test_a_leaf_of_the_parameters_is_named(stage, ranks, at, leaf):
 
 
 @given(stage=st.integers(0, 3), ranks=st.integers(1, 4), rank=st.integers(0, 3))
-@settings(max_examples=8)
+@examples(4, 8)
 def test_a_leaf_of_the_batch_is_named(stage, ranks, rank):
     rank %= ranks
     mesh = fzero.mesh(dp=ranks)

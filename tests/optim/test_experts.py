@@ -42,7 +42,7 @@ def test_each_expert_of_each_layer_has_its_own_norm(limit, dtype):
                 torch.testing.assert_close(after["experts"][name][e], x[e] * scale, rtol=tolerance, atol=1e-7)
 
 
-@examples(5, 12)
+@examples(3, 12)
 @given(st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from([None, 0.5]), st.booleans())
 def test_training_is_dense_training(mesh, stage, capacity, one_unit):
     """Rows of an expert are cut anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""

@@ -53,7 +53,7 @@ layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.intege
 units = st.sampled_from([None, *sorted(RULES)])
 
 
-@examples(5, 30)
+@examples(3, 30)
 @given(name=st.sampled_from(sorted(POINTWISE)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("adamw", small_params(), by_path, None, 3, 3, 1)
 @example("masters, clip before", small_params(), 0.37, "one unit", 2, 2, 2)
@@ -63,7 +63,7 @@ def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, st
     check_bitwise(way, POINTWISE[name], params, ratio, "host")
 
 
-@examples(6, 16)
+@examples(3, 16)
 @given(name=st.sampled_from(sorted(LIFTED)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("muon", small_params(), 0.37, "one unit", 2, 2, 1)
 @example("adafactor", small_params(), 0.37, None, 3, 3, 1)
@@ -193,7 +193,7 @@ def pieces_of(values: Any) -> list[tuple[str, torch.Tensor]]:
     return [pair for box in boxes for pair in zip(spaces(box), box.pieces, strict=True)]
 
 
-@examples(15, 30)
+@examples(8, 30)
 @given(params=params_of(), ratio=st.floats(0, 1), stage=st.integers(1, 3), n=world_sizes(5), rule=units)
 def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     """Of all elements of a rank's shards, the last ones: the end of one unit, and all of those behind it."""
@@ -611,7 +611,7 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
     assert set(low.live_of("parameters", "host")) == {blocks * shard} and not any(low.live_of("parameters", "device"))
 
 
-@examples(40, 100)
+@examples(14, 100)
 @given(params=params_of(), ratio=RATIOS, n=st.integers(1, 4), low=st.booleans())
 def test_bytes_are_counted_by_memory(params, ratio, n, low):
     step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=n))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchopt
 import torchopt.transform
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 # ---------------------------------------------------------------- torch.optim's numbers
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(
     rate=st.floats(1e-4, 0.5),
     momentum=st.floats(0.05, 0.99),
@@ -282,7 +282,7 @@ def norm_by_hand(params: Any) -> torch.Tensor:
     return torch.cat([x.double().flatten() for x in leaves]).norm()
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(params=trees(), n=st.sampled_from(SIZES))
 def test_global_norm_is_the_same_on_shards(params, n):
     expected = norm_by_hand(params)
@@ -291,7 +291,7 @@ def test_global_norm_is_the_same_on_shards(params, n):
     torch.testing.assert_close(sharded, expected, rtol=1e-14, atol=0)
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(params=trees(), n=st.sampled_from(SIZES), value=st.sampled_from([1e6, math.inf, math.nan]))
 def test_padding_never_counts_in_the_global_norm(params, n, value):
     boxes = poison(partitioned(params, n), value)
@@ -299,7 +299,7 @@ def test_padding_never_counts_in_the_global_norm(params, n, value):
     torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(params=trees(), n=st.sampled_from(SIZES), mask=st.integers(0, 2**8))
 def test_replicated_leaves_count_once_in_the_global_norm(params, n, mask):
     def units(path: str, leaf: torch.Tensor) -> str | None:

@@ -140,7 +140,7 @@ def test_every_stage_and_world_size_equals_unsharded_training(name):
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=either((4,), (1, 4)))
 
 
-@examples(8, 80)
+@examples(3, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
     params=trees(),

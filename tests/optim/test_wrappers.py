@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -49,7 +49,7 @@ def gathered_norms(params: Any, n: int, units: Any) -> Any:
     return tree.map(lambda x, p: x.flatten()[0] if x.numel() else torch.zeros((), dtype=p.dtype), norms, params)
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(params=trees(), n=st.integers(1, 8), rule=st.integers(0, 2), tie=st.booleans())
 def test_leaf_norms_are_the_same_on_shards(params, n, rule, tie):
     params = {**params, "again": params["first"]} if tie else params
@@ -409,7 +409,7 @@ def test_injected_optimizers_are_exact_on_shards_if_their_optimizer_is():
 # ---------------------------------------------------------------- adafactor
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(
     rate=st.floats(1e-3, 1.5),  # from 1/sqrt(3) on the bound on the rate tells
     decay_rate=st.floats(0.1, 1),

@@ -17,7 +17,7 @@ from fzero import PerRank, optim, random, tree
 from fzero.random import _seeded
 from fzero.random._keys import bits
 from fzero.testing import assert_trees_close
-from tests.helpers import cases
+from tests.helpers import cases, examples
 from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
 
 N = 1 << 16
@@ -406,7 +406,7 @@ def test_dynamo_traces_it(f, untouched):
     seed=seeds,
     size=st.integers(1, 5),
 )
-@settings(max_examples=15)
+@examples(5, 15)
 def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
     k, x = random.key(seed), torch.ones(size, 4)
     program = lambda k, x: PerRank(random.seeded(masks)(k, k, x))  # noqa: E731

@@ -5,11 +5,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.ranks import _agreement as agreement
 from fzero.ranks._agreement import checksum
+from tests.helpers import examples
 from tests.memory import peak_bytes
 
 DTYPES = [
@@ -36,7 +37,7 @@ seeds = st.integers(0, 2**31)
 
 
 @small_blocks
-@settings(max_examples=60)
+@examples(30, 60)
 @given(shapes, st.sampled_from(DTYPES), seeds, st.data())
 def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
     """Whatever view a tensor is, it has the checksum of a copy."""
@@ -63,7 +64,7 @@ def test_what_is_conjugated_or_negated_lazily_or_expanded_is_read_as_its_values(
 
 
 @small_blocks
-@settings(max_examples=60)
+@examples(30, 60)
 @given(shapes.filter(lambda s: math.prod(s) > 1), st.sampled_from(DTYPES), seeds, st.data())
 def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, data):
     """Of one element any bit, the sign among them; of two elements their order, however far they are apart."""

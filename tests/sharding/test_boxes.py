@@ -12,7 +12,7 @@ from tests.checkpoint.states import Layout, params_of, state_in
 from tests.helpers import examples
 
 
-@examples(50, 100)
+@examples(17, 100)
 @given(params_of(), st.integers(0, 3), st.integers(1, 4), st.sampled_from([None, "dp"]))
 def test_a_cut_leaf_answers_for_the_whole_one(params, stage, n, split):
     layout = Layout({"dp": n, "tp": 2} if split else {"dp": n}, stage, split, split=split is not None)

@@ -31,7 +31,7 @@ def forget(values: Any) -> Any:
     return tree.map(lambda x: x.clone(), values)
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(trees(DTYPES), world_sizes(), RULES)
 def test_gather_after_partition_is_the_identity(params, n, rule):
     """Bitwise, with the memory of the origin and without it, for every dtype."""
@@ -41,7 +41,7 @@ def test_gather_after_partition_is_the_identity(params, n, rule):
         assert_trees_close(out, params, rtol=0)
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(trees(DTYPES), world_sizes(), RULES)
 def test_partition_after_gather_is_the_identity(params, n, rule):
     mesh = fzero.mesh(dp=n)
@@ -51,7 +51,7 @@ def test_partition_after_gather_is_the_identity(params, n, rule):
     assert_trees_close([x.data for x in shards_of(again)], [x.data for x in shards_of(boxes)], rtol=0)
 
 
-@settings(max_examples=60)
+@examples(30, 60)
 @given(trees(DTYPES), world_sizes())
 def test_shards_are_the_unit_cut_in_equal_parts(params, n):
     boxes = fzero.mesh(dp=n).spmd(fzero.partition)(params)
@@ -66,7 +66,7 @@ def test_shards_are_the_unit_cut_in_equal_parts(params, n):
     assert cut == {p for p, x in leaves.items() if x is not None and x.is_floating_point()}
 
 
-@examples(30, 60)
+@examples(15, 60)
 @given(trees(), world_sizes(), RULES)
 def test_reduce_scatter_is_the_transpose_of_gather(params, n, rule):
     """The dot-product test: the gradient of <gather(shards), y> is reduce_scatter(y)."""
@@ -103,7 +103,7 @@ def test_reduce_scatter_is_the_transpose_of_gather(params, n, rule):
     assert_trees_close(plain_grad, plain_hand)
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(trees(), world_sizes())
 def test_transpose_of_partition_puts_the_own_part_among_zeros(params, n):
     mesh = fzero.mesh(dp=n)
@@ -122,7 +122,7 @@ def test_transpose_of_partition_puts_the_own_part_among_zeros(params, n):
         assert torch.equal(g, torch.ones_like(g))
 
 
-@settings(max_examples=25)
+@examples(13, 25)
 @given(world_sizes(4), st.integers(1, 3))
 def test_gradients_inside_equal_gradients_outside(n, b):
     """torch.func.grad over boxes by the user: d(sum over ranks of the loss) / d(own shard)."""
@@ -231,7 +231,7 @@ def test_origin_never_leaves_the_step():
     assert boxes["w"].origin is None
 
 
-@examples(20, 40)
+@examples(10, 40)
 @given(trees(), world_sizes(), st.floats(-9, 9))
 def test_padding_has_no_effect(params, n, noise):
     """Whatever the padding holds, gathered leaves, norms and gradients are the same."""

@@ -51,7 +51,7 @@ def sizes(draw: st.DrawFn) -> dict[str, int]:
     return {".".join(path): draw(st.integers(0, 9)) for path in sorted(keys)}
 
 
-@examples(150, 300)
+@examples(75, 300)
 @given(sizes(), st.integers(1, 30), st.integers(0, 30))
 def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room):
     most = least + room
@@ -63,14 +63,14 @@ def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room
         assert piece.numel <= most or len(piece.paths) == 1
 
 
-@examples(120, 300)
+@examples(60, 300)
 @given(sizes(), st.integers(1, 30))
 def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
     found = divide_tree(numels, least)
     assert all(x.numel >= least for x in found) or len(found) == 1
 
 
-@examples(150, 300)
+@examples(75, 300)
 @given(sizes(), st.integers(1, 30))
 def test_a_subtree_that_is_small_is_never_cut(numels, least):
     """Nor one that is just large enough, whose children are all too small."""
@@ -92,7 +92,7 @@ def test_a_piece_is_named_by_its_subtrees():
 # ---------------------------------------------------------------- rules
 
 
-@settings(max_examples=100)
+@examples(50, 100)
 @given(trees(DTYPES), st.integers(1, 40), st.integers(0, 40), st.booleans())
 def test_a_rule_covers_each_leaf_once_and_no_unit_has_two_kinds(params, least, room, is_split):
     assume(found := floats(params))
@@ -112,7 +112,7 @@ def test_a_rule_covers_each_leaf_once_and_no_unit_has_two_kinds(params, least, r
         assert len({(found[path].dtype, str(split(path, found[path]))) for path in leaves[name]}) == 1
 
 
-@settings(max_examples=100)
+@examples(50, 100)
 @given(trees((torch.float32,)), st.integers(1, 20), st.integers(0, 200))
 def test_a_tie_is_in_one_unit(params, least, threshold):
     assume(found := floats(params))

@@ -54,7 +54,7 @@ def as_one_axis(axes: dict[str, int], names: tuple[str, ...], X: torch.Tensor) -
     return X.reshape(-1, size_of(axes, names), *X.shape[len(order) :])
 
 
-@settings(max_examples=60)
+@examples(30, 60)
 @given(meshes_and_axes(), st.data(), simulations)
 def test_over_some_axes_is_over_one_axis_of_as_many_ranks(mesh_and_axes, data, simulate):
     """Any tuple of axes, in any order, means one axis whose ranks are theirs, the first slowest."""
@@ -68,7 +68,7 @@ def test_over_some_axes_is_over_one_axis_of_as_many_ranks(mesh_and_axes, data, s
         torch.testing.assert_close(mine, expected, rtol=1e-14, atol=1e-14)
 
 
-@settings(max_examples=40)
+@examples(14, 40)
 @given(meshes_and_axes(), st.data(), simulations)
 def test_transposes_on_several_axes(mesh_and_axes, data, simulate):
     axes, names = mesh_and_axes
@@ -80,7 +80,7 @@ def test_transposes_on_several_axes(mesh_and_axes, data, simulate):
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
-@examples(12, 30)
+@examples(4, 30)
 @given(meshes_and_axes(), st.data())
 def test_lockstep_equals_vmap_on_several_axes(mesh_and_axes, data):
     axes, names = mesh_and_axes
@@ -112,7 +112,7 @@ def test_axis_index_counts_in_the_order_of_the_names(axes):
 # ---------------------------------------------------------------- values that are equal along an axis
 
 
-@examples(20, 40)
+@examples(10, 40)
 @given(st.integers(1, 4), st.integers(1, 3), simulations)
 def test_megatrons_f_and_g_give_the_dense_gradients(tp, layers, simulate):
     """A column and row parallel MLP: value, gradient of the replicated input, and of each part of the weights."""
@@ -179,7 +179,7 @@ def y(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- units over different axes
 
 
-@examples(5, 12)
+@examples(3, 12)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.integers(1, 2), simulations, st.booleans())
 def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, clip):
     axes, options = ARRANGEMENTS[name]
@@ -200,7 +200,7 @@ def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, cli
     assert_trees_close(step.gather(list(state)), list(ref))
 
 
-@examples(12, 30)
+@examples(4, 30)
 @given(
     trees(),
     st.sampled_from(["hybrid", "hybrid, uneven", "both axes", "three axes", "small leaves on every rank"]),

@@ -13,7 +13,7 @@ from tests.helpers import examples, train_step_for
 from tests.zero.helpers import RULES, loss_of_tree
 
 
-@examples(24, 100)
+@examples(8, 100)
 @given(
     params=trees(),
     opt=optimizers(),
@@ -39,7 +39,7 @@ def test_every_stage_equals_unsharded_training(params, opt, stage, n, micro_batc
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,))
 
 
-@examples(16, 40)
+@examples(6, 40)
 @given(params=trees(dtypes=[torch.float64, torch.float32]), stage=stages(), n=world_sizes(), k=st.integers(1, 2))
 def test_mixed_dtypes_equal_unsharded_training(params, stage, n, k):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9))
@@ -48,7 +48,7 @@ def test_mixed_dtypes_equal_unsharded_training(params, stage, n, k):
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,), rtol=1e-5)
 
 
-@examples(20, 50)
+@examples(7, 50)
 @given(params=trees(), rule=st.sampled_from(sorted(RULES)), stage=stages(), n=world_sizes(5), k=st.integers(1, 2))
 def test_any_unit_rule_equals_unsharded_training(params, rule, stage, n, k):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-3))
@@ -57,7 +57,7 @@ def test_any_unit_rule_equals_unsharded_training(params, rule, stage, n, k):
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,), units=RULES[rule])
 
 
-@examples(12, 25)
+@examples(6, 25)
 @given(stage=stages(), n=world_sizes(4), k=st.integers(1, 2), seed=st.integers(0, 9))
 def test_integer_trees_beside_the_parameters_pass_through(stage, n, k, seed):
     """Integer leaves live in an argument that is not differentiated; they come back as they went in."""

@@ -43,7 +43,7 @@ def random_like(values: Any) -> Any:
     return tree.map_with_path(draw, values)
 
 
-@examples(24, 60)
+@examples(8, 60)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.sampled_from(MESHES), st.integers(0, 9))
 def test_an_init_function_gives_what_an_ordinary_call_gives(values, stage, axes, seed):
     """Values, random numbers drawn, layout, optimizer state; for every mesh."""

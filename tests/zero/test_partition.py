@@ -51,7 +51,7 @@ def assert_inverse(step: fzero.zero.ShardedStep, params: Any, opt_state: Any) ->
         assert_same(step.partition(step.gather(x), like=x), x, step)
 
 
-@examples(12, 30)
+@examples(4, 30)
 @given(st.sampled_from(sorted(OPTIMIZERS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
 def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_unit):
     opt = OPTIMIZERS[name]
@@ -81,7 +81,7 @@ def test_on_every_arrangement_of_axes(name, stage, simulate):
     assert_inverse(step, params, state)
 
 
-@examples(12, 30)
+@examples(4, 30)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.integers(1, 5), st.booleans())
 def test_of_any_tree(values, stage, n, tie):
     values = {**values, "again": values["first"]} if tie else values

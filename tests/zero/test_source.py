@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import nn, optim, tree
 from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.memory import peak_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.int64, torch.bool]
@@ -38,7 +38,7 @@ SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, s
 # ---------------------------------------------------------------- memory
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans(), st.booleans())
 def test_results_share_no_memory_with_what_was_given(values, stage, units, by_function, keeps):
     """At every stage, by every rule, whatever the dtype; also what a function hands out that it holds."""
@@ -72,7 +72,7 @@ def test_a_jitted_step_changes_nothing_that_was_no_argument(stage, units):
     assert_trees_close(given_params, before, rtol=0)
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans())
 def test_what_is_donated_is_taken_over_and_gone(values, stage, units, tie):
     values = {**values, "again": values["first"]} if tie else values

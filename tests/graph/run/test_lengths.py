@@ -119,7 +119,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
     return Code(graph, fakes, made, name_of_code(_key(graph))), args
 
 
-@examples(10, 200)
+@examples(4, 200)
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
     lengths=st.lists(st.integers(5, 40), min_size=5, max_size=5, unique=True),

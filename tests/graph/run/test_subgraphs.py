@@ -18,7 +18,7 @@ from fzero.graph.run._subgraphs import split_into_subgraphs
 from fzero.nn import linear_cross_entropy
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
-from tests.helpers import cases, train_step_for
+from tests.helpers import cases, either, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 FALLING = optim.warmup_cosine(1e-3, 2, 9)
@@ -187,7 +187,7 @@ def test_scalars_of_all_units_run_at_once(name, stage):
         segments = segments_of(*training(OPTIMIZERS[name](), stage, layers))
         return sum(x.scalars for x in segments), len({x.key for x in segments})
 
-    assert counts(4) == counts(7)
+    assert counts(4) == counts(either(5, 7))
 
 
 @pytest.mark.parametrize("readers", ["012", "01", "0"])

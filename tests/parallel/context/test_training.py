@@ -25,7 +25,7 @@ MESHES = st.sampled_from(
 )
 
 
-@examples(6, 40)
+@examples(3, 40)
 @given(
     MESHES,
     st.integers(0, 3),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
+from tests.helpers import examples
 from tests.parallel.experts.model import D, batch_of, experts_params, ffn, loss_for, normal, params_of
 
 CAPACITIES = st.sampled_from([None, 0.01, 0.25, 0.5, 1.0, 1.1, 2.0, 50.0])
@@ -47,7 +48,7 @@ def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str,
     return y, 0.1 * balance + 0.01 * torch.log(torch.exp(logits).sum(-1)).pow(2).mean()
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(
     st.integers(1, 4),
     st.sampled_from([4, 5]),

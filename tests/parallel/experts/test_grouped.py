@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.parallel import experts as moe
+from tests.helpers import examples
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 
@@ -44,7 +45,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, b.abs().max().item() if len(b) else 1))
 
 
-@settings(max_examples=80)
+@examples(40, 80)
 @given(problems())
 def test_grouped_products_are_loops_over_experts(problem):
     x, w, y, offsets = problem
@@ -53,7 +54,7 @@ def test_grouped_products_are_loops_over_experts(problem):
     close(moe.grouped_outer(x, y, offsets), outer_by_loop(x, y, offsets))
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(problems())
 def test_their_gradients_are_each_other(problem):
     x, w, y, offsets = [v.double() if v.is_floating_point() else v for v in problem]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fzero import tree
 from fzero.parallel import experts as moe
+from tests.helpers import examples
 from tests.parallel.experts.model import D, batch_of, by_hand, experts_params, ffn, loss_for, normal, params_of
 
 
@@ -26,7 +27,7 @@ def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data,
             torch.testing.assert_close(moe.layer(ffn, p, x, routing, capacity=capacity), expected, rtol=0, atol=1e-13)
 
 
-@settings(max_examples=15)
+@examples(8, 15)
 @given(st.integers(1, 4), st.sampled_from(["batch", "sequence"]), st.integers(0, 99))
 def test_sorting_and_positions_for_all_have_the_same_gradients(k, over, seed):
     params, batch = params_of(4, seed), batch_of(3, 5, seed)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.parallel import experts as moe
+from tests.helpers import examples
 from tests.parallel.experts.model import experts_params, ffn
 
 CAPACITIES = st.sampled_from([None, 0.1, 0.5, 1.0, 1.25, 9.0])
@@ -50,7 +51,7 @@ def test_positions_are_taken_first_choices_first_and_tokens_in_order(s, t, k, ca
         assert torch.equal(found.choice[i], choice)
 
 
-@settings(max_examples=25)
+@examples(13, 25)
 @given(st.sampled_from([{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 4}]), SIMULATIONS, CAPACITIES, st.integers(0, 999))
 def test_dispatch_and_combine_are_transposes_of_each_other(axes, simulate, capacity, seed):
     """<dispatch(x), y> = <x, combine(y, ones)>, over all ranks; and each is the other's gradient."""
@@ -73,7 +74,7 @@ def test_dispatch_and_combine_are_transposes_of_each_other(axes, simulate, capac
     assert all(z.abs().max() < 1e-12 for z in zeros)
 
 
-@settings(max_examples=25)
+@examples(13, 25)
 @given(st.sampled_from([{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 4}]), SIMULATIONS, st.integers(1, 4), st.integers(0, 999))
 def test_sorted_rows_arrive_by_expert_and_go_back(axes, simulate, k, seed):
     mesh = fzero.mesh(simulate=simulate, **axes)
@@ -102,7 +103,7 @@ def test_sorted_rows_arrive_by_expert_and_go_back(axes, simulate, k, seed):
             assert not rows[rank, start:].any()
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(st.integers(1, 4), st.sampled_from([None, 0.5]), st.integers(0, 99))
 def test_permuting_the_experts_permutes_their_gradients(k, capacity, seed):
     p, x = experts_params(4, seed), rows_of(2, 5, 6, seed=seed)

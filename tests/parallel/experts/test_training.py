@@ -39,7 +39,7 @@ def check(
     assert_equivalent(train_step, params_of(count), OPT, BATCHES, stages, meshes=[mesh], **options)
 
 
-@examples(5, 24)
+@examples(3, 24)
 @given(MESHES, st.integers(0, 3), CAPACITIES, st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
 def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
     """With drops, both losses, a global clip, micro-batches and remat: to 1e-12."""

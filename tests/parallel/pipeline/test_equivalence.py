@@ -42,7 +42,7 @@ def close(found: Any, expected: Any) -> None:
     assert_trees_close(found, expected, 1e-9)
 
 
-@examples(4, 30)
+@examples(3, 30)
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
 def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
@@ -56,7 +56,7 @@ def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, 
     close(trained_on(mesh, stage, loss, params, size, gather=gather), trained(loss, params, size))
 
 
-@examples(5, 40)
+@examples(3, 40)
 @given(schedules(), st.integers(0, 3), st.integers(0, 3))
 def test_any_table_trains_the_same(schedule, extra, stage):
     depth = schedule.stages + extra

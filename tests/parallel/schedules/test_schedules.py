@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -50,7 +50,7 @@ def test_no_more_is_in_flight_than_the_cap(ranks, micro_batches, stages, extra, 
     assert all(made.in_flight(rank) <= cap(rank) for rank in range(ranks))
 
 
-@examples(50, 100)
+@examples(25, 100)
 @given(st.sampled_from(KNOWN), counts, st.integers(1, 20), st.data())
 def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(known, ranks, micro_batches, data):
     (name, stages), given = known, data.draw(durations(known[1] * ranks))
@@ -68,7 +68,7 @@ def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(k
     assert all(made.in_flight(rank) <= least[name](rank) for rank in range(ranks))
 
 
-@examples(40, 100)
+@examples(14, 100)
 @given(counts, st.integers(1, 24))
 def test_efficiencies_are_those_of_the_papers(ranks, micro_batches):
     m, p = micro_batches, ranks
@@ -189,7 +189,7 @@ def test_each_message_is_sent_once_and_needed_where_it_goes(made):
         assert users & {*made.rows[receiver]}
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(schedules(), st.data())
 def test_a_timing_obeys_the_ranks_and_what_is_needed(made, data):
     known = data.draw(durations(made.stages))

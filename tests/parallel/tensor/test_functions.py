@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import PerRank, optim
 from fzero.parallel import tensor as tp
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.parallel.tensor.model import DIMS, batch_of, loss_for, params_of, plain_loss
 
 SIMULATIONS = st.sampled_from(["vmap", "lockstep"])
@@ -28,7 +28,7 @@ def parts(x: torch.Tensor, n: int, dim: int) -> PerRank:
     return PerRank(torch.stack(x.chunk(n, dim)))
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(
     st.sampled_from([1, 2, 4]),
     SIMULATIONS,
