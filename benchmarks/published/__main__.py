@@ -74,11 +74,12 @@ class PublishedStep(ModelStep):
             return super()._gradients(shape, config, depth)
 
         def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-            block = functools.partial(apply_block, shape, self.explicit)
-            x = embed(shape, params, batch)
+            options = self._options(config)
+            block = functools.partial(apply_block, shape, options)
+            x = embed(shape, options, params, batch)
             for i, p in enumerate(params["blocks"]):
                 x = remat(block)(p, x) if i % 2 else block(gather(p), x)
-            return head_loss(shape, params, x, batch, config.chunked_loss)
+            return head_loss(shape, options, params, x, batch)
 
         return value_and_grad(loss_fn, precision=config.policy, micro_batches=config.accumulation, gather=False)
 

@@ -146,6 +146,7 @@ PRESETS = {
     for shape in (
         ModelShape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **LLAMA),
         ModelShape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **LLAMA),
+        ModelShape("llama-3-405b", 16384, 126, 128, 53248, 128256, kv_heads=8, **LLAMA),
         ModelShape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **LLAMA),
         ModelShape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **LLAMA),
         ModelShape("gpt2", 768, 12, 12, 3072, 50257, positions=1024, tied=True),

@@ -344,7 +344,7 @@ def check_mesh(step_args: StepArgs, config: Configuration) -> None:
         ValueError: if the mesh lacks an axis: the step would be planned for other ranks than its row says.
     """
     mesh = getattr(step_args[0], "mesh", None)
-    expected = {name: n for name, n in (("pp", config.pp), ("ep", config.ep), ("tp", config.tp)) if n > 1}
+    expected = {name: n for name, n in config.axes.items() if name != "dp" and n > 1}
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else {}
     if expected and {name: sizes.get(name) for name in expected} != expected:
         axes = ", ".join([f"{name}={n}" for name, n in expected.items()])

@@ -11,11 +11,12 @@ from fzero._arguments import check_int, is_int
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["REMATS", "Configuration", "Space", "TuneOptions", "make_space"]
+__all__ = ["PARALLEL", "REMATS", "Configuration", "Space", "TuneOptions", "make_space"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
 USUAL = (1, 2, 4, 8, 16)
+PARALLEL = ("ep", "cp", "tp", "pp")  # the axes whose sizes are searched
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Configuration:
         ep: the size of the mesh axis over which experts are split, within the data-parallel ranks.
         tp: the size of the mesh axis along which each rank holds part of every matrix.
         pp: the size of the mesh axis along which the stages of a pipeline lie.
+        cp: the size of the mesh axis along which each rank holds part of the tokens of every sequence. Parameters and
+            state are sharded over it too.
         schedule: the name of the pipeline schedule.
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
 
@@ -59,6 +62,7 @@ class Configuration:
     pp: int = 1
     schedule: str = "1f1b"
     chunked_loss: bool = False
+    cp: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -67,19 +71,24 @@ class Configuration:
 
     @property
     def world(self) -> int:
-        """The number of all ranks: the data-parallel ranks times `tp` times `pp`."""
-        return self.ranks * self.tp * self.pp
+        """The number of all ranks: the data-parallel ranks times `cp`, `tp` and `pp`."""
+        return self.ranks * self.cp * self.tp * self.pp
 
     @property
     def axes(self) -> dict[str, int]:
         """The axes of the mesh, for `fzero.mesh(**config.axes)`. Ranks along the last axis are neighbours in a host."""
-        sizes = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}
+        sizes = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
         return {name: n for name, n in sizes.items() if n > 1 or name == "dp"}
 
     @property
     def mean(self) -> tuple[str, ...]:
         """The axes over which losses are averaged, for `fzero.shard(axis=)`: those of data, and the pipeline's."""
-        return tuple([name for name in ("dp", "ep", "pp") if name in self.axes])
+        return tuple([name for name in ("dp", "ep", "cp", "pp") if name in self.axes])
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The axes over which the samples of a batch are split, for `mesh.split`."""
+        return tuple([name for name in ("dp", "ep") if name in self.axes])
 
     @property
     def pipeline_stages(self) -> int:
@@ -96,7 +105,7 @@ class Configuration:
         parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
         parts += [f"offload {self.offload:g}"] if self.offload else []
         parts += ["chunked loss"] if self.chunked_loss else []
-        parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("tp", self.tp)) if n > 1]
+        parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if n > 1]
         return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
@@ -112,7 +121,7 @@ class Configuration:
 
     @property
     def _dims(self) -> "ParallelDims":
-        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule)
+        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp)
 
 
 class ParallelDims(NamedTuple):
@@ -123,6 +132,7 @@ class ParallelDims(NamedTuple):
     tp: int
     pp: int
     schedule: str
+    cp: int
 
 
 class TuneOptions(NamedTuple):
@@ -141,6 +151,7 @@ class TuneOptions(NamedTuple):
     schedule: Sequence[str] = ("1f1b",)
     depth: int | None = None
     chunked_loss: bool = False
+    cp: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -177,7 +188,7 @@ class Space:
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
-            sorted(self.parallel_dims, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
+            sorted(self.parallel_dims, key=lambda x: (x.tp * x.pp * x.cp, x.tp, x.cp, x.ep), reverse=True),
         )
         for m, remat, stage, offload, precision, dims in product(*lean):
             k, remainder = divmod(self.global_batch // dims.ranks, m)
@@ -202,7 +213,7 @@ def make_space(options: TuneOptions) -> Space:
     _check_values("remat", options.remat, lambda x: any(x is r or x == r == "matmuls" for r in REMATS), remats)
     _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
     _check_values("offload", options.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
-    for word in ("ep", "tp", "pp"):
+    for word in PARALLEL:
         values = getattr(options, word)
         _check_values(word, values, lambda x: _is_count(x) and world % x == 0, f"ints that divide world_size={world}")
     _check_values("schedule", options.schedule, NAMES.__contains__, f"names of {', '.join(map(repr, NAMES))}")
@@ -232,12 +243,12 @@ def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
     """
     world = options.world_size
     parallel_dims = []
-    for ep, tp, pp, schedule in product(options.ep, options.tp, options.pp, options.schedule):
-        ranks, remainder = divmod(world, tp * pp)
+    for ep, tp, pp, cp, schedule in product(options.ep, options.tp, options.pp, options.cp, options.schedule):
+        ranks, remainder = divmod(world, tp * pp * cp)
         if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
-            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
+            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule, cp))
     _check_each(
-        options, parallel_dims, f"world_size={world} is no multiple of tp x pp, or the rest is no multiple of ep"
+        options, parallel_dims, f"world_size={world} is no multiple of cp x tp x pp, or the rest is no multiple of ep"
     )
     even = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
     if not even:
@@ -256,14 +267,10 @@ def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], rea
     Raises:
         ValueError: if one does not. The message gives the reason.
     """
-    for word in ("ep", "tp", "pp"):
+    for word in PARALLEL:
         for value in getattr(options, word):
             if not any(getattr(x, word) == value for x in parallel_dims):
-                axes = [
-                    f"{w}={tuple(getattr(options, w))}"
-                    for w in ("ep", "tp", "pp")
-                    if tuple(getattr(options, w)) != (1,)
-                ]
+                axes = [f"{w}={tuple(getattr(options, w))}" for w in PARALLEL if tuple(getattr(options, w)) != (1,)]
                 raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 

@@ -12,49 +12,65 @@ from fzero import optim, tree
 from fzero._arguments import check_int
 from fzero.axes import axis_if_bound, axis_size
 from fzero.nn import linear_cross_entropy
+from fzero.parallel import context
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
-from fzero.ranks import mesh
+from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._models import TENSOR, ModelShape, Params, init, make_batch, shape_of
 from fzero.tuning._space import Configuration
 from fzero.zero import shard
 
-__all__ = ["apply_block", "compute_loss", "embed", "head_loss", "model_step"]
+__all__ = ["ForwardOptions", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]
 
 # The forward pass of a transformer, split at its blocks: an ordinary functional model.
 #
-# Along an axis "tp" each rank holds some of the heads, of the hidden units and of the vocabulary. Without such an axis
-# each rank holds full matrices.
+# Along an axis "tp" each rank holds some of the heads, of the hidden units and of the vocabulary. Between the layers it
+# holds some of the tokens, if they divide. Along an axis "cp" each rank holds some of the tokens throughout. Without
+# such an axis each rank holds full matrices and all tokens.
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How a forward pass is computed.
+
+    Attributes:
+        explicit: whether attention is written out, so that its weights are saved for the backward pass.
+        chunked: whether logits never exist as a whole.
+        sequence: whether ranks along "tp" hold parts of the tokens between the layers, as `tp.enter` describes.
+    """
+
+    explicit: bool = False
+    chunked: bool = False
+    sequence: bool = False
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
 
 
 def compute_loss(
-    shape: ModelShape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any, chunked: bool = False
+    shape: ModelShape, options: ForwardOptions, run: Callable[..., Any], params: Params, batch: Any
 ) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
     Args:
         shape: the sizes of the model.
-        explicit: whether attention is written out, so that its weights are saved for the backward pass.
+        options: how it is computed.
         run: wraps a block, as `fzero.remat` does.
         params: the parameters, or their boxes.
         batch: as `make_batch` makes it.
-        chunked: as in `head_loss`.
     """
-    block = run(partial(_apply_block, shape, explicit))
-    x = embed(shape, params, batch)
-    tables = _rotary_tables(shape, x)
+    block = run(partial(_apply_block, shape, options))
+    x = embed(shape, options, params, batch)
+    tables = _rotary_tables(shape, options, x)
     for p in params["blocks"]:
         x = block(p, x, tables)
-    return head_loss(shape, params, x, batch, chunked)
+    return head_loss(shape, options, params, x, batch)
 
 
-def embed(shape: ModelShape, params: Params, batch: Any) -> torch.Tensor:
-    """Return the input of the first block for a batch: `[samples, tokens, width]`."""
+def embed(shape: ModelShape, options: ForwardOptions, params: Params, batch: Any) -> torch.Tensor:
+    """Return the input of the first block for a batch: `[samples, tokens, width]` of this rank's tokens."""
     inputs = batch[0]
     if shape.task == "image":
         n, p = len(inputs), shape.patch
@@ -63,31 +79,39 @@ def embed(shape: ModelShape, params: Params, batch: Any) -> torch.Tensor:
         x = _linear(weights, patches.permute(0, 2, 3, 1, 4, 5).reshape(n, -1, 3 * p * p))
         x = torch.cat([gather(params["first"]).expand(n, 1, -1), x], 1)
     else:
-        x = tp.embed(inputs, gather(params["tokens"]))
+        x = tp.embed(inputs, gather(params["tokens"]), sequence=options.sequence)
     if shape.positions:
-        x = x + gather(params["positions"])[: x.shape[1]]
+        x = x + _learned_positions(options, gather(params["positions"]), x)
     if shape.task == "masked":
-        x = _norm(shape, gather(params["norm0"]), x + gather(params["segments"])[0])
+        segment = _for_own_tokens(options, gather(params["segments"])[0])
+        x = _norm(shape, _for_own_tokens(options, gather(params["norm0"])), x + segment)
     return x
 
 
-def apply_block(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _learned_positions(options: ForwardOptions, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of the positions of a rank's tokens `x`."""
+    t = _token_count(options, x)
+    rows = F.embedding(context.positions(t, device=table.device), table) if axis_if_bound("cp") else table[:t]
+    return tp.scatter(rows) if options.sequence else rows
+
+
+def apply_block(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Apply one block by itself, as a stage of a pipeline does."""
-    return _apply_block(shape, explicit, p, x, _rotary_tables(shape, x))
+    return _apply_block(shape, options, p, x, _rotary_tables(shape, options, x))
 
 
-def head_loss(shape: ModelShape, params: Params, x: torch.Tensor, batch: Any, chunked: bool = False) -> torch.Tensor:
-    """Return the loss, given the output of the last block; if it is `chunked`, logits never exist as a whole."""
-    x = _norm(shape, gather(params["norm"]), x)
+def head_loss(shape: ModelShape, options: ForwardOptions, params: Params, x: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return the loss, given the output of the last block."""
+    x = _norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
     if shape.task == "image":
         x = x[:, 0]
     if shape.task == "masked":
-        x = F.gelu(_linear(gather(params["last"]), x))
-    if chunked:
+        x = F.gelu(_linear(_for_own_tokens(options, gather(params["last"])), x))
+    if options.chunked:
         weight, bias = _head(shape, params)
         axis = "tp" if axis_size(axis_if_bound("tp")) > 1 else None
-        return linear_cross_entropy(x, weight, batch[1], bias, axis=axis)
-    x = tp.enter(x)
+        return linear_cross_entropy(tp.gather(x) if options.sequence else x, weight, batch[1], bias, axis=axis)
+    x = tp.enter(x, sequence=options.sequence)
     logits = x @ gather(params["tokens"]).T if shape.tied else _linear(gather(params["head"]), x)
     logits = (logits + gather(params["bias"]) if "bias" in params else logits).flatten(0, -2).float()
     loss = F.cross_entropy if axis_size(axis_if_bound("tp")) == 1 else tp.cross_entropy
@@ -106,10 +130,20 @@ def _linear(p: Params, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
-def _row_linear(p: Params, x: torch.Tensor) -> torch.Tensor:
+def _for_own_tokens(options: ForwardOptions, weights: Any) -> Any:
+    """Return replicated weights for use on a rank's own tokens: their gradients are summed over the ranks."""
+    return tree.map(tp.enter, weights) if options.sequence else weights
+
+
+def _token_count(options: ForwardOptions, x: torch.Tensor) -> int:
+    """Return the number of tokens that a rank's layers read, given the values `[samples, tokens, ..]` between them."""
+    return x.shape[1] * (axis_size("tp") if options.sequence else 1)
+
+
+def _row_linear(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
-    y = tp.leave(x @ p["w"])
-    return y + p["b"] if "b" in p else y
+    y = tp.leave(x @ p["w"], sequence=options.sequence)
+    return y + _for_own_tokens(options, p["b"]) if "b" in p else y
 
 
 def _norm(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
@@ -117,30 +151,35 @@ def _norm(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
 
 
-def _apply_block(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
+def _apply_block(
+    shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor, tables: Rotary | None
+) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
+    norm1, norm2 = (partial(_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
     if shape.task == "masked":
-        x = _norm(shape, p["norm1"], x + _attention(shape, explicit, p, x, tables))
-        return _norm(shape, p["norm2"], x + _mlp(shape, p["mlp"], x))
-    x = x + _attention(shape, explicit, p, _norm(shape, p["norm1"], x), tables)
-    h = _norm(shape, p["norm2"], x)
-    return x + (_moe(shape, p, h) if "experts" in p else _mlp(shape, p["mlp"], h))
+        x = norm1(x + _attention(shape, options, p, x, tables))
+        return norm2(x + _mlp(shape, options, p["mlp"], x))
+    x = x + _attention(shape, options, p, norm1(x), tables)
+    h = norm2(x)
+    return x + (_moe(shape, options, p, h) if "experts" in p else _mlp(shape, options, p["mlp"], h))
 
 
 CAPACITY = 1.25  # positions at an expert, relative to even routing
 
 
-def _moe(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
-    """Send tokens to their experts. A rank along "tp" holds part of each expert."""
+def _moe(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+    """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
+    x = tp.gather(x) if options.sequence else x
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalise=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
-    return tp.leave(moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=CAPACITY))
+    y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=CAPACITY)
+    return tp.leave(y, sequence=options.sequence)
 
 
-def _mlp(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
-    x = tp.enter(x)
+def _mlp(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+    x = tp.enter(x, sequence=options.sequence)
     up = _linear(p["up"], x)
-    return _row_linear(p["down"], F.silu(_linear(p["gate"], x)) * up if shape.gated else F.gelu(up))
+    return _row_linear(options, p["down"], F.silu(_linear(p["gate"], x)) * up if shape.gated else F.gelu(up))
 
 
 def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
@@ -148,26 +187,28 @@ def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Li
     return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
 
 
-def _attention(shape: ModelShape, explicit: bool, p: Params, x: torch.Tensor, tables: Rotary | None) -> torch.Tensor:
+def _attention(
+    shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor, tables: Rotary | None
+) -> torch.Tensor:
+    x = tp.enter(x, sequence=options.sequence)
     n, t, _ = x.shape
-    x = tp.enter(x)
     q, k, v = (_linear(p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
     if shape.head_norm:
         norms = {name: {part: tp.enter(w) for part, w in p[f"{name}_norm"].items()} for name in "qk"}
         q, k = _norm(shape, norms["q"], q), _norm(shape, norms["k"], k)
     if tables is not None:
         q, k = _rotate(q, tables), _rotate(k, tables)
-    attend = _explicit if explicit else _fused
-    return _row_linear(p["o"], attend(q, k, v, shape.task == "causal").transpose(1, 2).reshape(n, t, -1))
+    attend = _explicit if options.explicit else _fused
+    return _row_linear(options, p["o"], attend(q, k, v, shape.task == "causal").transpose(1, 2).reshape(n, t, -1))
 
 
-def _rotary_tables(shape: ModelShape, x: torch.Tensor) -> Rotary | None:
-    """Return the tables of rotary embeddings; None for a model without them."""
+def _rotary_tables(shape: ModelShape, options: ForwardOptions, x: torch.Tensor) -> Rotary | None:
+    """Return the tables of rotary embeddings for a rank's tokens; None for a model without them."""
     if shape.task != "causal" or shape.positions:
         return None
-    t, width = x.shape[1], shape.head_width
+    width = shape.head_width
     speeds = torch.logspace(0, -1, width // 2, base=500_000.0, device=x.device)
-    angles = torch.arange(t, device=x.device)[:, None] * speeds
+    angles = context.positions(_token_count(options, x), device=x.device)[:, None] * speeds
     cos, sin = (f(torch.cat([angles, angles], -1)).to(x.dtype) for f in (torch.cos, torch.sin))
     return cos, sin
 
@@ -180,7 +221,7 @@ def _rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return context.attention(q, k, v, causal=causal)
 
 
 def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -260,8 +301,8 @@ class ModelStep:
         """Return the step of a configuration, and its arguments on the meta device.
 
         Raises:
-            ValueError: if `config.ep` does not divide the experts, or `config.tp` the heads; or if the pipeline has
-                more stages than the model has blocks.
+            ValueError: if `config.ep` does not divide the experts, `config.tp` the heads, or `config.cp` the tokens;
+                or if the pipeline has more stages than the model has blocks.
         """
         shape, depth = self.shape.pad_vocab(config.tp), config.depth or self.shape.depth
         self._check(config, depth)
@@ -283,8 +324,13 @@ class ModelStep:
         step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
         params = init(shape, depth)
         params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
-        data = tuple([name for name in config.mean if name != "pp"])
-        return step, params, opt_state, ranks.split(make_batch(shape, config.global_batch, self.length), data)
+        return step, params, opt_state, self._split(make_batch(shape, config.global_batch, self.length), config, ranks)
+
+    def _split(self, batch: Any, config: Configuration, ranks: Mesh) -> Any:
+        """Split a batch over the ranks: its samples, and along "cp" the tokens of each."""
+        if config.cp > 1:
+            return context.split(ranks, batch, batch_axis=config.sample_axes)
+        return ranks.split(batch, config.sample_axes)
 
     def _gradients(self, shape: ModelShape, config: Configuration, depth: int) -> Callable[..., Any]:
         """Return the function that computes loss and gradients: of the full model, or of a rank's stages."""
@@ -292,14 +338,15 @@ class ModelStep:
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
         run = _remat_wrapper(config.remat)
-        loss_fn = partial(compute_loss, shape, self.explicit, run, chunked=config.chunked_loss)
+        loss_fn = partial(compute_loss, shape, self._options(config), run)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
     def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
+        options = self._options(config)
         return pipeline(
-            first=partial(embed, shape),
-            block=partial(apply_block, shape, self.explicit),
-            last=partial(head_loss, shape, chunked=config.chunked_loss),
+            first=partial(embed, shape, options),
+            block=partial(apply_block, shape, options),
+            last=partial(head_loss, shape, options),
             micro_batches=config.accumulation,
             schedule=config.schedule,
             stages_per_rank=config.pipeline_stages,
@@ -308,8 +355,15 @@ class ModelStep:
             split=_rules(config),
         )
 
+    def _options(self, config: Configuration) -> ForwardOptions:
+        is_text = self.shape.task != "image"
+        sequence = config.tp > 1 and is_text and self.length // config.cp % config.tp == 0
+        return ForwardOptions(self.explicit, config.chunked_loss, sequence)
+
     def _check(self, config: Configuration, depth: int) -> None:
         shape = self.shape
+        if config.cp > 1:
+            self._check_tokens(config)
         if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
             raise ValueError(
                 f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}: choose a divisor, or "
@@ -323,6 +377,22 @@ class ModelStep:
             raise ValueError(
                 f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, "
                 "fewer than the pipeline has stages"
+            )
+
+    def _check_tokens(self, config: Configuration) -> None:
+        """Check that tokens can be split over "cp".
+
+        Raises:
+            ValueError: if they cannot.
+        """
+        if self.shape.task == "image":
+            raise ValueError(f"cp={config.cp}: {self.shape.name} reads images, which are not split: choose cp=1")
+        if self.explicit:
+            raise ValueError(f"cp={config.cp}: attention across ranks is always fused: leave explicit attention out")
+        if self.length % (2 * config.cp):
+            raise ValueError(
+                f"cp={config.cp}: each rank holds two equal parts of a sequence, but length={self.length} does not "
+                f"divide by {2 * config.cp}: choose a multiple"
             )
 
 

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._format import format_bytes
 from fzero._report import new_figure
+from fzero.tuning._space import PARALLEL
 
 if TYPE_CHECKING:
     from fzero.tuning._row import TableRow
-    from fzero.tuning._space import Configuration
+    from fzero.tuning._space import PARALLEL, Configuration
     from fzero.tuning._tune import Table
 
 __all__ = [
@@ -111,7 +112,7 @@ def _rows(table: "Table") -> Any:
 def axes_shown(table: "Table") -> list[str]:
     """List the axes that have a column: those that a row uses, and the schedule if there are several."""
     configs = [r.config for r in table.rows]
-    axes = [name for name in ("ep", "tp", "pp") if any(getattr(c, name) > 1 for c in configs)]
+    axes = [name for name in PARALLEL if any(getattr(c, name) > 1 for c in configs)]
     return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
 
 
@@ -121,7 +122,7 @@ def moved_shown(table: "Table") -> list[str]:
     for row in table.rows:
         min_bytes = sum(row.traffic_bytes.values()) / 1000
         axes_by_name |= dict.fromkeys([axes for axes, n in row.traffic_bytes.items() if n > min_bytes])
-    order = {"dp": 0, "dp,ep": 1, "ep": 2, "tp": 4, "pp": 5}
+    order = {"dp": 0, "dp,ep": 1, "ep": 2, "dp,cp": 3, "cp": 4, "tp": 5, "pp": 6}
     return sorted(axes_by_name, key=lambda axes: (order.get(axes, 3), axes)) if len(axes_by_name) > 1 else []
 
 

@@ -15,12 +15,12 @@ from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
-from fzero.tuning._space import Configuration, TuneOptions, make_space
+from fzero.tuning._space import PARALLEL, Configuration, TuneOptions, make_space
 from fzero.tuning._verdicts import Verdict, verdicts
 
 __all__ = ["Best", "Table", "tune"]
 
-AXES = {"ep": 1, "tp": 1, "pp": 1, "schedule": "1f1b"}  # shown only if some row has another value than this default
+AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b"}  # shown only if some row has another value than this default
 SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -121,6 +121,7 @@ class Table(FigureReport):
             (c.precision == "float32", 'precision "bfloat16"'),
             (c.offload < 1, "offload of more of the state"),
             (c.tp == 1, "tp=2, so that ranks share each matrix"),
+            (c.cp == 1, "cp=2, so that ranks share each sequence"),
             (c.pp == 1, "pp=2, a pipeline"),
             (True, "more ranks"),
         ]
@@ -237,6 +238,7 @@ def tune(
     ep: Sequence[int] = (1,),
     tp: Sequence[int] = (1,),
     pp: Sequence[int] = (1,),
+    cp: Sequence[int] = (1,),
     schedule: Sequence[str] = ("1f1b",),
     links: Mapping[str, float] | None = None,
     depth: int | None = None,
@@ -255,7 +257,7 @@ def tune(
     Args:
         make_step: a function from a `Configuration` to `(step, *args)`, the arguments of `fzero.plan`: the step on
             `fzero.mesh(**config.axes)`, and its arguments as meta tensors. It may return a `fzero.graph.Plan`.
-        world_size: the number of all ranks. `world_size / (tp * pp)` of them are data-parallel.
+        world_size: the number of all ranks. `world_size / (cp * tp * pp)` of them are data-parallel.
         global_batch: samples of one step, over all ranks.
         machine: "a100", "h100", "h200", "cpu", "calibrated", or a `Machine` of your measurements.
         memory: bytes of a device; by default the machine's `device_bytes`.
@@ -271,6 +273,8 @@ def tune(
         tp: sizes of the axis along which each rank holds part of every matrix. Combinations of axes that do not make up
             the world are left out.
         pp: sizes of the axis of a pipeline. It runs as many micro-batches as `accumulation`.
+        cp: sizes of the axis along which each rank holds part of the tokens of every sequence. Parameters and state are
+            sharded over it too.
         schedule: names of pipeline schedules: "gpipe", "1f1b", "interleaved", "zb", "zbv".
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
@@ -323,7 +327,7 @@ def tune(
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     batch = (world_size, global_batch, stages, micro_batches)
     check_choice("chunked_loss", chunked_loss, (False, True))
-    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, chunked_loss))
+    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, chunked_loss, cp))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)

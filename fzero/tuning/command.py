@@ -24,7 +24,7 @@ from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._row import TableRow, plan_step, step_at
-from fzero.tuning._space import REMATS, Configuration
+from fzero.tuning._space import PARALLEL, REMATS, Configuration
 from fzero.tuning._steps import model_step
 from fzero.tuning._table_views import axes_shown, duration, format_axis, headline, notes, render_comparison
 from fzero.tuning._tune import Table, tune
@@ -73,7 +73,7 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "remat": remat,
         "precision": c.precision,
         "offload": c.offload,
-        **{name: getattr(c, name) for name in ("ep", "tp", "pp")},
+        **{name: getattr(c, name) for name in PARALLEL},
         "schedule": format_axis(c, "schedule"),
         "peak": row.peak_bytes,
         "seconds": row.seconds,
@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--ep", type=_list_of(int), metavar="1,8", help="ranks that experts are split over; by default 1, and up to 8"
     )
+    plan.add_argument("--cp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each sequence")
     plan.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
     plan.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
     plan.add_argument("--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,zb", help="pipeline schedules")
@@ -295,6 +296,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             ep=args.ep,
             tp=args.tp,
             pp=args.pp,
+            cp=args.cp,
             schedule=args.schedule,
             links=args.links,
             depth=depth,
@@ -392,15 +394,20 @@ def _rules(c: Configuration) -> list[str]:
 
 CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
 
+CONTEXT = [
+    "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
+    "# or, for a transformers model, fzero.nn.functional(model, context=fzero.parallel.context.model(model))",
+]
+
 
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
     rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
-    lines = [CHUNKED_LOSS] * c.chunked_loss
+    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *(CONTEXT if c.cp > 1 else [])]
     if c.tp > 1:
         lines += [
-            "# names of leaves, and the dimension that is split; or, for a transformers model, the rule",
-            "# layers.split of layers = fzero.parallel.tensor.layers(model), for fzero.nn.functional(model, tp=layers)",
+            "# names of leaves, and the dimension that is split; or, for a transformers model, layers.split of",
+            "# layers = fzero.parallel.tensor.layers(model, sequence=True), for fzero.nn.functional(model, tp=layers)",
             'dims = {"up": -1, "down": 0}',
         ]
     if c.pp == 1:
@@ -431,7 +438,7 @@ def _shard_lines(c: Configuration) -> list[str]:
     sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
     rules = _rules(c)
     split = "loss_fn.split" if c.pp > 1 else _join(rules)
-    axis = f", axis={_join([*map(_quote, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
+    axis = f", axis={_join([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
     more = axis + (f", split={split}" if split else "")
     if not more:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
@@ -441,8 +448,11 @@ def _shard_lines(c: Configuration) -> list[str]:
     ]
     if c.pp > 1:
         lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
-    data = _join([_quote(name) for name in c.mean if name != "pp"])
-    return [*lines, f"# call step with mesh.split(batch, {data})"] if axis else lines
+    data = _join([*map(_quote, c.sample_axes)])
+    split = (
+        f"fzero.parallel.context.split(mesh, batch, batch_axis={data})" if c.cp > 1 else f"mesh.split(batch, {data})"
+    )
+    return [*lines, f"# call step with {split}"] if axis else lines
 
 
 def _quote(word: object) -> str:

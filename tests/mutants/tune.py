@@ -5,6 +5,7 @@ from tests.mutants.mutant import Fault, File
 
 TUNE = ("tests/tuning/test_tune.py",)
 MODELS = ("tests/tuning/test_models.py",)
+MODEL_AXES = ("tests/tuning/test_model_axes.py",)
 COST = ("tests/graph/test_cost.py",)
 LINKS = ("tests/graph/test_links.py",)
 RULES = ("tests/tuning/test_rules.py",)
@@ -206,7 +207,7 @@ MUTANTS = [
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
-        Fault("a chunked loss has all logits at once", "head_loss", never("chunked")),
+        Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
     ),
     *File("tuning/_models.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
@@ -215,11 +216,17 @@ MUTANTS = [
         Fault("head_dim of the configuration is ignored", "ModelShape.head_width", dropped("self.head")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
-        Fault("attention is always fused", "_attention", never("explicit")),
+        Fault("attention is always fused", "_attention", never("A.explicit")),
         Fault("a text beyond the model's positions is accepted", "model_step", never("0 < A.positions < B")),
         Fault("the planner does not split experts", "_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
         Fault("the planner may split an attention head", "ModelStep._check", never("A % B.tp"), PARALLELISM),
+    ),
+    *File("tuning/_steps.py", MODEL_AXES).faults(
+        Fault("a norm's gradient is that of one rank's tokens", "_for_own_tokens", never("A.sequence")),
+        Fault("ranks along tp hold all tokens between layers", "ModelStep._options", never("A > 1 and B and C == 0")),
+        Fault("ranks along cp have the positions of the first", "_learned_positions", never("axis_if_bound('cp')")),
+        Fault("images are split along their tokens", "ModelStep._check_tokens", never("A == 'image'")),
     ),
     *File("tuning/_peer_estimates.py", PEER_ESTIMATES).faults(
         Fault("DeepSpeed's estimate leaves the gradients out", "deepspeed_zero2", constant(4, 2, at="2 of 3")),
@@ -247,10 +254,10 @@ MUTANTS = [
         ),
         Fault("the recipe does not split experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
         Fault("the recipe does not split matrices", "_rules", becomes("A.tp > 1", "A.tp > 99")),
-        Fault("the recipe splits the batch over pipeline stages", "_shard_lines", dropped("A != 'pp'")),
+        Fault("the recipe splits the batch over pipeline stages", "_shard_lines", becomes("A.sample_axes", "A.mean")),
         Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss"), COMMAND),
         Fault("the recipe forgets blocks that are not alike", "_model_lines", never("A.B", at="2 of 3")),
-        Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.B > 1", at="2 of 2")),
+        Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.pipeline_stages > 1")),
     ),
     *File("tuning/_watch.py", WATCH).faults(
         Fault("a workspace counts as a second copy", "_memory_hints", becomes("outside - workspace", "outside")),

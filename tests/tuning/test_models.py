@@ -12,7 +12,7 @@ from fzero import tuning
 from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS, init, make_batch, shape_of
 from fzero.tuning._search import ConfigurationPlanner
-from fzero.tuning._steps import ModelStep, compute_loss
+from fzero.tuning._steps import ForwardOptions, ModelStep, compute_loss
 from fzero.tuning.command import recipe
 from tests.helpers import either
 from tests.tuning.helpers import TINY
@@ -22,6 +22,7 @@ from tests.tuning.helpers import TINY
 PARAMETERS = {
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "gpt2": 124_439_808,
@@ -141,7 +142,7 @@ def test_a_chunked_loss_is_the_loss_without_its_logits(name):
     shape = replace(TINY[name], vocab=9000)
     params = fzero.tree.map(lambda p: torch.randn(p.shape) * 0.1, init(shape, 2))
     batch = fzero.tree.map(lambda x: torch.randint(shape.vocab, x.shape), make_batch(shape, 2, 16))
-    losses = [compute_loss(shape, False, lambda block: block, params, batch, chunked) for chunked in (False, True)]
+    losses = [compute_loss(shape, ForwardOptions(chunked=x), lambda block: block, params, batch) for x in (False, True)]
     assert losses[0] == pytest.approx(losses[1].item(), rel=1e-5)
     config = Configuration(1, 64, 1, ranks=2, depth=2)
     plans = [fzero.plan(*ModelStep(shape, 16, False)(replace(config, chunked_loss=c))) for c in (False, True)]

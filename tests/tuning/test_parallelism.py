@@ -241,6 +241,11 @@ RECIPES = [
 ]
 
 
+def test_the_lines_to_paste_name_the_stages_of_a_rank():
+    config = replace(Configuration(2, 2, 4, ranks=2, depth=4, pp=2), schedule="interleaved")
+    assert "stages_per_rank=2" in recipe(config) and "stages_per_rank" not in recipe(replace(config, schedule="1f1b"))
+
+
 @pytest.mark.parametrize("changed", cases(RECIPES[1::2], RECIPES), ids=str)
 def test_the_lines_to_paste_run(changed):
     """They make the mesh and the step that were planned, and train as the whole model does."""
@@ -294,7 +299,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axes that do not make up the world": (
         {"tp": (4,), "pp": (1, 4)},
-        r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of tp x pp",
+        r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of cp x tp x pp",
     ),
     "a batch that does not divide": (
         {"global_batch": 2, "micro_batches": (1,), "tp": (1, 2)},
@@ -342,8 +347,8 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch):
 
 
 def test_what_fits_nothing_is_told_of_further_axes(table):
-    with pytest.raises(ValueError, match=r"Try .*offload of more of the state, or pp=2, a pipeline, or more ranks$"):
+    with pytest.raises(ValueError, match=r"Try .*or cp=2, so that ranks share each sequence, or pp=2, a pipeline, or more ranks$"):
         replace(table, budget=1.0).best()
     one = replace(table, budget=1.0, rows=tuple([r for r in table.rows if r.config.tp == r.config.pp == 1]))
-    with pytest.raises(ValueError, match=r"or tp=2, so that ranks share each matrix, or pp=2, a pipeline, or more"):
+    with pytest.raises(ValueError, match=r"or tp=2, so that ranks share each matrix, or cp=2, .* or pp=2, a pipeline, or more"):
         one.best()
