@@ -108,7 +108,7 @@ def segment(copied):
         state = tuple(state)
         if copied and i == 0:
             start = time.perf_counter()
-            runs.remember(i, state)
+            runs.save_in_memory(i, state)
             pauses.append(time.perf_counter() - start)
     runs.wait()
     times[copied].append((time.perf_counter() - begin) / every)
@@ -195,7 +195,7 @@ def cost(timeout: float, steps: int) -> list[str]:
 
 
 def copies(every: int, rounds: int, rows: int) -> list[str]:
-    """Measure what it costs to remember the state each `every` steps, in turns with steps without that."""
+    """Measure what it costs to save the state in memory each `every` steps, in turns with steps without that."""
     with tempfile.TemporaryDirectory() as folder:
         done = world(2, "-c", COPIES, str(every), str(rounds), str(rows), folder)
     for path in pathlib.Path("/dev/shm/fzero").glob("host-[01]"):
@@ -208,10 +208,10 @@ def copies(every: int, rounds: int, rows: int) -> list[str]:
         lines.append([f"a step, {what}", quartiles(without), quartiles(copied), f"{ratio:.3f}"])
     return [
         f"A step of 16.8 million parameters with AdamW at stage 3 between two ranks, {rows} rows each, jitted. "
-        f"Seconds: the median and the quartiles of {rounds} times {every} steps each, in turns. Each rank remembers "
+        f"Seconds: the median and the quartiles of {rounds} times {every} steps each, in turns. Each rank saves "
         f"its {numbers[-1] / 1e6:.0f} MB once in {every} steps, and sends them to the other.",
-        table(["", "not remembered", f"remembered each {every} steps", "ratio of medians"], lines),
-        f"`remember` returned after {quartiles(pauses)} seconds; the rest runs beside the steps.",
+        table(["", "not saved", f"saved in memory each {every} steps", "ratio of medians"], lines),
+        f"`save_in_memory` returned after {quartiles(pauses)} seconds; the rest runs beside the steps.",
     ]
 
 
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--case", help="run this fault alone, and print what came of it as JSON")
-    parser.add_argument("--copies", type=int, help="only what it costs to remember the state, each so many steps")
+    parser.add_argument("--copies", type=int, help="only what it costs to save the state in memory, each so many steps")
     parser.add_argument("--going-on", type=int, help="only how long a killed rank takes, so many times")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

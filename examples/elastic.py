@@ -86,7 +86,7 @@ def train(run: elastic.ElasticRun) -> Any:
     for i, batch in batches.steps(run.step, run.steps):
         *state, loss = jitted(*state, batch)
         lose_once(mesh, i)
-        run.keep(i + 1, tuple(state))
+        run.save(i + 1, tuple(state))
         if mesh.rank == 0 and (i + 1) % 20 == 0:
             print(f"step {i + 1}: loss {loss.item():.10f}", flush=True)
     return step.gather(state[0])
@@ -95,7 +95,7 @@ def train(run: elastic.ElasticRun) -> Any:
 def start(ranks: int) -> Any:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     sizes: dict[str, Any] = {"global_batch": args.batch, "micro_batch": args.micro, "dp": -1, "simulated_ranks": ranks}
-    return elastic.run(train, args.out, steps=args.steps, every=args.every, save_every=20, memory=memory, **sizes)
+    return elastic.run(train, args.out, steps=args.steps, copy_every=args.every, save_every=20, memory=memory, **sizes)
 
 
 try:

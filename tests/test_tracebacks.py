@@ -161,7 +161,7 @@ ANSWERS: dict[str, Any] = {
     "a model of split sequences": lambda: context.model(torch.nn.Linear(2, 2)),
     "steps of replicas": lambda: LOCAL(W, (), X),
     "an elastic run": lambda: fzero.elastic.run(STEP, "unused", steps=1, global_batch=0, dp=-1),
-    "what is remembered": lambda: fzero.checkpoint.checkpoints("unused").remember(1, W),
+    "what is remembered": lambda: fzero.checkpoint.checkpoints("unused").save_in_memory(1, W),
     "a batch": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=2).steps(-1),
 }
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Container
@@ -18,7 +19,7 @@ from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
-from fzero.checkpoint._memory import Machines, SharedMemory
+from fzero.checkpoint._memory import Hosts, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 from fzero.sharding import is_box
@@ -34,7 +35,7 @@ def checkpoints(
     mesh: Mesh | None = None,
     *,
     keep: int = 3,
-    every: int | None = None,
+    keep_every: int | None = None,
     memory: str | None = None,
     copies: int = 1,
     timeout: float = TIMEOUT,
@@ -45,16 +46,17 @@ def checkpoints(
         root: the folder, or a URL that fsspec supports. The first save makes it.
         mesh: the ranks; None for trees without boxes in one process.
         keep: how many of the newest checkpoints to keep.
-        every: also keep each checkpoint whose step is a multiple of this number.
-        memory: a folder of shared memory, such as `"/dev/shm"`, for `remember`. All ranks must then call this function.
-        copies: how many other machines remember a copy of each rank's part. So many machines may be lost at once.
+        keep_every: also keep each checkpoint whose step is a multiple of this number.
+        memory: a folder of shared memory, such as `"/dev/shm"`, for `save_in_memory`. All ranks must then call
+            this function.
+        copies: how many other hosts hold a copy of each rank's part. So many hosts may be lost at once.
         timeout: how long a save waits for another rank, in seconds.
 
     Returns:
-        `Checkpoints`, with `save`, `remember`, `restore` and `wait`.
+        `Checkpoints`, with `save`, `save_in_memory`, `restore` and `wait`.
 
     Raises:
-        ValueError: if `keep` or `every` is below 1, or `copies` below 0.
+        ValueError: if `keep` or `keep_every` is below 1, `copies` is below 0, or `memory` is no folder.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -69,12 +71,14 @@ def checkpoints(
         >>> runs.steps(), state
         ([5, 6], {'w': tensor([6., 6.]), 'step': 6})
     """
-    for name, n in (("keep", keep), ("every", every)):
+    for name, n in (("keep", keep), ("keep_every", keep_every)):
         if n is not None:
             check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
     check_int("copies", copies, 0, "a number of copies")
+    if memory is not None and not os.path.isdir(memory):  # made on the disk, it would not be memory
+        raise ValueError(f'memory={memory!r} is no folder: expected one of shared memory, such as "/dev/shm"')
     files = files_at(root)
-    return Checkpoints(files, mesh, keep, every, timeout, memory, copies)
+    return Checkpoints(files, mesh, keep, keep_every, timeout, memory, copies)
 
 
 def _check_finite(step: int, values: Any) -> None:
@@ -120,23 +124,23 @@ class Checkpoints:
         files: Files,
         mesh: Mesh | None,
         keep: int,
-        every: int | None,
+        keep_every: int | None,
         timeout: float,
         memory: str | None = None,
         copies: int = 1,
     ) -> None:
-        self._files, self._mesh, self._keep, self._every, self._timeout = files, mesh, keep, every, timeout
+        self._files, self._mesh, self._keep, self._keep_every, self._timeout = files, mesh, keep, keep_every, timeout
         self._memory, self._copies, self._staging, self._saving = memory, copies, Staging(), None
         self._shared = self._shared_memory(make=False)
 
     def _shared_memory(self, make: bool) -> SharedMemory | None:
-        """Return the run's memory; None without `memory`, or if nothing was remembered and `make` is not set."""
+        """Return the run's memory; None without `memory`, or if nothing was saved there and `make` is not set."""
         run = "" if self._memory is None else _run_of(self._files, self._mesh, make)
-        machines = Machines(self._mesh, self._timeout, self._copies) if run else None
-        return None if self._memory is None or machines is None else SharedMemory.of(self._memory, run, machines)
+        hosts = Hosts(self._mesh, self._timeout, self._copies) if run else None
+        return None if self._memory is None or hosts is None else SharedMemory.of(self._memory, run, hosts)
 
     def __repr__(self) -> str:
-        return f"Checkpoints({self._files.path!r}, keep={self._keep}, every={self._every})"
+        return f"Checkpoints({self._files.path!r}, keep={self._keep}, keep_every={self._keep_every})"
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -169,10 +173,10 @@ class Checkpoints:
         return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
     @api_boundary
-    def remember(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
+    def save_in_memory(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 
-        Each rank writes on its own machine, and as many other machines as `copies` says get a copy. The last step is
+        Each rank writes on its own host, and as many other hosts as `copies` says get a copy. The last step is
         removed when all ranks have all of this one. So a death at any moment leaves one of them whole.
 
         Args:
@@ -187,9 +191,9 @@ class Checkpoints:
         self._shared = shared = self._shared or self._shared_memory(make=True)
         if shared is None:
             raise ValueError(
-                'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
+                'save_in_memory needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
             )
-        shared.machines.warn_of_one()
+        shared.hosts.warn_of_one()
 
         def remove_old() -> None:
             for old in step_numbers(shared):
@@ -199,7 +203,7 @@ class Checkpoints:
         return self._start(shared, step, values, background, remove_old)
 
     def move_memory(self, ranks: int) -> None:
-        """Copy what is remembered onto the machines of the first ranks, before the others leave. All ranks call it.
+        """Copy what is in memory onto the hosts of the first ranks, before the others leave. All ranks call it.
 
         Args:
             ranks: the number of ranks that stay.
@@ -207,14 +211,14 @@ class Checkpoints:
         if self._shared is not None and (step := self._newest_in_memory()) is not None:
             self._shared.subfolder(step_name(step)).move_to(ranks)
 
-    def forget(self) -> None:
-        """Remove what is remembered, and free its memory on all machines. All ranks call it.
+    def clear_memory(self) -> None:
+        """Remove what is in memory, and free its memory on all hosts. All ranks call it.
 
         Raises:
             CheckpointError: if the last save failed. Then nothing is removed.
         """
         self.wait()
-        if self._shared is not None and self._shared.is_leader:
+        if self._shared is not None and self._shared.is_host_leader:
             self._shared.remove_all()
 
     def _start(
@@ -255,7 +259,7 @@ class Checkpoints:
     def restore(self, like: Any, *, partial: bool = False) -> Any:
         """Read the newest complete checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
 
-        A remembered checkpoint comes before one on disk of the same step. A checkpoint that is not committed, or is
+        A checkpoint in memory comes before one on disk of the same step. A checkpoint that is not committed, or is
         damaged, is skipped with a notice, and the previous one is read.
 
         Args:
@@ -322,7 +326,7 @@ class Checkpoints:
     def _remove_old(self, newest: int) -> None:
         """Remove the checkpoints that need not be kept, after a newer one is committed."""
         steps = self.steps()
-        keep = {*steps[-self._keep :], *[n for n in steps if self._every and n % self._every == 0]}
+        keep = {*steps[-self._keep :], *[n for n in steps if self._keep_every and n % self._keep_every == 0]}
         for step in step_numbers(self._files):
             if step < newest and step not in keep:
                 # the manifest first, so that a partial removal is no checkpoint

@@ -1,7 +1,7 @@
-"""Replicas in memory: each machine has a folder in shared memory, which outlives the processes, and copies elsewhere.
+"""Copies in memory: each host has a folder in shared memory, which outlives the processes, and copies elsewhere.
 
-The files have the same format as on disk. A rank writes its file on its own machine, and sends it to ranks on other
-machines. So nothing is lost if all processes die, or as many machines as there are copies.
+The files have the same format as on disk. A rank writes its file on its own host, and sends it to ranks on other
+hosts. So nothing is lost if all processes die, or as many hosts as there are copies.
 """
 
 import contextlib
@@ -22,22 +22,24 @@ from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
-__all__ = ["Machines", "SharedMemory", "replica_ranks"]
+__all__ = ["Hosts", "SharedMemory", "copy_holders"]
+
+LATEST = 4  # steps of a host that may be the newest whole one: more than a host has at a time
 
 
-def host() -> str:
-    """Return the name of this machine."""
+def host_name() -> str:
+    """Return the name of this host."""
     return socket.gethostname()
 
 
-def replica_ranks(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
-    """Return the ranks that hold copies of a rank's file: each on another machine, as far as there are others.
+def copy_holders(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
+    """Return the ranks that hold copies of a rank's file: each on another host, as far as there are others.
 
-    Machines send to the machines after them. The i-th rank of one sends to the i-th rank of the next, so that no rank
-    holds more than its share where machines have equally many ranks.
+    Hosts send to the hosts after them. The i-th rank of one sends to the i-th rank of the next, so that no rank
+    holds more than its share where hosts have equally many ranks.
 
     Args:
-        hosts: the machine of each rank.
+        hosts: the host of each rank.
         rank: the rank whose file is copied.
         copies: how many copies to keep.
     """
@@ -48,42 +50,44 @@ def replica_ranks(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
     return [ranks[name][position % len(ranks[name])] for name in others]
 
 
-class Machines:
-    """The machine of each rank, and a process group for saves, which send while a step runs its own collectives."""
+class Hosts:
+    """The host of each rank, and a process group for saves, which send while a step runs its own collectives."""
 
     def __init__(self, mesh: Mesh | None, timeout: float, copies: int = 1) -> None:
-        self.mesh, self.rank, self.hosts, self.copies = mesh, 0, [host()], copies
+        self.mesh, self.rank, self.host_of_rank, self.copies = mesh, 0, [host_name()], copies
         self.group: Any = None
         if mesh is not None and mesh.distributed:
-            self.rank, self.hosts = mesh.rank, all_gather_texts(host(), mesh)
-        if len(set(self.hosts)) > 1:  # true on all ranks or on none
+            self.rank, self.host_of_rank = mesh.rank, all_gather_texts(host_name(), mesh)
+        if len(set(self.host_of_rank)) > 1:  # true on all ranks or on none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def receivers(self) -> list[int]:
         """List the ranks that hold copies of this rank's files."""
-        return replica_ranks(self.hosts, self.rank, self.copies)
+        return copy_holders(self.host_of_rank, self.rank, self.copies)
 
     def senders(self) -> list[int]:
         """List the ranks whose files this rank holds copies of."""
-        return [r for r in range(len(self.hosts)) if self.rank in replica_ranks(self.hosts, r, self.copies)]
+        return [
+            r for r in range(len(self.host_of_rank)) if self.rank in copy_holders(self.host_of_rank, r, self.copies)
+        ]
 
     def warn_of_one(self) -> None:
-        """Print a notice if all ranks are on one machine, since nothing there outlives it."""
-        if self.copies and self.rank == 0 and len(set(self.hosts)) == 1:
+        """Print a notice if all ranks are on one host, since nothing there outlives it."""
+        if self.copies and self.rank == 0 and len(set(self.host_of_rank)) == 1:
             warn_once(
-                f"fzero: all ranks are on one machine, {self.hosts[0]!r}: what is remembered lies in its shared memory "
-                "alone. That outlives the processes, but not the machine"
+                f"fzero: all ranks are on one host, {self.host_of_rank[0]!r}, so no other host has a copy: "
+                "steps in memory outlive the processes, but not the host"
             )
 
     def leader(self, name: str) -> int:
-        """Return the lowest rank on a machine."""
-        return self.hosts.index(name)
+        """Return the lowest rank on a host."""
+        return self.host_of_rank.index(name)
 
     def numbers(self, local: Sequence[int]) -> list[list[int]]:
         """All-gather numbers, equally many on all ranks; return each rank's numbers, in rank order."""
         return (
             [list(local)]
-            if len(self.hosts) == 1
+            if len(self.host_of_rank) == 1
             else all_gather_numbers(torch.tensor(list(local), device="cpu"), self._mesh())
         )
 
@@ -94,7 +98,7 @@ class Machines:
     def broadcast(self, data: bytes, source: int) -> bytes:
         """Return one rank's bytes, on all ranks."""
         if self.group is None:
-            if len(self.hosts) == 1:
+            if len(self.host_of_rank) == 1:
                 return data
             (size,) = self.numbers([len(data)])[source]
             words = [int.from_bytes(data[i : i + 4], "big") for i in range(0, size, 4)] if self.rank == source else []
@@ -113,28 +117,28 @@ class Machines:
 
 
 class SharedMemory(LocalFolder):
-    """A folder of each machine's shared memory: `memory/fzero/MACHINE/RUN/...`."""
+    """A folder of each host's shared memory: `memory/fzero/HOST/RUN/...`."""
 
     is_shared = False
 
-    def __init__(self, path: str, machines: Machines) -> None:
+    def __init__(self, path: str, hosts: Hosts) -> None:
         super().__init__(path)
-        self.machines = machines
-        self.common_name = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
+        self.hosts = hosts
+        self.common_name = self.path.replace(f"/{hosts.host_of_rank[hosts.rank]}/", "/*/")
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this rank is the first on its machine, which writes the manifest there."""
-        return self.machines.leader(self.machines.hosts[self.machines.rank]) == self.machines.rank
+    def is_host_leader(self) -> bool:
+        """Whether this rank is the first on its host, which writes the manifest there."""
+        return self.hosts.leader(self.hosts.host_of_rank[self.hosts.rank]) == self.hosts.rank
 
     @classmethod
-    def of(cls, memory: str, run: str, machines: Machines) -> "SharedMemory":
+    def of(cls, memory: str, run: str, hosts: Hosts) -> "SharedMemory":
         """Return the folder of a run."""
-        return cls(os.path.join(memory, "fzero", machines.hosts[machines.rank], run), machines)
+        return cls(os.path.join(memory, "fzero", hosts.host_of_rank[hosts.rank], run), hosts)
 
     def subfolder(self, name: str) -> "SharedMemory":
         """Return the files of a folder in this one."""
-        return SharedMemory(self._at(name), self.machines)
+        return SharedMemory(self._at(name), self.hosts)
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: no other process knows the folder."""
@@ -147,15 +151,15 @@ class SharedMemory(LocalFolder):
             super().write(name, parts)
         except Exception as e:  # raised later, because the others wait for a message
             error = e
-        if self.machines.group is not None:
-            self._replicate(name, is_complete=error is None)
+        if self.hosts.group is not None:
+            self._send_copies(name, is_complete=error is None)
         if error is not None:
             raise error
 
-    def _replicate(self, name: str, is_complete: bool) -> None:
-        nonce, ranks = name.split("-")[0], len(self.machines.hosts)
-        sends = [x for to in self.machines.receivers() for x in self._send(name if is_complete else None, to)]
-        for sender in self.machines.senders():
+    def _send_copies(self, name: str, is_complete: bool) -> None:
+        nonce, ranks = name.split("-")[0], len(self.hosts.host_of_rank)
+        sends = [x for to in self.hosts.receivers() for x in self._send(name if is_complete else None, to)]
+        for sender in self.hosts.senders():
             self._receive(data_name(nonce, sender, ranks), sender)
         for work, _ in sends:
             work.wait()
@@ -166,17 +170,17 @@ class SharedMemory(LocalFolder):
         messages = [torch.tensor([size], device="cpu")]
         if size and name is not None:
             messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(BLOCK)
-        return [(dist.isend(x, to, group=self.machines.group), x) for x in messages]
+        return [(dist.isend(x, to, group=self.hosts.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
         """Receive a file from a rank."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
-        dist.recv(size, source, group=self.machines.group)
+        dist.recv(size, source, group=self.hosts.group)
         self.make()
         with open(self._at(f".{name}.tmp"), "wb") as f:
             for at in range(0, int(size), BLOCK):
                 block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8, device="cpu")
-                dist.recv(block, source, group=self.machines.group)
+                dist.recv(block, source, group=self.hosts.group)
                 f.write(view_bytes(block))
         if int(size):
             os.rename(self._at(f".{name}.tmp"), self._at(name))
@@ -184,21 +188,21 @@ class SharedMemory(LocalFolder):
     # ------------------------------------------------------------ finding files after a restart
 
     def newest(self, steps: Sequence[int], name: Any) -> int | None:
-        """Return the newest step whose files are all on some machine. All ranks call it.
+        """Return the newest step whose files are all on some host. All ranks call it.
 
         Args:
-            steps: the steps that have a folder on this machine.
+            steps: the steps that have a folder on this host.
             name: returns the name of a step's folder.
         """
-        latest = sorted(steps)[-4:]
-        all_numbers = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
+        latest = sorted(steps)[-LATEST:]
+        all_numbers = self.hosts.numbers([*latest, *[-1] * (LATEST - len(latest))])
         candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
         return next((n for n in candidates if self.subfolder(name(n)).manifest() is not None), None)
 
     def manifest(self) -> bytes | None:
-        """Return this folder's manifest if each of its files is on some machine; else None. All ranks call it.
+        """Return this folder's manifest if each of its files is on some host; else None. All ranks call it.
 
-        A machine that was away may have the manifest of an earlier try of the same step, so several may be looked at.
+        A host that was away may have the manifest of an earlier try of the same step, so several may be looked at.
         """
         try:
             data = super().get(MANIFEST)
@@ -206,56 +210,56 @@ class SharedMemory(LocalFolder):
         except (OSError, CheckpointError):
             data = b""
         first: dict[tuple[int, ...], int] = {}  # the length and checksum of each manifest -> the first rank that has it
-        for rank, numbers in enumerate(self.machines.numbers([len(data), zlib.crc32(data)])):
+        for rank, numbers in enumerate(self.hosts.numbers([len(data), zlib.crc32(data)])):
             if numbers[0]:
                 first.setdefault(tuple(numbers), rank)
         for rank in first.values():
-            data_there = self.machines.broadcast(data, rank)
+            data_there = self.hosts.broadcast(data, rank)
             is_present = [any(x) for x in zip(*self._present(parse(data_there)), strict=True)]
             if all(is_present):
                 return data_there
         return None
 
     def _present(self, manifest: Manifest) -> list[list[int]]:
-        """Return, for each rank, which files its machine has."""
+        """Return, for each rank, which files its host has."""
         pairs = zip(manifest.names, manifest.files, strict=True)
-        return self.machines.numbers([int(self.size(name) == file.size) for name, file in pairs])
+        return self.hosts.numbers([int(self.size(name) == file.size) for name, file in pairs])
 
     def get(self, name: str) -> bytes:
-        """Read a small file; the manifest is read from any machine that has it. All ranks call it."""
+        """Read a small file; the manifest is read from any host that has it. All ranks call it."""
         data = self.manifest() if name == MANIFEST else super().get(name)
         if data is None:
-            raise DamagedError(f"{self.path!r}: no machine has {name}, or a file that it names is on no machine")
+            raise DamagedError(f"{self.path!r}: no host has {name}, or a file that it names is on no host")
         return data
 
     def fetch(self, manifest: Manifest, writers: Iterable[int]) -> None:
-        """Copy the files that this machine's ranks read from machines that have them. All ranks call it."""
-        if self.machines.group is None:
+        """Copy the files that this host's ranks read from hosts that have them. All ranks call it."""
+        if self.hosts.group is None:
             return
         local = set(writers)
-        needs = self.machines.numbers([int(r in local) for r in range(len(manifest.files))])
+        needs = self.hosts.numbers([int(r in local) for r in range(len(manifest.files))])
         present = self._present(manifest)
         for i, name in enumerate(manifest.names):
             source = next(r for r, is_there in enumerate(present) if is_there[i])
-            for machine in dict.fromkeys(self.machines.hosts):
-                leader = self.machines.leader(machine)
-                ranks = [r for r, h in enumerate(self.machines.hosts) if h == machine]
+            for host in dict.fromkeys(self.hosts.host_of_rank):
+                leader = self.hosts.leader(host)
+                ranks = [r for r, h in enumerate(self.hosts.host_of_rank) if h == host]
                 if present[leader][i] or not any(needs[r][i] for r in ranks):
                     continue
-                if self.machines.rank == source:
+                if self.hosts.rank == source:
                     for work, _ in self._send(name, leader):
                         work.wait()
-                if self.machines.rank == leader:
+                if self.hosts.rank == leader:
                     self._receive(name, source)
-        self.machines.numbers([0])  # a barrier: all files have arrived
+        self.hosts.numbers([0])  # a barrier: all files have arrived
 
     def move_to(self, ranks: int) -> None:
-        """Copy all files onto the machines of the first ranks, unless one of these has them. All ranks call it."""
+        """Copy all files onto the hosts of the first ranks, unless one of these has them. All ranks call it."""
         data = self.manifest()
         if data is None:
             return
-        manifest, mine = parse(data), self.machines.rank
+        manifest, mine = parse(data), self.hosts.rank
         there = [any(is_there) for is_there in zip(*self._present(manifest)[:ranks], strict=True)]
         self.fetch(manifest, [i for i, is_there in enumerate(there) if not is_there and i % ranks == mine])
-        if mine < ranks and self.is_leader:
+        if mine < ranks and self.is_host_leader:
             self.put(MANIFEST, data)

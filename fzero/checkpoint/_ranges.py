@@ -176,7 +176,7 @@ class TreeLayout:
         """Return the number of ranks along some axes."""
         return math.prod([self._sizes[name] for name in axes])
 
-    def replicas(self, g: int) -> tuple[str, ...]:
+    def replicated_axes(self, g: int) -> tuple[str, ...]:
         """Return the axes whose ranks hold the same elements of a group."""
         group = self.groups[g]
         group_axes = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.coordinates])
@@ -193,9 +193,9 @@ class TreeLayout:
     def owned_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the range of a group that a rank writes. Ranks that hold the same elements write equal parts."""
         start, stop = self.local_span(g, rank)
-        replicas = self.replicas(g)
-        k = -(-(stop - start) // self.size(replicas))
-        first = min(start + self.index(replicas, rank) * k, stop)
+        shared_axes = self.replicated_axes(g)
+        k = -(-(stop - start) // self.size(shared_axes))
+        first = min(start + self.index(shared_axes, rank) * k, stop)
         return first, min(first + k, stop)
 
     def block(self, g: int, position: int, rank: int) -> Block:
@@ -265,21 +265,21 @@ class TreeLayout:
             A rank, the byte at which its elements begin in its file's data, and the range of the leaf that it writes.
         """
         g, position = self.home[i]
-        group, replicas = self.groups[g], self.replicas(g)
+        group, shared_axes = self.groups[g], self.replicated_axes(g)
         offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
         splits = tuple([s.axis for s in group.split])
         coordinates = [((name,), i) for name, i in group.coordinates]
         for part in range(self.size(splits)):
-            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *coordinates))
+            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (shared_axes, 0), *coordinates))
             low, high = (target.start, target.stop) if block == target.block else (0, numel)
             if not _intersect(block, target.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *coordinates)
+                first = self.rank((splits, part), (group.axes, shard), (shared_axes, 0), *coordinates)
                 start, stop = self.local_span(g, first)
-                k = -(-(stop - start) // self.size(replicas))
+                k = -(-(stop - start) // self.size(shared_axes))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *coordinates)
+                    rank = self.rank((splits, part), (group.axes, shard), (shared_axes, j), *coordinates)
                     a, b = self.owned_span(g, rank)
                     begin, end = max(a, offset), min(b, offset + numel)
                     before = self._count_written(g, begin) - self._count_written(g, a)

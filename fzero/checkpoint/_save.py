@@ -278,7 +278,7 @@ class _SaveRun:
 
     def _follow(self) -> str:
         errors = self.channel.follow(self._write)
-        if not errors and isinstance(self.files, SharedMemory) and self.files.is_leader:
+        if not errors and isinstance(self.files, SharedMemory) and self.files.is_host_leader:
             data = self.channel.wait_for("manifest", 0).encode()
             self.files.put(MANIFEST, data)
             self._tidy(parse(data))

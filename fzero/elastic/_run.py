@@ -49,14 +49,22 @@ class ElasticRun:
     """
 
     def __init__(
-        self, root: Any, mesh: Mesh, steps: int, plan: BatchPlan, every: int, save_every: int, memory: str, copies: int
+        self,
+        root: Any,
+        mesh: Mesh,
+        steps: int,
+        plan: BatchPlan,
+        copy_every: int,
+        save_every: int,
+        memory: str,
+        copies: int,
     ) -> None:
         self.mesh, self.steps, self.batch_plan, self.step = mesh, steps, plan, -1
-        self._every, self._save_every = every, save_every
+        self._copy_every, self._save_every = copy_every, save_every
         # two, so that a copy in memory does not wait for a save to disk
         self._on_disk = checkpoints(root, mesh)
         self._in_memory = checkpoints(root, mesh, memory=memory, copies=copies)
-        self.is_leaving = False
+        self._is_leaving = False
 
     def __repr__(self) -> str:
         return f"ElasticRun(step {max(self.step, 0)} of {self.steps}, {self.mesh!r})"
@@ -65,7 +73,7 @@ class ElasticRun:
     def restore(self, state: T) -> T:
         """Return the newest state that is whole, from the hosts' memory or the disk; `state` itself in a new run.
 
-        The state may be one of another number of ranks. It is remembered again at once, since copies may be lost.
+        The state may be one of another number of ranks. It is saved in memory again at once: copies may be lost.
 
         Args:
             state: a tree in the layout of this mesh, as `step.init` returns it. It is overwritten.
@@ -84,12 +92,12 @@ class ElasticRun:
         if self.step:
             if self.mesh.rank == 0:
                 log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
-            self._in_memory.remember(self.step, found)
+            self._in_memory.save_in_memory(self.step, found)
         return found["state"]
 
     @api_boundary
-    def keep(self, step: int, state: Any) -> None:
-        """Keep the state after each step: each `every`-th in memory, and each `save_every`-th and the last on disk.
+    def save(self, step: int, state: Any) -> None:
+        """Save the state after each step: each `copy_every`-th in memory, each `save_every`-th and the last on disk.
 
         The state may be donated to the next step at once.
 
@@ -102,24 +110,24 @@ class ElasticRun:
             CheckpointError: if the last copy or save failed.
         """
         if self.step < 0:
-            raise ValueError("keep: call run.restore(state) first, which returns the state to go on from")
+            raise ValueError("save: call run.restore(state) first, which returns the state to go on from")
         if step != self.step + 1:
             raise ValueError(
-                f"keep({step}, ...) after step {self.step}: a batch was skipped or taken twice; call keep after each "
+                f"save({step}, ...) after step {self.step}: a batch was skipped or taken twice; call save after each "
                 "step, with the number of the batch plus 1, and begin with the batch of number run.step"
             )
         self.step, values = step, {"state": state, "step": step, "global_batch": self.batch_plan.global_batch}
-        if step % self._every == 0:
-            self._in_memory.remember(step, values)
-            if self.is_leaving:
+        if step % self._copy_every == 0:
+            self._in_memory.save_in_memory(step, values)
+            if self._is_leaving:
                 self.wait()
-                log.info("leaves after step %d, which is kept", step)
+                log.info("leaves after step %d, which is saved", step)
                 raise SystemExit(128 + signal.SIGTERM)
         if step % self._save_every == 0 or step == self.steps:
             self._on_disk.save(step, values)
 
     def wait(self) -> None:
-        """Wait until what was kept is committed.
+        """Wait until what was saved is committed.
 
         Raises:
             CheckpointError: if it failed.
@@ -127,11 +135,11 @@ class ElasticRun:
         self._in_memory.wait()
         self._on_disk.wait()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Release the hosts' memory, if the run is on disk to its end."""
         self.wait()
         if self.step == self.steps:
-            self._in_memory.forget()
+            self._in_memory.clear_memory()
 
 
 @api_boundary
@@ -143,7 +151,7 @@ def run(
     global_batch: int,
     micro_batch: int | None = None,
     axis: AxisName = None,
-    every: int = 10,
+    copy_every: int = 10,
     save_every: int = 1000,
     min_ranks: int = 1,
     memory: str = "/dev/shm",
@@ -161,14 +169,14 @@ def run(
 
     Args:
         train: the user's function, which gets an `ElasticRun`. It makes the step and its state for `run.mesh`, calls
-            `run.restore(state)`, then `run.keep(i + 1, state)` after each step i from `run.step` to `run.steps`.
+            `run.restore(state)`, then `run.save(i + 1, state)` after each step i from `run.step` to `run.steps`.
         root: the folder of the run's checkpoints, the same in each start; see `fzero.checkpoint.checkpoints`.
         steps: the number of steps of the whole run.
         global_batch: the examples of a step over all ranks. It stays the same on any number of ranks.
         micro_batch: the examples of a rank's micro-batch; by default a rank has one micro-batch.
         axis: the axes along which ranks get different examples; by default all.
-        every: the steps between two copies of the state in memory. At most so many are done again, and so many more
-            if a rank is lost while a copy is under way.
+        copy_every: the steps between two copies of the state in memory. At most so many are done again, and so many
+            more if a rank is lost while a copy is under way.
         save_every: the steps between two checkpoints on disk.
         min_ranks: the fewest ranks to train on.
         memory: a folder of shared memory.
@@ -202,7 +210,7 @@ def run(
         ...     data = fzero.data.batches(torch.ones(20, 3), run.mesh, global_batch=4)
         ...     for i, batch in data.steps(run.step, run.steps):
         ...         *state, loss = step(*state, batch)
-        ...         run.keep(i + 1, tuple(state))
+        ...         run.save(i + 1, tuple(state))
         ...     return run.mesh.size, run.step
         >>> root, where = tempfile.mkdtemp(), {"memory": tempfile.mkdtemp(), "global_batch": 4}
         >>> run(train, root, steps=10, dp=-1, simulated_ranks=4, **where)
@@ -210,7 +218,7 @@ def run(
         >>> run(train, root, steps=15, dp=-1, simulated_ranks=3, **where)  # 3 ranks do not share 4 examples equally
         (2, 15)
     """
-    numbers = {"steps": steps, "global_batch": global_batch, "every": every, "save_every": save_every}
+    numbers = {"steps": steps, "global_batch": global_batch, "copy_every": copy_every, "save_every": save_every}
     optional = {"micro_batch": micro_batch, "simulated_ranks": simulated_ranks}
     for name, n in {**numbers, "min_ranks": min_ranks, **optional}.items():
         if n is not None or name not in optional:
@@ -250,16 +258,16 @@ def run(
         axis=data_axes,
         model_axes=(),
     )
-    this = ElasticRun(root, mesh, steps, plan, every, save_every, memory, copies)
+    this = ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies)
     with _leaving_at_a_kept_step(this):
         try:
             result = train(this)
             if this.step < steps:
                 warn_once(
                     f"fzero.elastic.run: the function returned after step {max(this.step, 0)} of {steps}, as far as "
-                    "run.keep was told: call run.keep(i + 1, state) after each step"
+                    "run.save was told: call run.save(i + 1, state) after each step"
                 )
-            this.end()
+            this._end()
         except LostRankError:
             log.error("rank %d ends after step %d, to be started again", mesh.rank, this.step)
             raise
@@ -284,7 +292,7 @@ def _end_key(number: int) -> str:
 def _leave_spares(
     world: World, ranks: int, checkpoints_on: Callable[[Mesh], Checkpoints], timeout: float | None
 ) -> None:
-    """Let `fzero.mesh` find a world of the first ranks. They get what the others' hosts remember.
+    """Let `fzero.mesh` find a world of the first ranks. They get what the others' hosts have in memory.
 
     Raises:
         ValueError: if a process group exists already.
@@ -332,7 +340,7 @@ def _leaving_at_a_kept_step(this: ElasticRun) -> Iterator[None]:
         return
 
     def leave(*_: Any) -> None:
-        this.is_leaving = True
+        this._is_leaving = True
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

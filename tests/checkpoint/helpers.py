@@ -16,6 +16,12 @@ JSON = st.recursive(
 )
 
 
+def memory_in(path: Path) -> str:
+    """Make a folder that stands for shared memory."""
+    (path / "memory").mkdir(exist_ok=True, parents=True)
+    return str(path / "memory")
+
+
 def write_manifest(path: Path, body: Any) -> None:
     text = json.dumps(body).encode()
     (path / MANIFEST).write_bytes(b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text))

@@ -17,6 +17,7 @@ from fzero import optim, tree
 from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
 from fzero.checkpoint._manifest import MANIFEST
+from tests.checkpoint.helpers import memory_in
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.launch import world
 
@@ -30,7 +31,7 @@ KEPT = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*ran
 
 @pytest.mark.parametrize("keep,every,kept", KEPT)
 def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
-    runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, every=every)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, keep_every=every)
     for i in range(7):
         runs.save(i, numbered(i))
     runs.wait()
@@ -77,10 +78,12 @@ def test_what_must_be_finite_stops_a_save_and_lets_go_of_nothing(bad, dtype, tmp
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_folder_that_is_only_read_is_not_made(memory, tmp_path):
-    shared = str(tmp_path / "shared") if memory else None
+    shared = memory_in(tmp_path) if memory else None
     with fzero.checkpoint.checkpoints(tmp_path / "typo", memory=shared) as runs:
         assert runs.steps() == [] and runs.restore(numbered(3))["step"] == 3
     assert not (tmp_path / "typo").exists()
+    with pytest.raises(ValueError, match=r"memory='/dev/shmm' is no folder: expected one of shared memory, such as"):
+        fzero.checkpoint.checkpoints(tmp_path / "typo", memory="/dev/shmm")
 
 
 def spoil(path: Any, how: str) -> None:
@@ -223,12 +226,12 @@ fzero.checkpoint.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
     assert fzero.checkpoint.checkpoints(tmp_path).steps() == [1]
 
 
-def test_what_is_remembered_is_looked_at_first(tmp_path):
-    root, memory = tmp_path / "runs", str(tmp_path / "memory")
+def test_memory_is_read_before_disk(tmp_path):
+    root, memory = tmp_path / "runs", memory_in(tmp_path)
     runs = fzero.checkpoint.checkpoints(root, memory=memory)
     runs.save(2, numbered(2))
     for i in (3, 4, 5):
-        runs.remember(i, numbered(i))
+        runs.save_in_memory(i, numbered(i))
     runs.wait()
     again = fzero.checkpoint.checkpoints(root, memory=memory)  # after the death of the process
     assert again.newest() == 5 and again.restore(numbered(0))["w"].tolist() == [5.0] * 5
@@ -242,9 +245,9 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
     shutil.rmtree(root)  # another run has another memory
     assert fzero.checkpoint.checkpoints(root, memory=memory).newest() is None
     with pytest.raises(
-        ValueError, match=r"remember needs a folder of shared memory: fzero.checkpoint.checkpoints\(..., memory="
+        ValueError, match=r"save_in_memory needs a folder of shared memory: fzero.checkpoint.checkpoints\(..., memory="
     ):
-        fzero.checkpoint.checkpoints(root).remember(1, {})
+        fzero.checkpoint.checkpoints(root).save_in_memory(1, {})
 
 
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
@@ -277,7 +280,7 @@ print("committed")
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
 def test_counts_are_whole_numbers(wrong, tmp_path):
-    for name in ("keep", "every"):
+    for name in ("keep", "keep_every"):
         with pytest.raises(ValueError, match=f"{name}=.*: expected a number of .*, an int, at least 1"):
             fzero.checkpoint.checkpoints(tmp_path, **{name: wrong})
     if wrong not in (0, True):
@@ -285,7 +288,7 @@ def test_counts_are_whole_numbers(wrong, tmp_path):
             fzero.checkpoint.checkpoints(tmp_path).save(wrong, {})
 
 
-@pytest.mark.parametrize("how", ["save", "remember"])
+@pytest.mark.parametrize("how", ["save", "save_in_memory"])
 def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
     gate, write = threading.Event(), _files.LocalFolder.write
 
@@ -294,7 +297,7 @@ def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
         write(*args)
 
     monkeypatch.setattr(_files.LocalFolder, "write", late)
-    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     state = {"w": torch.zeros(2), "at": {"epoch": 1, "seen": [1]}}
     saving = getattr(runs, how)(1, state)
     state["at"]["epoch"] = 2
@@ -305,8 +308,8 @@ def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
 
 
 def test_what_was_damaged_in_memory_is_not_taken_for_a_beginning(tmp_path):
-    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
-    runs.remember(5, numbered(5)).wait()
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
+    runs.save_in_memory(5, numbered(5)).wait()
     (data,) = (tmp_path / "memory").rglob("*.safetensors")
     data.write_bytes(data.read_bytes()[:-1] + b"!")
     with pytest.raises(fzero.errors.CheckpointError, match=r"no checkpoint is whole: .* is damaged"):
@@ -363,28 +366,28 @@ def test_a_save_that_fails_beside_the_training_is_told_even_if_nobody_waits(tmp_
 
 
 def test_of_equal_steps_the_one_in_memory_is_read(tmp_path):
-    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     runs.save(5, {"w": torch.zeros(1)}).wait()
-    runs.remember(5, {"w": torch.ones(1)}).wait()
+    runs.save_in_memory(5, {"w": torch.ones(1)}).wait()
     assert runs.restore({"w": torch.zeros(1)})["w"] == 1
 
 
 def test_memory_holds_one_step_also_of_a_run_that_goes_back(tmp_path):
-    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     for step in (5, 7, 3):
-        runs.remember(step, numbered(step)).wait()
+        runs.save_in_memory(step, numbered(step)).wait()
     assert len(list((tmp_path / "memory").rglob("manifest.json"))) == 1
     assert runs.restore(numbered(0))["step"] == 3
 
 
 def test_a_copy_of_a_run_has_memory_of_its_own(tmp_path):
-    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     runs.save(1, numbered(1)).wait()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    runs.remember(2, numbered(2)).wait()
-    copy = fzero.checkpoint.checkpoints(tmp_path / "copy", memory=str(tmp_path / "memory"))
+    runs.save_in_memory(2, numbered(2)).wait()
+    copy = fzero.checkpoint.checkpoints(tmp_path / "copy", memory=memory_in(tmp_path))
     assert copy.restore(numbered(0))["step"] == 1
-    copy.remember(3, numbered(3)).wait()
+    copy.save_in_memory(3, numbered(3)).wait()
     assert runs.restore(numbered(0))["step"] == 2
 
 

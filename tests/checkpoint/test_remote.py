@@ -28,7 +28,7 @@ def test_any_layout_is_read_into_any(root):
 
 
 def test_a_runs_folder(root):
-    with fzero.checkpoint.checkpoints(root, keep=2, every=3) as runs:
+    with fzero.checkpoint.checkpoints(root, keep=2, keep_every=3) as runs:
         assert runs.newest() is None and runs.steps() == []
         for i in range(6):
             runs.save(i, {"w": torch.full((3,), float(i)), "step": i})

@@ -96,7 +96,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.ranks.M
             patch.setattr(_files.LocalFolder, "write", slow)
             sharded = [fzero.shard(train_step_for(mlp_loss, OPT), stage=s, mesh=mesh) for s in (stage, other)]
             one, two = [fzero.jit(s, backend="fx") for s in sharded]
-            with fzero.checkpoint.checkpoints(path, mesh, keep=2, every=3) as runs:
+            with fzero.checkpoint.checkpoints(path, mesh, keep=2, keep_every=3) as runs:
                 params, opt_state = one.init(mlp_params(), OPT)
                 whole = go_on(one, {"params": params, "opt_state": opt_state, "step": 0}, range(6), runs)
             assert runs.steps() == [0, 3, 4, 5]
@@ -237,41 +237,42 @@ def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.ranks.Mesh) -> None:
 
 
 @case
-def what_is_remembered_outlives_a_machine(mesh: fzero.ranks.Mesh) -> None:
-    """Each rank is on a machine of its own; one machine after the other loses its memory, and others hold its part."""
+def memory_outlives_a_host(mesh: fzero.ranks.Mesh) -> None:
+    """Each rank is on a host of its own; one host after the other loses its memory, and others hold its part."""
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), PARAMS)
         saved = [filled(step, state, seed) for seed in range(4)]
-        for machines in (mesh.size, 1):
-            patch.setattr(_memory, "host", lambda machines=machines: f"machine{mesh.rank % machines}")
-            root, memory = path / f"disk{machines}", path / f"memory{machines}"
+        for hosts in (mesh.size, 1):
+            patch.setattr(_memory, "host_name", lambda hosts=hosts: f"host{mesh.rank % hosts}")
+            root, memory = path / f"disk{hosts}", path / f"memory{hosts}"
+            memory.mkdir(exist_ok=True)
             runs = fzero.checkpoint.checkpoints(root, mesh, memory=str(memory), timeout=20)
             runs.save(1, saved[0][0])
-            runs.remember(2, saved[1][0])
-            runs.remember(3, saved[2][0])
+            runs.save_in_memory(2, saved[1][0])
+            runs.save_in_memory(3, saved[2][0])
             runs.wait()
-            torch.distributed.barrier()  # each machine lets go of its own old ones
+            torch.distributed.barrier()  # each host lets go of its own old ones
             parts = [p.name for p in memory.rglob("*.safetensors")]
-            assert len(parts) == (2 * mesh.size if machines > 1 else mesh.size), "each part, and a copy elsewhere"
+            assert len(parts) == (2 * mesh.size if hosts > 1 else mesh.size), "each part, and a copy elsewhere"
             torch.distributed.barrier()
             assert runs.newest() == 3 and same_bits(whole_of(step, runs.restore(state)), saved[2][1])
-            for lost in range(machines if machines > 1 else 0):
+            for lost in range(hosts if hosts > 1 else 0):
                 torch.distributed.barrier()
                 if mesh.rank == 0:
-                    shutil.rmtree(memory / "fzero" / f"machine{lost}")
+                    shutil.rmtree(memory / "fzero" / f"host{lost}")
                 torch.distributed.barrier()
                 other = fzero.checkpoint.checkpoints(root, mesh, memory=str(memory), timeout=20)
                 assert other.newest() == 3
                 _, like = state_in(OnProcesses({"dp": mesh.size}, 1), PARAMS)
                 assert same_bits(whole_of(step, other.restore(state)), saved[2][1])
                 assert same_bits(whole_of(step, other.restore(like)), saved[2][1])
-                other.remember(3, saved[2][0], background=False)
+                other.save_in_memory(3, saved[2][0], background=False)
             torch.distributed.barrier()
             if mesh.rank == 0:
                 shutil.rmtree(memory)
             torch.distributed.barrier()
             assert runs.newest() == 1 and same_bits(whole_of(step, runs.restore(state)), saved[0][1])
-            runs.remember(0, saved[3][0]).wait()
+            runs.save_in_memory(0, saved[3][0]).wait()
             assert runs.newest() == 1, "the newer one is on the disk"
 
 

@@ -257,17 +257,17 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
         assert profile.seconds > 0
         rows: list[Any] = []
         with folder(world) as path, fzero.observe.log(rows.append, every=2, mesh=mesh) as log:
-            runs = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path / "memory"))
+            runs = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path))
             for i in range(4):
                 *state, value = program(*state, batch)
                 log(i, {"loss": value})
-                runs.remember(i, tuple(state))
+                runs.save_in_memory(i, tuple(state))
             runs.wait()
             torch.distributed.barrier()
             other = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
             to = fzero.shard(step_of(other), 1, mesh, split=other.split)
             like = tuple(to.init(other.stack(params, mesh), OPT))
-            restored = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)
+            restored = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path)).restore(like)
             for one, two in zip(restored, state, strict=True):
                 assert same_bits(other.unstack(to.gather(one), mesh), loss.unstack(step.gather(two), mesh))
         assert len(rows) == (2 if mesh.rank == 0 else 0)

@@ -59,7 +59,7 @@ def train(
         doing[0] = i
         *state, _ = call(*state, batch)
         at("updated", i)
-        run.keep(i + 1, tuple(state))
+        run.save(i + 1, tuple(state))
         at("kept", i)
     return step.gather(state[0])
 

@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     host = args.host.replace("%", os.environ["LOCAL_RANK"])
-    _memory.host = lambda: host
+    _memory.host_name = lambda: host
 
     def say(**what: Any) -> None:
         with open(args.root / "log", "a") as f:
@@ -46,6 +46,7 @@ def main() -> None:
         say(size=run.mesh.size, accumulation=run.batch_plan.accumulation)
         return train(run, jitted=not args.dies, at=at, steps=args.steps)  # a jitted step donates what was kept
 
+    (args.root / "memory").mkdir(exist_ok=True)
     say(start=os.environ["WORLD_SIZE"], pid=os.getpid())
     end = fzero.elastic.run(
         program,
@@ -53,7 +54,7 @@ def main() -> None:
         steps=args.steps,
         global_batch=GLOBAL_BATCH,
         micro_batch=args.micro,
-        every=2,
+        copy_every=2,
         save_every=1000,
         memory=str(args.root / "memory"),
         timeout=30.0,

@@ -25,13 +25,14 @@ class Gone(Exception):
 
 def run(root: Path, ranks: int, program: Any, every: int = 2, save_every: int = 4, **more: Any) -> Any:
     options: dict[str, Any] = {"steps": STEPS, "global_batch": GLOBAL_BATCH, "micro_batch": 1, **more}
-    memory = str(root / "memory")
+    memory = root / "memory"
+    memory.mkdir(exist_ok=True, parents=True)
     return fzero.elastic.run(
         program,
         root / "disk",
-        every=every,
+        copy_every=every,
         save_every=save_every,
-        memory=memory,
+        memory=str(memory),
         dp=-1,
         simulated_ranks=ranks,
         **options,
@@ -134,7 +135,7 @@ def test_tensor_parallel_groups_are_made_anew_of_the_ranks_that_are_left(tmp_pat
             if i == dies:
                 raise Gone
             *state, _ = step(*state, batch)
-            this.keep(i + 1, tuple(state))
+            this.save(i + 1, tuple(state))
         return this.mesh.shape, step.gather(state[0])
 
     options: dict[str, Any] = {"axis": "dp", "tp": 2, "micro_batch": None}
@@ -182,22 +183,22 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
         (7, {"dp": -1}, 8, 5, "global_batch=8 cannot be shared by min_ranks=5 or more of them"),
     ],
 )
-def test_what_is_not_possible_is_said(alive, axes, batch, least, message):
+def test_an_impossible_mesh_is_an_error(alive, axes, batch, least, message):
     with pytest.raises(RuntimeError, match=message):
         choose_shape(alive, axes, ("dp",), batch, 1, least)
 
 
 def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):
     def program(this: Any) -> None:
-        with pytest.raises(ValueError, match=r"keep: call run.restore\(state\) first"):
-            this.keep(1, {})
+        with pytest.raises(ValueError, match=r"save: call run.restore\(state\) first"):
+            this.save(1, {})
         assert this.restore({"w": torch.zeros(2)})["w"].tolist() == [0, 0] and this.step == 0
-        this.keep(1, {"w": torch.ones(2)})
+        this.save(1, {"w": torch.ones(2)})
         for step in (1, 3):
             with pytest.raises(
-                ValueError, match=rf"keep\({step}, ...\) after step 1: a batch was skipped or taken twice"
+                ValueError, match=rf"save\({step}, ...\) after step 1: a batch was skipped or taken twice"
             ):
-                this.keep(step, {})
+                this.save(step, {})
 
     run(tmp_path, 1, program)
 
@@ -205,9 +206,9 @@ def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):
 def test_a_process_that_is_to_end_leaves_after_a_kept_step(tmp_path):
     def leave(this: Any) -> None:
         this.restore({"w": torch.zeros(2)})
-        this.is_leaving = True
+        this._is_leaving = True
         for step in range(1, 9):
-            this.keep(step, {"w": torch.full((2,), float(step))})
+            this.save(step, {"w": torch.full((2,), float(step))})
 
     def go_on(this: Any) -> None:
         assert this.restore({"w": torch.zeros(2)})["w"].tolist() == [3, 3] and this.step == 3
@@ -223,7 +224,7 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
             state = this.restore({"w": torch.zeros(2)})
             begin = this.step
             for step in range(begin + 1, last + 1):
-                this.keep(step, {"w": state["w"] + step})
+                this.save(step, {"w": state["w"] + step})
             return begin
 
         return program
@@ -233,7 +234,7 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
 
     assert run(tmp_path, 1, stops_at(6), save_every=3) == 0 and files() == 1
     shutil.rmtree(tmp_path / "memory")
-    assert run(tmp_path, 1, stops_at(6)) == 6 and files() == 1, "what came from the disk is remembered at once"
+    assert run(tmp_path, 1, stops_at(6)) == 6 and files() == 1, "what came from the disk is in memory at once"
     assert run(tmp_path, 1, stops_at(STEPS), save_every=3) == 6 and files() == 0
     assert fzero.checkpoint.checkpoints(tmp_path / "disk").steps()[-1] == STEPS
 
@@ -258,19 +259,23 @@ def test_an_argument_that_no_number_of_ranks_mends_is_named(options, error, mess
         "simulated_ranks": 2,
         "dp": -1,
     }
-    arguments |= {"root": tmp_path, "memory": str(tmp_path / "memory"), **options}
+    arguments |= {"root": tmp_path, "memory": str(tmp_path), **options}
     with pytest.raises(error, match=message):
         fzero.elastic.run(**{name: x for name, x in arguments.items() if x is not None})
 
 
-def test_another_global_batch_is_refused_and_a_run_that_keeps_nothing_is_told(tmp_path, caplog):
-    def program(this: Any) -> None:
-        state = this.restore({"w": torch.zeros(2)})
-        for step in range(this.step, min(this.steps, 2)):
-            this.keep(step + 1, state)
+def saves_two_steps(this: Any) -> None:
+    state = this.restore({"w": torch.zeros(2)})
+    for step in range(this.step, min(this.steps, 2)):
+        this.save(step + 1, state)
 
-    run(tmp_path, 2, program, steps=2, every=1)
+
+def test_another_global_batch_is_refused(tmp_path):
+    run(tmp_path, 2, saves_two_steps, steps=2, every=1)
     with pytest.raises(ValueError, match="global_batch=24, and the run in this folder has 12"):
-        run(tmp_path, 2, program, steps=4, global_batch=24, every=1)
-    run(tmp_path, 2, program, steps=4, every=1)
+        run(tmp_path, 2, saves_two_steps, steps=4, global_batch=24, every=1)
+
+
+def test_a_run_without_saves_gets_a_notice(tmp_path, caplog):
+    run(tmp_path, 2, saves_two_steps, steps=4, every=1)
     assert "the function returned after step 2 of 4" in caplog.text

@@ -84,7 +84,7 @@ def starts(root: Path) -> list[list[int]]:
 def test_a_killed_rank_is_started_again_and_goes_on_from_memory(tmp_path):
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", dies="1:forward:5") as process:
         assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
-    assert starts(tmp_path) == [[0, 1, 2, 3, 4], [4, 5, 6, 7]], "step 4 was remembered, of which nothing is on disk"
+    assert starts(tmp_path) == [[0, 1, 2, 3, 4], [4, 5, 6, 7]], "step 4 was in memory, of which nothing is on disk"
     found = torch.load(tmp_path / "end.pt")
     options: dict[str, Any] = {"memory": str(tmp_path / "other"), "global_batch": GLOBAL_BATCH, "micro_batch": 1}
     simulated: Any = fzero.elastic.run(train, tmp_path / "more", steps=8, dp=2, simulate="lockstep", **options)
@@ -94,7 +94,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_memory(tmp_path):
     assert not list((tmp_path / "memory").rglob("*.safetensors")), "the run is on disk to its end"
 
 
-def test_ranks_that_cannot_share_the_batch_wait_and_give_what_their_hosts_remember(tmp_path):
+def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hosts(tmp_path):
     """Three hosts train; all are ended, and one is lost. Of three hosts two can share the batch in larger parts."""
     options = ("--standalone", "--nproc-per-node=3")
     with agent(tmp_path, *options, host="host%", slow=0.3, steps=30) as process:
@@ -111,7 +111,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_what_their_hosts_rememb
         torch.testing.assert_close(torch.load(tmp_path / "end.pt")[name], x, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_are_told_to_end_leave_after_a_kept_step(tmp_path):
+def test_ranks_leave_after_the_next_saved_step_on_sigterm(tmp_path):
     """As torchrun tells them when a host joins, and a cluster before it takes a host away."""
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", slow=0.3, steps=12) as process:
         wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 4 for e in found))

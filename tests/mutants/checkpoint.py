@@ -13,12 +13,12 @@ INPUT = ("tests/checkpoint/test_input.py",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
 HF = ("tests/checkpoint/test_hf.py",)
 SHARING = ("tests/checkpoint/test_sharing.py",)
-REPLICAS = ("tests/checkpoint/test_replicas.py",)
+COPIES = ("tests/checkpoint/test_copies.py",)
 
 MUTANTS = [
-    *File("checkpoint/_memory.py", REPLICAS).faults(
-        Fault("a copy lies on the machine of its rank", "replica_ranks", becomes("range(1, A)", "range(A)")),
-        Fault("all ranks of a machine send to one rank", "replica_ranks", becomes("ranks[A][B]", "ranks[A][0]")),
+    *File("checkpoint/_memory.py", COPIES).faults(
+        Fault("a copy lies on the host of its rank", "copy_holders", becomes("range(1, A)", "range(A)")),
+        Fault("all ranks of a host send to one rank", "copy_holders", becomes("ranks[A][B]", "ranks[A][0]")),
         Fault("spares keep what only they remember", "SharedMemory.move_to", skipped("self.fetch(A, B)")),
         Fault("an older step is taken than the newest whole one", "SharedMemory.newest", dropped("reverse=True")),
         Fault(
@@ -28,22 +28,28 @@ MUTANTS = [
         ),
         Fault(
             "a rank says that it has written before the copies of others are there",
-            "SharedMemory._replicate",
-            becomes("self.machines.senders()", "self.machines.senders()[:0]"),
+            "SharedMemory._send_copies",
+            becomes("self.hosts.senders()", "self.hosts.senders()[:0]"),
         ),
         Fault(
-            "the first manifest decides, though it may be that of a machine that was away",
+            "the first manifest decides, though it may be that of a host that was away",
             "SharedMemory.manifest",
             becomes("first.values()", "[*first.values()][:1]"),
         ),
     ),
-    *File("checkpoint/_agree.py", REPLICAS).faults(
+    *File("checkpoint/_agree.py", COPIES).faults(
         Fault("a step is committed though a rank did not write", "StoreChannel.lead", never("A and (not B)")),
     ),
-    *File("checkpoint/_folder.py", REPLICAS).faults(
+    *File("checkpoint/_folder.py", COPIES).faults(
+        Fault(
+            "a folder that is mistyped is made on the disk, and called memory",
+            "checkpoints",
+            never("A and (not os.path.isdir(memory))"),
+            FOLDER,
+        ),
         Fault(
             "the old step is removed before the new one is whole",
-            "Checkpoints.remember",
+            "Checkpoints.save_in_memory",
             before("return self._start(A, B, C, D, E)", "remove_old()"),
         ),
     ),

@@ -10,12 +10,16 @@ MUTANTS = [
         Fault(
             "a batch is skipped after a restart", "ElasticRun.restore", becomes("found['step']", "found['step'] + 1")
         ),
-        Fault("a batch may be skipped", "ElasticRun.keep", never("A != self.step + 1")),
-        Fault("a process leaves before its step is kept", "ElasticRun.keep", always("A % self._every == 0")),
-        Fault("a process that is to end does not leave", "ElasticRun.keep", never("self.is_leaving")),
-        Fault("the last step is not on disk", "ElasticRun.keep", never("A == self.steps")),
-        Fault("memory is released though a run has not ended", "ElasticRun.end", always("self.step == self.steps")),
-        Fault("what came from the disk is not remembered", "ElasticRun.restore", skipped("self.A.remember(self.B, C)")),
+        Fault("a batch may be skipped", "ElasticRun.save", never("A != self.step + 1")),
+        Fault("a process leaves before its step is kept", "ElasticRun.save", always("A % self._copy_every == 0")),
+        Fault("a process that is to end does not leave", "ElasticRun.save", never("self._is_leaving")),
+        Fault("the last step is not on disk", "ElasticRun.save", never("A == self.steps")),
+        Fault("memory is released though a run has not ended", "ElasticRun._end", always("self.step == self.steps")),
+        Fault(
+            "what came from the disk is not remembered",
+            "ElasticRun.restore",
+            skipped("self.A.save_in_memory(self.B, C)"),
+        ),
     ),
     *File("elastic/_shape.py", ELASTIC).faults(
         Fault("a mesh is chosen whose ranks cannot share the batch", "choose_shape", always("A % (B * C) == 0")),

@@ -71,7 +71,11 @@ MUTANTS = [
             "TreeLayout._count_written",
             becomes("A - sum(B)", "A - 0 * sum(B)"),
         ),
-        Fault("pipeline stages count as replicas of a block", "TreeLayout.replicas", dropped("*[A for A, B in C.D]")),
+        Fault(
+            "pipeline stages count as replicas of a block",
+            "TreeLayout.replicated_axes",
+            dropped("*[A for A, B in C.D]"),
+        ),
         Fault("stage 0 writes every block", "TreeLayout.writers", dropped("*A", at="3 of 3")),
         Fault("a copy's group counts as the leaf's own", "TreeLayout.home", dropped("A not in B.C")),
     ),

@@ -83,14 +83,14 @@ def test_a_pipeline_trains_on_numbered_batches():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_what_is_remembered_is_read_by_another_pipeline(simulate, tmp_path):
-    params, memory = params_of(5), str(tmp_path / "memory")
+def test_another_pipeline_reads_what_is_in_memory(simulate, tmp_path):
+    params, memory = params_of(5), str(tmp_path)
     loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     step, state, _ = made(fzero.mesh(dp=2, pp=2, simulate=simulate), loss, params, 3)
-    runs = fzero.checkpoint.checkpoints(tmp_path, step.mesh, memory=memory)
-    runs.remember(7, {"state": state, "step": 7}).wait()
+    runs = fzero.checkpoint.checkpoints(tmp_path / "disk", step.mesh, memory=memory)
+    runs.save_in_memory(7, {"state": state, "step": 7}).wait()
     to, like, _ = made(fzero.mesh(pp=2, dp=1, simulate=simulate), other, tree.map(torch.zeros_like, params), 1)
-    found = fzero.checkpoint.checkpoints(tmp_path, to.mesh, memory=memory).restore({"state": like, "step": 0})
+    found = fzero.checkpoint.checkpoints(tmp_path / "disk", to.mesh, memory=memory).restore({"state": like, "step": 0})
     assert found["step"] == 7
     for one, two in zip(found["state"], state, strict=True):
         assert same_bits(other.unstack(to.gather(one), to.mesh), loss.unstack(step.gather(two), step.mesh))

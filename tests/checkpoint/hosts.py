@@ -1,7 +1,7 @@
-"""Machines in one process: each rank is a thread with its own part of a state, and any of them may die at any moment.
+"""Hosts in one process: each rank is a thread with its own part of a state, and any of them may die at any moment.
 
 One thread runs at a time. Each operation on a file, message and value in the store is a moment at which another thread,
-drawn by a seed, may go on, and at which a rank or a whole machine may die. Where the others wait for the dead, their
+drawn by a seed, may go on, and at which a rank or a whole host may die. Where the others wait for the dead, their
 waits end with an error, as `fzero._liveness` ends them.
 """
 
@@ -33,9 +33,9 @@ class Died(BaseException):
 
 
 class Death(NamedTuple):
-    """What dies, and at which of all operations of the world: one rank's process, or its machine with all processes."""
+    """What dies, and at which of all operations of the world: one rank's process, or its host with all processes."""
 
-    machine: bool
+    host: bool
     at: int
 
 
@@ -68,11 +68,11 @@ def local(values: Any, rank: int) -> Any:
 
 
 class World:
-    """Ranks on machines: `World(["a", "a", "b"], seed).run(program)`."""
+    """Ranks on hosts: `World(["a", "a", "b"], seed).run(program)`."""
 
     def __init__(self, hosts: list[str], seed: int, deaths: tuple[Death, ...] = ()) -> None:
         self.hosts, self.deaths, self.rng, self.operations = hosts, deaths, random.Random(seed), 0
-        self.size, self.lost = len(hosts), set[str]()  # the machines that are lost
+        self.size, self.lost = len(hosts), set[str]()  # the hosts that are lost
         self.dead, self.ended = set[int](), set[int]()
         self.waits: dict[int, Callable[[], bool]] = {}
         self.turns = [threading.Semaphore(0) for _ in hosts]  # released when it is a rank's turn
@@ -88,7 +88,7 @@ class World:
         self.operations += 1
         mine = RANK.number
         for death in self.deaths:
-            if death.at == self.operations and death.machine:
+            if death.at == self.operations and death.host:
                 self.lost.add(self.hosts[mine])
                 self.dead |= {r for r, host in enumerate(self.hosts) if host == self.hosts[mine]}
             elif death.at == self.operations:
@@ -138,7 +138,7 @@ class World:
         return results
 
     def lose(self, memory: Path) -> list[str]:
-        """Remove the memory of the machines that are lost, and return the others, each for its ranks."""
+        """Remove the memory of the hosts that are lost, and return the others, each for its ranks."""
         for host in self.lost:
             shutil.rmtree(memory / "fzero" / host, ignore_errors=True)
         return [host for host in self.hosts if host not in self.lost]
@@ -150,9 +150,9 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("all_gather", "broadcast", "isend", "recv"):
                 patch.setattr(torch.distributed, name, getattr(self, f"_{name}"))
-            patch.setattr(torch.distributed, "new_group", lambda **options: "replicas")
+            patch.setattr(torch.distributed, "new_group", lambda **options: "copies")
             patch.setattr(_agree, "default_store", lambda: self)
-            patch.setattr(_memory, "host", lambda: self.hosts[RANK.number])
+            patch.setattr(_memory, "host_name", lambda: self.hosts[RANK.number])
             patch.setattr(_files, "os", _Counted(self))
             patch.setattr(_memory, "os", _Counted(self))
             yield

@@ -1,4 +1,4 @@
-"""Replicas: what is remembered is whole after the loss of machines and processes at any moment."""
+"""Copies: what is in memory is whole after the loss of hosts and processes at any moment."""
 
 import functools
 import shutil
@@ -13,25 +13,26 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tree
-from fzero.checkpoint._memory import replica_ranks
-from tests.checkpoint.machines import Death, Died, ThreadMesh, World, local
+from fzero.checkpoint._memory import copy_holders
+from tests.checkpoint.helpers import memory_in
+from tests.checkpoint.hosts import Death, Died, ThreadMesh, World, local
 
 HOSTS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 
 
 @given(hosts=HOSTS, copies=st.integers(0, 4))
-def test_copies_lie_on_as_many_other_machines_as_there_are(hosts, copies):
+def test_copies_lie_on_as_many_other_hosts_as_there_are(hosts, copies):
     for rank, host in enumerate(hosts):
-        holders = [hosts[r] for r in replica_ranks(hosts, rank, copies)]
-        assert host not in holders, "a copy on the same machine is lost with it"
+        holders = [hosts[r] for r in copy_holders(hosts, rank, copies)]
+        assert host not in holders, "a copy on the same host is lost with it"
         assert len(set(holders)) == len(holders) == min(copies, len(set(hosts)) - 1)
 
 
-@given(machines=st.integers(1, 6), ranks=st.integers(1, 8), copies=st.integers(0, 5))
-def test_no_rank_holds_more_copies_than_another(machines, ranks, copies):
-    hosts = [f"host{r // ranks}" for r in range(machines * ranks)]
-    held = [r for rank in range(len(hosts)) for r in replica_ranks(hosts, rank, copies)]
-    assert {held.count(r) for r in range(len(hosts))} == {min(copies, machines - 1)}
+@given(count=st.integers(1, 6), ranks=st.integers(1, 8), copies=st.integers(0, 5))
+def test_no_rank_holds_more_copies_than_another(count, ranks, copies):
+    hosts = [f"host{r // ranks}" for r in range(count * ranks)]
+    held = [r for rank in range(len(hosts)) for r in copy_holders(hosts, rank, copies)]
+    assert {held.count(r) for r in range(len(hosts))} == {min(copies, count - 1)}
 
 
 @functools.cache
@@ -44,28 +45,28 @@ def state_at(step: int, ranks: int) -> Any:
 
 
 def checkpoints_on(root: Path, mesh: Any, copies: int) -> Any:
-    return fzero.checkpoint.checkpoints(root / "disk", mesh, memory=str(root / "memory"), copies=copies, timeout=20)
+    return fzero.checkpoint.checkpoints(root / "disk", mesh, memory=memory_in(root), copies=copies, timeout=20)
 
 
-def remember(root: Path, steps: range, copies: int, done: set[int]) -> Any:
-    """Return a program that remembers a state after each step."""
+def saving(root: Path, steps: range, copies: int, done: set[int]) -> Any:
+    """Return a program that saves a state in memory after each step."""
 
     def program(mesh: ThreadMesh) -> None:
         runs = checkpoints_on(root, mesh, copies)
         for step in steps:
-            runs.remember(step, local(state_at(step, mesh.size), mesh.rank), background=False)
+            runs.save_in_memory(step, local(state_at(step, mesh.size), mesh.rank), background=False)
             done.add(step)
 
     return program
 
 
 def restored(root: Path, hosts: list[str], copies: int) -> int:
-    """Restore on the ranks that are left, and remember it there; return the step, whose state has all its bits."""
+    """Restore on the ranks that are left, and save it in memory; return the step, whose state has all its bits."""
 
     def program(mesh: ThreadMesh) -> Any:
         runs = checkpoints_on(root, mesh, copies)
         state = runs.restore(local(state_at(0, mesh.size), mesh.rank))
-        runs.remember(state["step"], state, background=False)
+        runs.save_in_memory(state["step"], state, background=False)
         return state
 
     results = World(hosts, 0).run(program)
@@ -81,9 +82,9 @@ def restored(root: Path, hosts: list[str], copies: int) -> int:
 
 
 def run_and_lose(root: Path, hosts: list[str], copies: int, deaths: tuple[Death, ...], seed: int, steps: range) -> Any:
-    """Remember steps while machines and ranks die; return what is left, and what has to be there."""
+    """Save steps in memory while hosts and ranks die; return what is left, and what has to be there."""
     done, world = set[int](), World(hosts, seed, deaths)
-    results = world.run(remember(root, steps, copies, done))
+    results = world.run(saving(root, steps, copies, done))
     for rank, result in enumerate(results):
         if not world.dead:
             assert result is None, result
@@ -94,25 +95,25 @@ def run_and_lose(root: Path, hosts: list[str], copies: int, deaths: tuple[Death,
 
 @pytest.mark.parametrize("hosts", ["ab", pytest.param("aabb", marks=pytest.mark.slow)])
 def test_a_death_at_every_moment_leaves_one_whole_step(tmp_path, hosts):
-    """A rank or a machine dies at the first moment of two steps, then at the second moment, and so on."""
+    """A rank or a host dies at the first moment of two steps, then at the second moment, and so on."""
     found = set[int]()
     for moment in range(1, 1000):
-        for machine in (True, False):
-            root = tmp_path / f"{moment}-{machine}"
-            world, last = run_and_lose(root, [*hosts], 1, (Death(machine, moment),), moment, range(1, 3))
+        for host in (True, False):
+            root = tmp_path / f"{moment}-{host}"
+            world, last = run_and_lose(root, [*hosts], 1, (Death(host, moment),), moment, range(1, 3))
             if not world.dead:
                 assert moment > 70 and found == {0, 1, 2}
                 return
             step = restored(root, world.lose(root / "memory"), 1)
-            assert last <= step <= last + 1, f"{world.deaths}: step {last} was remembered, and step {step} is there"
+            assert last <= step <= last + 1, f"{world.deaths}: step {last} was saved, and step {step} is there"
             found.add(step)
     raise AssertionError("the world never ends")
 
 
 @settings(max_examples=20)
 @given(data=st.data(), copies=st.integers(1, 2), seed=st.integers(0, 1000))
-def test_machines_are_lost_and_come_back(data, copies, seed):
-    """As many machines as there are copies are lost in each start, and others join: a step is whole in each."""
+def test_hosts_are_lost_and_come_back(data, copies, seed):
+    """As many hosts as there are copies are lost in each start, and others join: a step is whole in each."""
     with tempfile.TemporaryDirectory() as folder:
         root, last = Path(folder), 0
         for start in range(data.draw(st.integers(1, 3))):
@@ -131,13 +132,13 @@ def test_machines_are_lost_and_come_back(data, copies, seed):
 
 
 @pytest.mark.parametrize("missing", ["00000-of", "00001-of"])
-def test_a_machine_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing):
+def test_a_host_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing):
     """Its files of the step are not all there. The others made the step again, and that counts."""
-    World(["a", "b"], 0).run(remember(tmp_path, range(1, 3), 1, set()))
+    World(["a", "b"], 0).run(saving(tmp_path, range(1, 3), 1, set()))
     (away,) = (tmp_path / "memory" / "fzero").glob("b/*/step-00000002")
     kept = {file.name: file.read_bytes() for file in away.iterdir() if missing not in file.name}
     shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
-    World(["a", "c"], 0).run(remember(tmp_path, range(2, 3), 1, set()))
+    World(["a", "c"], 0).run(saving(tmp_path, range(2, 3), 1, set()))
     away.mkdir(parents=True)
     for name, content in kept.items():
         (away / name).write_bytes(content)
@@ -146,10 +147,10 @@ def test_a_machine_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missi
 
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=5), copies=st.integers(0, 1), data=st.data())
 @settings(max_examples=15)
-def test_what_is_remembered_moves_to_the_machines_that_stay(hosts, copies, data):
+def test_memory_moves_to_the_hosts_that_stay(hosts, copies, data):
     with tempfile.TemporaryDirectory() as folder:
         root, ranks = Path(folder), data.draw(st.integers(1, len(hosts)))
-        World(hosts, 0).run(remember(root, range(1, 3), copies, set()))
+        World(hosts, 0).run(saving(root, range(1, 3), copies, set()))
         results = World(hosts, 1).run(lambda mesh: checkpoints_on(root, mesh, copies).move_memory(ranks))
         assert results == [None] * len(hosts)
         for host in {*hosts} - {*hosts[:ranks]}:
@@ -157,13 +158,11 @@ def test_what_is_remembered_moves_to_the_machines_that_stay(hosts, copies, data)
         assert restored(root, hosts[:ranks], copies) == 2
 
 
-def test_one_machine_is_told(tmp_path, caplog):
+def test_one_host_gets_a_notice(tmp_path, caplog):
     for host in ("alone", "other"):
-        World([host, host], 0).run(remember(tmp_path / host, range(1, 2), 1, set()))
-    World(["alone", "other"], 0).run(remember(tmp_path / "two", range(1, 2), 1, set()))
-    assert [
-        r.message for r in caplog.records if "all ranks are on one machine" in r.message and "'two'" not in r.message
-    ]
+        World([host, host], 0).run(saving(tmp_path / host, range(1, 2), 1, set()))
+    World(["alone", "other"], 0).run(saving(tmp_path / "two", range(1, 2), 1, set()))
+    assert [r.message for r in caplog.records if "all ranks are on one host" in r.message and "'two'" not in r.message]
 
 
 def test_copies_are_a_number(tmp_path):
