@@ -85,6 +85,7 @@ def _zero_boxes(
     """
     boxes: dict[int, Any] = {}
     destinations: dict[int, _Destination] = {}
+    ranks_of_rows: dict[tuple[str, ...], tuple[int, ...]] = {}  # few kinds of units, and thousands of ranks in a plan
     paths, entries = template
     for spec_id, box, members in sharded_units(paths, entries):
         positions = [position for position, _ in members]
@@ -95,8 +96,11 @@ def _zero_boxes(
         ]
         boxes[positions[0]] = box_of(spec_id, pieces)
         spec = spec_of(spec_id)
+        names = tuple([name for name in mesh.axis_names if name in spec.varies])
+        if names not in ranks_of_rows:
+            ranks_of_rows[names] = _ranks_of_rows(names, mesh)
         for position, index in members:
-            destinations[position] = _Destination(tuple(pieces), spec, index, _ranks_of_rows(spec, mesh))
+            destinations[position] = _Destination(tuple(pieces), spec, index, ranks_of_rows[names])
     return boxes, destinations
 
 
@@ -131,11 +135,10 @@ class _Destination(NamedTuple):
                     row[first - start : last - start] = slice_elements(part, first - offset, last - offset)
 
 
-def _ranks_of_rows(spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """List for each row of a unit's data a rank that holds it."""
+def _ranks_of_rows(names: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
+    """List for each row of the data of a unit that differs along some axes a rank that holds it."""
     if not mesh.simulated:
         return (mesh.rank,)
-    names = tuple([name for name in mesh.axis_names if name in spec.varies])
     return tuple({mesh.index(names, r) if names else 0: r for r in range(mesh.size)}.values())
 
 

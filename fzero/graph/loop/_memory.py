@@ -3,6 +3,7 @@
 The rank runs its regions in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class _Profile(NamedTuple):
 
 _CACHE: "WeakKeyDictionary[Graph, dict[LoopRegion, int]]" = WeakKeyDictionary()
 
+_regions = functools.lru_cache(maxsize=1)(split)  # memory and seconds of one schedule after the other
+
 
 def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[LoopRegion, int]:
     """Return the peak memory of a pipeline's loop during each region, in bytes, without the loop's arguments.
@@ -68,7 +71,7 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
         last_uses: returns for each storage the position of its last use.
     """
     if loop.body not in _CACHE:
-        parts = split(loop)
+        parts = _regions(loop)
         profiles = {part.region: (part, _profile(part, last_uses)) for part in parts}
         _CACHE[loop.body] = _RowWalk(loop, profiles).run()
     return _CACHE[loop.body]
@@ -248,7 +251,7 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     schedule, binding = loop.rank_schedule.schedule, loop.rank_schedule.binding
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
     sizes = Counter[tuple[str, int]]()
-    for part in split(loop):
+    for part in _regions(loop):
         for output, node in zip(part.outputs, graph_results(part.graph), strict=True):
             if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
@@ -265,7 +268,7 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         message: estimates the seconds of a message, given its bytes and the axis along which it goes to the next rank.
     """
     assert loop.rank_schedule is not None
-    schedule, parts = loop.rank_schedule.schedule, split(loop)
+    schedule, parts = loop.rank_schedule.schedule, _regions(loop)
     by_kind = Counter[str]()
     for part in parts:
         by_kind[part.region.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
