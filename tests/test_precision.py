@@ -98,7 +98,7 @@ def test_equals_unsharded_training(reduce, stage, n, k, rule):
 
 
 WORLDS = ((2, 1), (3, 4), (8, 2))
-SOME = [(HALF[0], None, 2, 1), (HALF[1], torch.float32, 3, 4), (HALF[0], torch.float32, 8, 2), (HALF[1], None, 2, 1)]
+SOME = [(HALF[0], None, 2, 1), (HALF[1], torch.float32, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_inductor_follows_eager():
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_dtypes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
@@ -193,7 +193,7 @@ def test_dtypes_on_the_wire(stage, k):
 
 
 @pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", cases((1, 8), (2, 4)))
 def test_state_bytes_are_the_formulas(half, n):
     """State 14 bytes an element: 14, 2 + 12/N, 2 + 12/N, 14/N; with gradients in half precision ZeRO's table."""
     psi = 64 * 5

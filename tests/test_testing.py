@@ -12,7 +12,7 @@ from hypothesis import Phase, find, given, settings
 import fzero
 from fzero import optim, testing, tree
 from fzero.testing import assert_equivalent, assert_trees_close, is_exact_on_shards
-from tests.helpers import either, train_step_for
+from tests.helpers import cases, either, train_step_for
 from tests.parallel.pipeline import model as pipelines
 
 STAGES = range(4)
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, str]] = {  # the fault, the stag
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases((STAGES[0], STAGES[-1]), STAGES))
 @pytest.mark.parametrize("name", WRONG)
 def test_a_planted_fault_is_found_with_its_stage_step_and_result(name, stage):
     fault, stages, where = WRONG[name]
@@ -188,7 +188,7 @@ def scaled(tree_: Any) -> Any:
     return tree.map(lambda x: x * (1 + 1e-9 * (fzero.axes.axis_size() - 1)) if x.is_floating_point() else x, tree_)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases((STAGES[0], STAGES[-1]), STAGES))
 def test_a_fault_is_found_with_its_leaf(stage):
     def check(train_step: Callable[..., Any], message: str) -> None:
         with pytest.raises(AssertionError, match=rf"stage={stage}, dp=3, {message}.*allowed: 1e-12"):

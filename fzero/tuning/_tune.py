@@ -319,7 +319,7 @@ def tune(
         ...         x = torch.zeros(config.global_batch, 4096, dtype=torch.bfloat16)
         ...     return step, *step.init(params, opt), step.mesh.split(x)
         >>> options = {"world_size": 64, "global_batch": 64 * 8192, "machine": "h100", "depth": 24}
-        >>> dims = {"stages": (1, 3), "micro_batches": (1024, 8192), "remat": (False,)}
+        >>> dims = {"stages": (1, 3), "micro_batches": (8192,), "remat": (False,)}
         >>> print(fzero.tune(make_step, **options, memory=3e9, **dims).best().config)
         stage 3, micro-batch 8192 x 1, bfloat16
     """

@@ -1,5 +1,6 @@
 """A psum in a loss that is one value: found where it counts a gradient once for each rank, and nowhere else."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_equivalent
-from tests.helpers import train_step_for
+from tests.helpers import cases, train_step_for
 
 OPT = optim.sgd(0.1)
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -107,8 +108,9 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("simulate", MESHES)
+@pytest.mark.parametrize(
+    "name,simulate", cases(zip(BLOCKS, itertools.cycle(MESHES)), itertools.product(BLOCKS, MESHES))
+)
 def test_blocks_that_run_again_hide_nothing(name, simulate):
     def loss(p: Any, batch: Any) -> torch.Tensor:
         return (BLOCKS[name](p, batch["x"] @ p["inp"]) - batch["y"]).square().mean()
@@ -177,8 +179,7 @@ RIGHT: dict[str, tuple[Sum, Sum]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("simulate", MESHES)
+@pytest.mark.parametrize("name,simulate", cases(zip(RIGHT, itertools.cycle(MESHES)), itertools.product(RIGHT, MESHES)))
 def test_right_programs_run_and_are_dense_training(name, simulate):
     for stage, remat in ((0, False), (3, True)):
         step = train_step_for(loss_for(*RIGHT[name], remat), OPT)

@@ -32,7 +32,7 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
 def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
     """Value, gradient and second gradient; bitwise over one axis of two ranks."""
     square, line = {"a": 2, "b": 2}, {"a": 4, "b": 1}
-    few = ((square, (("a",), ("b", "a"))), (line, (("b",),)))
+    few = ((square, (("b", "a"),)),)
     many = ((square, (("a",), ("b",), ("a", "b"), ("b", "a"))), (line, (("b",), ("b", "a"))))
     for shape, tuples in either(few, many):
         mesh, simulated = fzero.mesh(**shape), fzero.mesh(simulate="lockstep", **shape)
@@ -60,7 +60,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
 def every_arrangement_equals_unsharded_training(_: fzero.ranks.Mesh) -> None:
     """And sends, and holds, what the simulations do."""
     arrangements = [*SMALL.values()]
-    few = [(x, STAGES[i % 4]) for i, x in enumerate(arrangements[::2])]
+    few = [(x, STAGES[i % 4]) for i, x in enumerate(arrangements[::3])]
     check_arrangements(either(few, [(x, STAGES[(i + j) % 4]) for i, x in enumerate(arrangements) for j in (0, 2)]))
 
 

@@ -139,7 +139,7 @@ def every_stage_equals_unsharded_training(mesh: fzero.ranks.Mesh) -> None:
         optim.adam(1e-2, eps=1e-3, moments=optim.Moments("int8", full=lambda path, leaf: leaf.ndim == 1)),
     ]
     pairs = [*zip(opts, (3, 1, 1), strict=True)]
-    few = [(pairs[0], 1), (pairs[1], 0), (pairs[0], 3), (pairs[1], 2), (pairs[2], 3)]
+    few = [(pairs[0], 3), (pairs[1], 2), (pairs[2], 3)]
     for (opt, k), stage in either(few, [*itertools.product(pairs, range(4))]):
         train_step = train_step_for(mlp_loss, opt, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
@@ -430,7 +430,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     opt, before = optim.adam(1e-2), torch.get_rng_state()
     twin = fzero.shard(keyed_step(opt, micro_batches=3), stage=0, mesh=simulated[0])
     *_, expected = twin(*twin.init(PARAMS, opt), simulated[0].split(BATCH), key)
-    for stage in range(4):
+    for stage in either((0, 3), range(4)):
         step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
         for f in (step, fzero.jit(step, backend="fx")) if stage in either((3,), (1, 3)) else (step,):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)

@@ -140,7 +140,7 @@ def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.ranks.Me
     assert jitted.traces == 3
 
 
-@case
+@slow_case
 def what_one_rank_decides_by_the_length_all_trace(mesh: fzero.ranks.Mesh) -> None:
     """A rank whose step needs the number keeps the others from going on without it."""
 
@@ -172,7 +172,7 @@ class Unending:
 
 @case
 def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.ranks.Mesh) -> None:
-    for stage, k in either(((0, 4), (1, 1), (3, 4)), ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4))):
+    for stage, k in either(((1, 1), (3, 4)), ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4))):
         train_step = train_step_for(mlp_loss, OPT, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         eager, fast = train_both(step, fzero.jit(step, backend="fx"), 3, 2 * mesh.size * k)
@@ -241,8 +241,8 @@ def an_own_part_is_updated_where_it_lies(mesh: fzero.ranks.Mesh) -> None:
         optim.master_weights(optim.adamw(1e-2), HALF),
     )
     tolerance = 0 if mesh.size == 2 else 1e-12
-    few = ((2, 3, "fx", OPT), (1, 1, "inductor", masters))
-    many = (*few, (1, 1, "fx", OPT), (1, 1, "inductor", OPT), (2, 1, "inductor", masters))
+    few = ((2, 3, "fx", OPT),)
+    many = (*few, (1, 1, "inductor", masters), (1, 1, "fx", OPT), (1, 1, "inductor", OPT), (2, 1, "inductor", masters))
     for stage, k, backend, opt in either(few, many):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lowering, "is_compiled", lambda code: True)
@@ -321,7 +321,7 @@ def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.ranks.Mesh) -> 
 
 @case
 def schedules_give_the_same_numbers(mesh: fzero.ranks.Mesh) -> None:
-    check_schedules(mesh, [(2, 1 << 20, 0), ("fitting", 0, 10**9)])
+    check_schedules(mesh, either([("fitting", 0, 10**9)], [(2, 1 << 20, 0), ("fitting", 0, 10**9)]))
 
 
 @slow_case

@@ -22,8 +22,8 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None
     """With the residual stream cut or not, tied or not; eager and jitted."""
     mesh = fzero.mesh(dp=-1, tp=2)
     batches = [batch_of(seed=i) for i in range(2)]
-    few = ((0, False, False, True), (3, True, True, False))
-    many = (*few, (0, True, False, True), (1, False, True, False))
+    few = ((3, True, True, False),)
+    many = (*few, (0, False, False, True), (0, True, False, True), (1, False, True, False))
     for stage, sequence, remat, tied in either(few, many):
         train_step, params = train_step_for(loss_for(sequence, remat), OPT), params_of(tied)
         expected = [(params, OPT.init(params), None)]

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
 from fzero.elastic._shape import choose_shape
 from tests.elastic.helpers import GLOBAL_BATCH, STEPS, final, train
+from tests.helpers import examples
 
 
 class Gone(Exception):
@@ -75,7 +76,7 @@ LOSSES = st.builds(Loss, st.sampled_from(["forward", "updated", "kept"]), st.int
 STARTS = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["vmap", "lockstep"]), LOSSES, st.booleans())
 
 
-@settings(max_examples=12)
+@examples(4, 12)
 @given(
     starts=st.lists(STARTS, max_size=3), every=st.integers(1, 3), save_every=st.integers(1, 5), ranks=st.integers(1, 5)
 )

@@ -58,7 +58,7 @@ OUTERS = {
     outer=st.sampled_from(sorted(OUTERS)),
     simulate=st.sampled_from(["vmap", "lockstep"]),
 )
-@examples(8, 100)
+@examples(3, 100)
 def test_equals_replicas_in_plain_torch(shape, stage, schedule, mix, outer, simulate):
     every, parts, delay = schedule
     mesh, opt = fzero.mesh(**shape, simulate=simulate), optim.adam(0.1)
@@ -99,7 +99,7 @@ def test_one_step_and_an_outer_rate_of_1_average_the_parameters(stage):
     torch.testing.assert_close(step.gather(state.anchor), params, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", cases((3,), [0, 2]))
 def test_a_jitted_step_gives_the_same_bits(stage):
     opt, mesh = optim.adam(0.1), fzero.mesh(replica=2, dp=2)
     sharded, batches = fzero.shard(train_step_of(opt), stage=stage, mesh=mesh), batches_of(5, 4)
@@ -325,7 +325,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
     assert not torch.equal(saved["int8"]["first.w"], saved["float32"]["first.w"])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), [2]))
 def test_tensor_parallelism_within_a_replica(stage):
     """Replicas of 2 x 2 ranks, over two of which matrices are split, learn what replicas of 2 ranks learn."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1))

@@ -48,10 +48,10 @@ def trained(loss: Any, params: Any, batch: Any, micro_batches: int = 1, **sharde
 # a model, schedule, stages of a rank, blocks of each stage, ZeRO's stage, ranks, simulation, remat; those marked slow
 # are more of the same
 CASES = [
-    ("gpt2", "1f1b", 1, None, 1, 2, "lockstep", False),
     ("llama", "interleaved", 2, None, 3, 2, "lockstep", True),
     ("gemma2", "gpipe", 1, 4, 3, 3, "vmap", False),
-    ("mixtral", "zb", 1, None, 2, 2, "lockstep", False),
+    pytest.param("gpt2", "1f1b", 1, None, 1, 2, "lockstep", False, marks=pytest.mark.slow),
+    pytest.param("mixtral", "zb", 1, None, 2, 2, "lockstep", False, marks=pytest.mark.slow),
     *[
         pytest.param(name, *case, marks=pytest.mark.slow)
         for name in MODELS

@@ -9,6 +9,7 @@ import fzero
 from fzero import optim
 from fzero.nn._shells import _kinds
 from fzero.nn._split_module import DynamicIndex, split_module
+from tests.helpers import cases
 from tests.nn.helpers import run
 from tests.nn.models import MODELS, batch_for, built
 
@@ -32,7 +33,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # whose experts depend on data
-@pytest.mark.parametrize("indices", [(0, 2), (3, 0, 1)])
+@pytest.mark.parametrize("indices", [pytest.param((0, 2), marks=pytest.mark.slow), (3, 0, 1)])
 def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
     made, params = split_module(built(name))
     batch = batch_for(name)
@@ -97,7 +98,7 @@ def test_a_cut_module_is_not_changed_and_shares_its_memory():
     assert {name: p.data_ptr() for name, p in made.join(params).items()} == own
 
 
-@pytest.mark.parametrize("simulate,remat", [("vmap", False), ("vmap", True), ("lockstep", True)])
+@pytest.mark.parametrize("simulate,remat", cases([("vmap", False), ("lockstep", True)], [("vmap", True)]))
 def test_training_is_that_of_the_whole_model(simulate, remat):
     model, batch = built("llama"), batch_for("llama")
     batch = {name: x.repeat(2, 1) for name, x in batch.items()}

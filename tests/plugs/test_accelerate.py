@@ -43,6 +43,7 @@ def test_a_state_is_saved_and_goes_on_at_another_stage(tmp_path):
     assert rest.losses == pytest.approx(whole.losses[8:], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
     done = world(2, "-m", "tests.plugs.train_accelerate", str(tmp_path), "1", "3")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -1,5 +1,6 @@
 """The checksum by which ranks compare their tensors: what changes it, what does not, and what it costs."""
 
+import itertools
 import math
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fzero.ranks import _agreement as agreement
 from fzero.ranks._agreement import checksum
-from tests.helpers import examples
+from tests.helpers import cases, examples
 from tests.memory import peak_bytes
 
 DTYPES = [
@@ -110,8 +111,11 @@ def test_nans_are_bits():
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128], ids=str)
-@pytest.mark.parametrize("how", ["whole", "transposed", "expanded", "shifted"])
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128)
+WAYS = ("whole", "transposed", "expanded", "shifted")
+
+
+@pytest.mark.parametrize("dtype,how", cases(zip(DTYPES, WAYS, strict=True), itertools.product(DTYPES, WAYS)), ids=str)
 def test_a_checksum_takes_a_few_blocks_of_memory(how, dtype):
     """Of 32 MiB a few blocks of a quarter of a MiB."""
     n = 2**25 // dtype.itemsize

@@ -14,7 +14,7 @@ from fzero.tuning._models import PRESETS, init, make_batch, shape_of
 from fzero.tuning._search import ConfigurationPlanner
 from fzero.tuning._steps import ForwardOptions, ModelStep, compute_loss
 from fzero.tuning.command import recipe
-from tests.helpers import either
+from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
@@ -136,7 +136,7 @@ def test_experts_that_do_not_divide_are_refused(tiny, name, ep):
         tuning.model_step(name, length=16)(Configuration(1, 1, 1, ranks=8, ep=ep))
 
 
-@pytest.mark.parametrize("name", ["causal", "masked"])
+@pytest.mark.parametrize("name", cases(["masked"], ["causal"]))
 def test_a_chunked_loss_is_the_loss_without_its_logits(name):
     """Of a tied head and of one with a bias; and no plan holds the logits of all tokens."""
     shape = replace(TINY[name], vocab=9000)

@@ -72,8 +72,8 @@ def test_ema_of_parameters_in_the_optimizer_state():
     assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((1, 3), (1, 2, 3)), rtol=1e-11)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("n", cases((1, 4), [2]))
 def test_gan_with_two_parameter_trees(stage, n):
     """param_argnums=(0, 1): each network's gradient, with the other as a boxed, undifferentiated argument."""
     g_params = {"layers": [{"w": mlp_params(seed=1)["blocks"][0]["w"]}], "b": torch.zeros(7).double()}

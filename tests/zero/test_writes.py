@@ -65,7 +65,7 @@ def mesh_of(simulate: str) -> fzero.ranks.Mesh:
     return fzero.mesh(dp=2, simulate=simulate)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize(
     "write,simulate", [*[(w, "vmap") for w in UNDER_VMAP], *[(w, "lockstep") for w in WRITES if w != "through .data"]]
 )
