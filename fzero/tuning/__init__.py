@@ -12,6 +12,7 @@ from fzero.tuning._space import Configuration
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
 from fzero.tuning._watch import StepMeasurement, WatchedStep, watch
+from fzero.tuning.exports import Export
 
 __all__ = [
     "A100",
@@ -22,6 +23,7 @@ __all__ = [
     "Best",
     "Configuration",
     "Constant",
+    "Export",
     "Hint",
     "Machine",
     "OffloadCosts",

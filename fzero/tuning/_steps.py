@@ -22,7 +22,7 @@ from fzero.tuning._models import TENSOR, ModelShape, Params, init, make_batch, s
 from fzero.tuning._space import Configuration
 from fzero.zero import shard
 
-__all__ = ["ForwardOptions", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]
+__all__ = ["ForwardOptions", "ModelStep", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]
 
 # The forward pass of a transformer, split at its blocks: an ordinary functional model.
 #

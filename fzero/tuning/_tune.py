@@ -16,7 +16,9 @@ from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
 from fzero.tuning._space import PARALLEL, Configuration, TuneOptions, make_space
+from fzero.tuning._steps import ModelStep
 from fzero.tuning._verdicts import Verdict, verdicts
+from fzero.tuning.exports import EXPORTS, Export, PlannedRun
 
 __all__ = ["Best", "Table", "tune"]
 
@@ -109,6 +111,38 @@ class Table(FigureReport):
         """Return the verdict of each expert rule on the best configuration; an empty list if nothing fits."""
         fitting = self.fitting
         return verdicts(fitting[0], fitting, self.machine.ranks) if fitting else []
+
+    @api_boundary
+    def export(self, system: str, row: TableRow | None = None, make_step: MakeStep | None = None) -> Export:
+        """Return a row as the configuration of another system, for those who train there.
+
+        Args:
+            system: "deepspeed", "fsdp2", "accelerate", "torchtitan" or "megatron".
+            row: a row of the table; by default that of `best()`.
+            make_step: the function that the table was made with. From a model by name (`model_step`) the export takes
+                its sizes and its length.
+
+        Returns:
+            An `Export`. Print it, or write its `text` into a file. Its `differences` say what the system does
+            otherwise.
+
+        Raises:
+            ValueError: if the system is unknown, or if no row is given and none fits.
+
+        Example:
+            >>> import fzero
+            >>> from fzero import tuning
+            >>> make_step = tuning.model_step("gpt2", length=1024)
+            >>> dims = {"stages": (2,), "micro_batches": (4,), "remat": (False,), "depth": 2}
+            >>> table = fzero.tune(make_step, world_size=8, global_batch=64, machine="h100", **dims)
+            >>> export = table.export("deepspeed", make_step=make_step)
+            >>> export.filename, export.differences
+            ('ds_config.json', ('Gradients are summed in bfloat16; the row sums them in float32.',))
+        """
+        check_choice("system", system, tuple(EXPORTS))
+        model = make_step if isinstance(make_step, ModelStep) else None
+        shape, length = (model.shape, model.length) if model else (None, None)
+        return EXPORTS[system](PlannedRun(row or self.best().row, self.machine, shape, length))
 
     def _nothing_fits(self) -> str:
         """Explain by how much the smallest row does not fit, and which settings would need less memory."""

@@ -23,13 +23,15 @@ from fzero.tuning._calibrate import calibrate
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
+from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow, plan_step, step_at
-from fzero.tuning._space import PARALLEL, REMATS, Configuration
+from fzero.tuning._space import PARALLEL, REMATS
 from fzero.tuning._steps import model_step
 from fzero.tuning._table_views import axes_shown, duration, format_axis, headline, notes, render_comparison
 from fzero.tuning._tune import Table, tune
+from fzero.tuning.exports import EXPORTS
 
-__all__ = ["page", "recipe", "run"]
+__all__ = ["page", "run"]
 
 # A table of configurations as one self-contained page for any browser.
 
@@ -179,6 +181,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page for any browser")
     plan.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
     plan.add_argument(
+        "--export",
+        type=_export,
+        action="append",
+        default=[],
+        metavar="SYSTEM[=FILE]",
+        help=f"print the best row as the configuration of {', '.join(EXPORTS)}, or write it into a file",
+    )
+    plan.add_argument(
         "--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="compare two tables that --json wrote"
     )
     return parser
@@ -204,6 +214,13 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
     values.__name__ = "list"  # for argparse's error
     return values
+
+
+def _export(text: str) -> tuple[str, pathlib.Path | None]:
+    system, _, path = text.partition("=")
+    if system not in EXPORTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(EXPORTS)}, and =FILE to write a file")
+    return system, pathlib.Path(path) if path else None
 
 
 def _remat(text: str) -> bool | str:
@@ -236,7 +253,9 @@ def _plan(args: argparse.Namespace) -> int:
         console.print(f"other estimators: {line}", style="dim")
     for line in warnings_of(table):
         console.print(f"note: {line}", style="yellow")
-    if table.fitting:
+    if table.fitting and args.export:
+        _print_exports(args, table, make_step, console)
+    elif table.fitting:
         console.print("\n" + recipe(table.best().config), markup=False)
     _write(args, table, name, make_step)
     if table.fitting:
@@ -316,6 +335,21 @@ def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     return [str(x) for x in peer_estimates(tree.numel(params), largest, devices_per_host=devices_per_host, hosts=hosts)]
 
 
+def _print_exports(args: argparse.Namespace, table: Table, make_step: Callable[..., Any], console: Any) -> None:
+    """Print the best row as the configurations of other systems, or write their files; say what is otherwise there."""
+    for system, path in args.export:
+        export = table.export(system, make_step=make_step)
+        console.print(f"\n{export.system}, {path or export.filename}", style="bold")
+        for line in export.differences:
+            if path or line not in export.text:  # JSON has no comments
+                console.print(f"note: {line}", style="yellow", markup=False)
+        if path:
+            path.write_text(export.text, encoding="utf-8")
+            print(f"wrote {path}", file=sys.stderr)
+        else:
+            print(export.text, end="")
+
+
 def _write(args: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:
     if args.json:
         args.json.write_text(table.to_json(), encoding="utf-8")
@@ -359,108 +393,7 @@ def _compare(paths: Sequence[pathlib.Path]) -> int:
     return 0
 
 
-# The code for a configuration, and the caveats of a table.
-
-
-def recipe(config: Configuration) -> str:
-    """Return the code of a train step in a configuration."""
-    c = config
-    opt = "optim.master_weights(optim.adamw(3e-4), precision)"
-    opt = f"optim.offload({opt}, {c.offload:g})" if c.offload else opt
-    lines = [
-        f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
-        f"precision = fzero.Precision(param=torch.{c.precision})",
-        f"opt = optim.chain(optim.clip_by_global_norm(1.0), {opt})",
-        *_model_lines(c),
-        "",
-        "def train_step(params, opt_state, batch):",
-        f"    grad_fn = fzero.value_and_grad(loss_fn, precision=precision{_grad_options(c)})",
-        "    loss, grads = grad_fn(params, batch)",
-        "    updates, opt_state = opt.update(grads, opt_state, params)",
-        "    return optim.apply_updates(params, updates), opt_state, loss",
-        "",
-        *_shard_lines(c),
-    ]
-    return "\n".join(lines)
-
-
-def _rules(c: Configuration) -> list[str]:
-    """List the rules that split leaves over "tp" and "ep"."""
-    return [
-        *(["fzero.parallel.tensor.split(dims)"] if c.tp > 1 else []),
-        *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
-    ]
-
-
-CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
-
-CONTEXT = [
-    "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
-    "# or, for a transformers model, fzero.nn.functional(model, context=fzero.parallel.context.model(model))",
-]
-
-
-def _model_lines(c: Configuration) -> list[str]:
-    """Write the lines about blocks, tensor parallelism and the pipeline."""
-    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
-    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *(CONTEXT if c.cp > 1 else [])]
-    if c.tp > 1:
-        lines += [
-            "# names of leaves, and the dimension that is split; or, for a transformers model, layers.split of",
-            "# layers = fzero.parallel.tensor.layers(model, sequence=True), for fzero.nn.functional(model, tp=layers)",
-            'dims = {"up": -1, "down": 0}',
-        ]
-    if c.pp == 1:
-        return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
-    more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
-    more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
-    more += f", remat={_quote(c.remat)}" if c.remat else ""
-    more += f", split={_join(rules)}" if rules else ""
-    return [
-        *lines,
-        "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
-        "loss_fn = fzero.pipeline(",
-        "    first=first, block=block, last=last,",
-        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
-        ")",
-    ]
-
-
-def _grad_options(c: Configuration) -> str:
-    """Write the further arguments of `value_and_grad`."""
-    if c.pp > 1:
-        return ', reduce="weighted"'
-    return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
-
-
-def _shard_lines(c: Configuration) -> list[str]:
-    """Write the lines of the mesh, and of the step on it."""
-    sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
-    rules = _rules(c)
-    split = "loss_fn.split" if c.pp > 1 else _join(rules)
-    axis = f", axis={_join([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
-    more = axis + (f", split={split}" if split else "")
-    if not more:
-        return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
-    lines = [
-        f"mesh = fzero.mesh({sizes})",
-        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{more}))",
-    ]
-    if c.pp > 1:
-        lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
-    data = _join([*map(_quote, c.sample_axes)])
-    split = (
-        f"fzero.parallel.context.split(mesh, batch, batch_axis={data})" if c.cp > 1 else f"mesh.split(batch, {data})"
-    )
-    return [*lines, f"# call step with {split}"] if axis else lines
-
-
-def _quote(word: object) -> str:
-    return f'"{word}"' if isinstance(word, str) else str(word)
-
-
-def _join(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
+# The caveats of a table.
 
 
 def warnings_of(table: Table) -> list[str]:

@@ -16,6 +16,7 @@ ALLOCATIONS = ("tests/_torch/test_allocations.py",)
 PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
 EXTRAPOLATION = ("tests/tuning/test_extrapolation.py",)
 COMMAND = ("tests/tuning/test_command.py",)
+EXPORTS = ("tests/tuning/exports/test_exports.py",)
 
 MUTANTS = [
     *File("tuning/_tune.py", TUNE).faults(
@@ -236,10 +237,40 @@ MUTANTS = [
     *File("tuning/command.py", COMMAND).faults(
         Fault("a kilobyte is 1024 bytes", "UNITS", constant(1000, 1024)),
         Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
+        Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
         Fault("the timeline drops the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
         Fault("text in the data can end the page's script", "page", bare("A.replace('</', '<\\\\/')")),
     ),
-    *File("tuning/command.py", PARALLELISM).faults(
+    *File("tuning/exports/_deepspeed.py", EXPORTS).faults(
+        Fault(
+            "an export counts a micro-batch twice",
+            "deepspeed",
+            becomes("c.global_batch", "c.global_batch * c.micro_batch"),
+        ),
+        Fault("an export has another stage", "deepspeed", becomes("c.stage", "c.stage - 1")),
+        Fault("DeepSpeed offloads a share at every stage", "_offload", always("A and B")),
+    ),
+    *File("tuning/exports/_fsdp2.py", EXPORTS).faults(
+        Fault("FSDP2 reshards at stage 2", "_shard_model", becomes("c.stage == 3", "c.stage >= 2")),
+        Fault(
+            "FSDP2 adds up whole losses",
+            "_train_step",
+            constant(
+                "        loss = loss_fn(model, micro_batch) / len(micro_batches)",
+                "        loss = loss_fn(model, micro_batch)",
+            ),
+        ),
+    ),
+    *File("tuning/exports/_accelerate.py", EXPORTS).faults(
+        Fault("accelerate sums once a step at stage 2", "_differences", swapped("A.accumulation > 1", "<")),
+    ),
+    *File("tuning/exports/_torchtitan.py", EXPORTS).faults(
+        Fault("torchtitan's step has a rank's tokens", "_apply_plan", becomes("c.global_batch", "c.accumulation")),
+    ),
+    *File("tuning/exports/_megatron.py", EXPORTS).faults(
+        Fault("Megatron-LM shards gradients at stage 1", "STRATEGIES", constant(2, 1)),
+    ),
+    *File("tuning/_recipe.py", PARALLELISM).faults(
         Fault(
             "the recipe gathers all parameters at once",
             "_grad_options",
@@ -255,7 +286,6 @@ MUTANTS = [
         Fault("the recipe does not split experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
         Fault("the recipe does not split matrices", "_rules", becomes("A.tp > 1", "A.tp > 99")),
         Fault("the recipe splits the batch over pipeline stages", "_shard_lines", becomes("A.sample_axes", "A.mean")),
-        Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss"), COMMAND),
         Fault("the recipe forgets blocks that are not alike", "_model_lines", never("A.B", at="2 of 3")),
         Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.pipeline_stages > 1")),
     ),

@@ -55,7 +55,7 @@ def test_a_chunked_loss_reaches_each_row_and_the_lines_to_paste(capsys):
 def test_the_lines_to_paste_run(files):
     import torch
 
-    from fzero.tuning.command import recipe
+    from fzero.tuning._recipe import recipe
 
     for config in {r.config for r in Table.from_json((files / "t.json").read_text()).rows}:
         names = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": lambda p, x: torch.tanh(x @ p["w"])}

@@ -11,9 +11,9 @@ import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS, init, make_batch, shape_of
+from fzero.tuning._recipe import recipe
 from fzero.tuning._search import ConfigurationPlanner
 from fzero.tuning._steps import ForwardOptions, ModelStep, compute_loss
-from fzero.tuning.command import recipe
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 

@@ -14,10 +14,11 @@ from fzero.parallel.schedules import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._extrapolation import depths_of
 from fzero.tuning._models import PRESETS
+from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search import ConfigurationPlanner, fullest_of
 from fzero.tuning._space import TuneOptions, make_space
-from fzero.tuning.command import page, recipe
+from fzero.tuning.command import page
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step

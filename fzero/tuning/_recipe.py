@@ -1,0 +1,106 @@
+"""The code of a train step in a configuration: the lines that `fzero plan` prints to paste."""
+
+from fzero.tuning._space import Configuration
+
+__all__ = ["recipe"]
+
+
+def recipe(config: Configuration) -> str:
+    """Return the code of a train step in a configuration."""
+    c = config
+    opt = "optim.master_weights(optim.adamw(3e-4), precision)"
+    opt = f"optim.offload({opt}, {c.offload:g})" if c.offload else opt
+    lines = [
+        f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
+        f"precision = fzero.Precision(param=torch.{c.precision})",
+        f"opt = optim.chain(optim.clip_by_global_norm(1.0), {opt})",
+        *_model_lines(c),
+        "",
+        "def train_step(params, opt_state, batch):",
+        f"    grad_fn = fzero.value_and_grad(loss_fn, precision=precision{_grad_options(c)})",
+        "    loss, grads = grad_fn(params, batch)",
+        "    updates, opt_state = opt.update(grads, opt_state, params)",
+        "    return optim.apply_updates(params, updates), opt_state, loss",
+        "",
+        *_shard_lines(c),
+    ]
+    return "\n".join(lines)
+
+
+def _rules(c: Configuration) -> list[str]:
+    """List the rules that split leaves over "tp" and "ep"."""
+    return [
+        *(["fzero.parallel.tensor.split(dims)"] if c.tp > 1 else []),
+        *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
+    ]
+
+
+CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
+
+CONTEXT = [
+    "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
+    "# or, for a transformers model, fzero.nn.functional(model, context=fzero.parallel.context.model(model))",
+]
+
+
+def _model_lines(c: Configuration) -> list[str]:
+    """Write the lines about blocks, tensor parallelism and the pipeline."""
+    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
+    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *(CONTEXT if c.cp > 1 else [])]
+    if c.tp > 1:
+        lines += [
+            "# names of leaves, and the dimension that is split; or, for a transformers model, layers.split of",
+            "# layers = fzero.parallel.tensor.layers(model, sequence=True), for fzero.nn.functional(model, tp=layers)",
+            'dims = {"up": -1, "down": 0}',
+        ]
+    if c.pp == 1:
+        return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
+    more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
+    more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
+    more += f", remat={_quote(c.remat)}" if c.remat else ""
+    more += f", split={_join(rules)}" if rules else ""
+    return [
+        *lines,
+        "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
+        "loss_fn = fzero.pipeline(",
+        "    first=first, block=block, last=last,",
+        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
+        ")",
+    ]
+
+
+def _grad_options(c: Configuration) -> str:
+    """Write the further arguments of `value_and_grad`."""
+    if c.pp > 1:
+        return ', reduce="weighted"'
+    return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
+
+
+def _shard_lines(c: Configuration) -> list[str]:
+    """Write the lines of the mesh, and of the step on it."""
+    sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
+    rules = _rules(c)
+    split = "loss_fn.split" if c.pp > 1 else _join(rules)
+    axis = f", axis={_join([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
+    more = axis + (f", split={split}" if split else "")
+    if not more:
+        return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
+    lines = [
+        f"mesh = fzero.mesh({sizes})",
+        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{more}))",
+    ]
+    if c.pp > 1:
+        lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
+    data = _join([*map(_quote, c.sample_axes)])
+    split = (
+        f"fzero.parallel.context.split(mesh, batch, batch_axis={data})" if c.cp > 1 else f"mesh.split(batch, {data})"
+    )
+    return [*lines, f"# call step with {split}"] if axis else lines
+
+
+def _quote(word: object) -> str:
+    return f'"{word}"' if isinstance(word, str) else str(word)
+
+
+def _join(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""

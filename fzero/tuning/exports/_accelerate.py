@@ -1,0 +1,97 @@
+"""Export a row to accelerate: the YAML of `accelerate launch --config_file`, with FSDP2."""
+
+from typing import Any
+
+from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+
+__all__ = ["accelerate"]
+
+SYSTEM = "accelerate 1.15"
+PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def accelerate(run: PlannedRun) -> Export:
+    """Write the file of `accelerate launch`: DDP at stage 0, and FSDP2 above it and with more axes."""
+    c, is_fsdp = run.config, _is_fsdp(run)
+    fields: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_fsdp else "MULTI_GPU",
+        "mixed_precision": PRECISIONS[c.precision],
+        "num_machines": run.hosts,
+        "machine_rank": 0,
+        "num_processes": c.world,
+        "main_training_function": "main",
+    }
+    if is_fsdp:
+        fields["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": c.stage == 3,
+            "fsdp_offload_params": c.offload > 0,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": bool(c.remat),
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+        }
+    if max(c.cp, c.tp) > 1:
+        fields["parallelism_config"] = {
+            "parallelism_config_dp_shard_size": c.ranks,
+            "parallelism_config_cp_size": c.cp,
+            "parallelism_config_tp_size": c.tp,
+        }
+    differences = _differences(run)
+    return Export(SYSTEM, "accelerate.yaml", comment(run, SYSTEM, differences) + _yaml(fields), differences)
+
+
+def _is_fsdp(run: PlannedRun) -> bool:
+    return run.config.stage > 0 or max(run.config.cp, run.config.tp) > 1
+
+
+def _yaml(fields: dict[str, Any], indent: str = "") -> str:
+    """Write nested dictionaries of plain values, which need no library for YAML."""
+    lines = []
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:\n{_yaml(value, indent + '  ')}")
+        else:
+            word = str(value).lower() if isinstance(value, bool) else f'"{value}"' if value == "no" else value
+            lines.append(f"{indent}{key}: {word}\n")
+    return "".join(lines)
+
+
+def _differences(run: PlannedRun) -> tuple[str, ...]:
+    c, is_fsdp = run.config, _is_fsdp(run)
+    found = [f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program."]
+    if c.accumulation > 1:
+        each = ", sync_each_batch=True" if c.stage > 1 else ""
+        found.append(
+            f"So does Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={c.accumulation}"
+            f"{each}))."
+        )
+    if run.hosts > 1:
+        found.append("Each of the machines starts with its own --machine_rank, and all with --main_process_ip.")
+    if is_fsdp and c.stage < 3:
+        found.append(
+            f"Stage {c.stage}: FSDP2 shards parameters between steps, and keeps them gathered from the forward to the "
+            "backward pass."
+        )
+    rules = {
+        "ep": "accelerate does not split experts",
+        "pp": "accelerate trains no pipeline",
+        "cp": "the loop splits each batch by accelerator.maybe_context_parallel",
+        "tp": "the model needs a plan of its own, such as from_pretrained(tp_plan='auto') of transformers",
+        "chunked_loss": "the model computes its loss, such as by Liger's fused linear cross-entropy",
+    }
+    if c.offload:
+        rules["offload"] = (
+            "FSDP2 offloads all or nothing, and here all of parameters, gradients and state"
+            if is_fsdp
+            else "left out, since DDP offloads nothing"
+        )
+    if c.remat == "matmuls":
+        rules["remat"] = "recomputes all of a block, since accelerate has no selective checkpoints"
+    if c.remat and not is_fsdp:
+        rules["remat"] = "the model recomputes: model.gradient_checkpointing_enable() of transformers"
+    found += without(c, rules)
+    if c.precision != "float32":
+        found.append(f"Gradients are summed over ranks in {c.precision if is_fsdp else 'float32'}.")
+    return tuple(found)

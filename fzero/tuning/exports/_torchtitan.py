@@ -1,0 +1,159 @@
+"""Export a row to torchtitan: a Python file with a function that returns its `Trainer.Config`."""
+
+from typing import NamedTuple
+
+from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+
+__all__ = ["torchtitan"]
+
+SYSTEM = "torchtitan 0.2.2 (main of August 2026, commit b5bcd76c)"
+
+
+class KnownModel(NamedTuple):
+    """A model of torchtitan: its module, and the function of a configuration, of another flavor if one is given."""
+
+    module: str
+    function: str
+    flavor: str = ""
+    assets: str = ""
+
+
+# Of Qwen3 8B torchtitan has no configuration to pretrain, and that of Llama 3 405B is in float8.
+KNOWN = {
+    "llama-3-8b": KnownModel("llama3", "llama3_8b"),
+    "llama-3-70b": KnownModel("llama3", "llama3_70b"),
+    "llama-3-405b": KnownModel("llama3", "llama3_70b", "405B", "Llama-3.1-405B"),
+    "qwen3-8b": KnownModel("qwen3", "qwen3_14b", "8B", "Qwen3-8B"),
+}
+# the class of torch.distributed.pipelining; its zero bubble has two stages a rank
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+
+
+def torchtitan(run: PlannedRun) -> Export:
+    """Write the functions `apply_plan`, and `planned` where torchtitan has the model."""
+    differences = _differences(run)
+    parts = [comment(run, SYSTEM, differences) + _imports(run), _apply_plan(run)]
+    if _known(run):
+        parts.append(_planned(run))
+    return Export(SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), differences)
+
+
+def _known(run: PlannedRun) -> KnownModel | None:
+    return KNOWN.get(run.shape.name) if run.shape else None
+
+
+def _policy(run: PlannedRun) -> str:
+    """Return the class of activation checkpoints; "" for none."""
+    return {False: "", True: "FullAC", "matmuls": "SelectiveAC"}[run.config.remat]
+
+
+def _imports(run: PlannedRun) -> str:
+    policy, known = _policy(run), _known(run)
+    lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
+    lines += [f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []
+    if known:
+        lines += [f"from torchtitan.models.{known.module} import model_registry"] if known.flavor else []
+        lines += [f"from torchtitan.models.{known.module}.config_registry import {known.function}"]
+    return "\n".join([*lines, "from torchtitan.trainer import Trainer", ""])
+
+
+def _apply_plan(run: PlannedRun) -> str:
+    """Write the function that sets a configuration to the row. A sequence's length is set where it is known."""
+    c = run.config
+    each = f"{c.micro_batch} * " + (f"{run.length}" if run.length else "config.training.max_context_length")
+    step = f"{c.global_batch} * " + (f"{run.length}" if run.length else "config.training.max_context_length")
+    shard = (1, c.ranks) if c.stage else (c.ranks, 1)
+    lines = [
+        "def apply_plan(config: Trainer.Config) -> Trainer.Config:",
+        '    """Set a configuration of torchtitan to the row of the plan."""',
+        "    training, parallelism = config.training, config.parallelism",
+        *([f"    training.max_context_length = {run.length}"] if run.length else []),
+        f"    training.num_tokens_per_microbatch_per_dp_rank = {each}",
+        f"    training.num_tokens_per_train_step = {step}",
+        "    training.max_norm = 1.0",
+        '    training.dtype = "float32"',
+        f'    training.mixed_precision_param = "{_precision(run)}"',
+        f"    training.enable_cpu_offload = {c.offload > 0}",
+        *(["    training.disable_cuda_graphs = True"] if c.pp > 1 or c.ep > 1 else []),
+        f"    parallelism.data_parallel_replicate_degree = {shard[0]}",
+        f"    parallelism.data_parallel_shard_degree = {shard[1]}",
+        f'    parallelism.fsdp_reshard_after_forward = "{"always" if c.stage == 3 else "never"}"',
+        f"    parallelism.tensor_parallel_degree = {c.tp}",
+        f"    parallelism.context_parallel_degree = {c.cp}",
+        f"    parallelism.pipeline_parallel_degree = {c.pp}",
+        f"    parallelism.expert_parallel_degree = {c.ep}",
+    ]
+    if c.pp > 1:
+        lines += [
+            f'    parallelism.pipeline_parallel_schedule = "{SCHEDULES[c.schedule]}"',
+            f"    parallelism.num_pp_microbatches = {c.accumulation}",
+        ]
+    lines.append(f"    config.activation_checkpoint = {_policy(run) + '.Config()' if c.remat else None}")
+    if c.chunked_loss:
+        lines += [
+            "    if not isinstance(config.loss, ChunkedLossWrapper.Config):",
+            "        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)",
+        ]
+    else:
+        lines += [
+            "    if isinstance(config.loss, ChunkedLossWrapper.Config):",
+            "        config.loss = config.loss.loss_fn",
+        ]
+    return "\n".join([*lines, "    return config", ""])
+
+
+def _planned(run: PlannedRun) -> str:
+    """Write the function that `--config` names."""
+    known = _known(run)
+    assert known is not None and run.shape is not None
+    lines = [
+        "def planned() -> Trainer.Config:",
+        f'    """Return the configuration of {run.shape.name}: NGPU={min(run.config.world, run.machine.ranks)} '
+        'MODULE=torchtitan_plan CONFIG=planned ./run_train.sh"""',
+        f"    config = {known.function}()",
+    ]
+    if known.flavor:
+        lines += [
+            f'    config.model_spec = model_registry("{known.flavor}")',
+            f'    config.hf_assets_path = "./assets/hf/{known.assets}"',
+        ]
+    return "\n".join([*lines, "    return apply_plan(config)", ""])
+
+
+def _precision(run: PlannedRun) -> str:
+    return "float32" if run.config.precision == "float32" else "bfloat16"
+
+
+def _differences(run: PlannedRun) -> tuple[str, ...]:
+    c = run.config
+    rules = {}
+    if c.offload:
+        rules["offload"] = "torchtitan offloads all or nothing, and here all of parameters, gradients and state"
+    if c.remat == "matmuls":
+        rules["remat"] = "SelectiveAC saves every second matrix product, and recomputes the others too"
+    if c.pp > 1 and c.schedule == "zb":
+        rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
+    found = []
+    if not _known(run):
+        found.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
+    if run.length:
+        found.append("A micro-batch is counted in tokens, and documents are packed into it.")
+    found += without(c, rules)
+    if c.stage in (1, 2):
+        found.append(
+            f"Stage {c.stage}: torchtitan shards parameters between steps, and keeps them gathered from the forward to "
+            "the backward pass of each micro-batch."
+        )
+    if run.shape is not None and run.shape.experts[0]:
+        found.append("No token is dropped: torchtitan's experts have no capacity, where the row counts 1.25.")
+    if c.precision == "float16":
+        found.append("float16: bfloat16 stands in its place, since torchtitan has no loss scale.")
+    if c.precision != "float32":
+        found.append(f"Parameters are float32 between steps and {_precision(run)} in gathers, and have no second copy.")
+    return tuple(found)
