@@ -1,4 +1,4 @@
-"""Train replicas that seldom talk (DiLoCo), and compare the shared model with each replica's own.
+"""Train replicas that average every H steps (DiLoCo), and compare the shared model with each replica's own.
 
 python diloco.py --every 20                            # 2 replicas of 2 simulated ranks
 python diloco.py --every 20 --parts 2 --delay 5 --mix 0.5 --codec int4     # send less at a time, and hide it
@@ -29,7 +29,7 @@ parser.add_argument("--every", type=int, default=20, help="steps between two ave
 parser.add_argument("--parts", type=int, default=1, help="parts of the model, averaged one after the other")
 parser.add_argument("--delay", type=int, default=0, help="steps from the send of a part to its use")
 parser.add_argument("--mix", type=float, default=0.0, help="the share that a replica keeps of its own parameters")
-parser.add_argument("--codec", choices=["int8", "int4", "float8"], help="how what was learned is sent")
+parser.add_argument("--codec", choices=["int8", "int4", "float8"], help="the codec of the pseudo-gradients")
 parser.add_argument("--backend", default="fx", help="inductor needs a compiler, and is faster")
 args = parser.parse_args()
 
@@ -68,7 +68,7 @@ for i, batch in train.steps(0, args.steps):
     if (i + 1) % 50 == 0 and mesh.rank == 0:
         print(f"step {i + 1}: loss of replicas here {[round(x, 3) for x in loss.value.flatten().tolist()]}")
 
-params, state = step.finish(params, state)  # the steps since the last average
+params, state = step.average_now(params, state)  # the steps since the last average
 shared = step.gather(state.anchor)  # all ranks take part
 own = [sharded.gather(tree) for tree in params.trees] if mesh.simulated else []
 if mesh.rank == 0:

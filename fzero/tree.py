@@ -12,7 +12,7 @@ import torch
 
 from fzero._donated import check_not_donated
 from fzero._notice import trouble_link
-from fzero._torch import apply_to_groups, can_group, children_without_names, pytree
+from fzero._torch import apply_to_groups, can_group, children_without_names, pytree, storage_id
 
 __all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
@@ -169,6 +169,12 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
             results[key] = f(*xs)
         out.append(results[key])
     return unflatten(structure, out)
+
+
+def copy_shared(values: Any, others: Any) -> Any:
+    """Copy the tensors of a tree that share memory with those of another."""
+    storages = {storage_id(x) for x in tensors(others)}
+    return map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x, values)
 
 
 def elementwise(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:

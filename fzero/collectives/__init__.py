@@ -20,7 +20,6 @@ from fzero.collectives._sums import (
     all_gather,
     all_gather_invariant,
     check_dim,
-    finish,
     group_all_gather,
     group_psum,
     group_psum_scatter,
@@ -33,6 +32,7 @@ from fzero.collectives._sums import (
     pvary,
     start_all_gather,
     start_psum,
+    wait_tensor,
 )
 from fzero.collectives._table import (
     COPIES,
@@ -97,7 +97,6 @@ INTERNAL = [
     "apply_stacked",
     "check_copies",
     "check_dim",
-    "finish",
     "gloo",
     "group_all_gather",
     "group_all_to_all",
@@ -111,5 +110,6 @@ INTERNAL = [
     "start_psum",
     "start_to_host",
     "transpose_of",
+    "wait_tensor",
     "wait_to_host",
 ]

@@ -43,7 +43,6 @@ __all__ = [
     "all_gather_invariant",
     "check_dim",
     "check_tensor",
-    "finish",
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
@@ -56,6 +55,7 @@ __all__ = [
     "pvary",
     "start_all_gather",
     "start_psum",
+    "wait_tensor",
 ]
 
 # ---------------------------------------------------------------- one rank of a process group
@@ -241,7 +241,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
 
 
 def start_psum(x: torch.Tensor, axis: AxisName) -> torch.Tensor:
-    """Start the sum of a tensor over the ranks of `axis`, without a derivative: only `finish` may read the result.
+    """Start the sum of a tensor over the ranks of `axis`, without a derivative. Only `wait_tensor` may read it.
 
     On processes it returns while the sum is under way.
     """
@@ -253,7 +253,7 @@ def start_all_gather(x: torch.Tensor, axis: str) -> torch.Tensor:
     return apply_along("start_all_gather", x, resolve_axes(axis), DimOptions(-1))
 
 
-def finish(x: torch.Tensor) -> torch.Tensor:
+def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     """Wait for a result of `start_psum` or `start_all_gather`, in the same rank program or in a later one."""
     return c10d.wait_tensor(x) if type(x) is torch.Tensor else x
 

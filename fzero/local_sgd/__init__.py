@@ -1,4 +1,4 @@
-"""Local SGD: groups of ranks train apart, and seldom average what they learned (DiLoCo)."""
+"""Local SGD: groups of ranks train apart, and seldom average their parameters (DiLoCo)."""
 
 from fzero.local_sgd._local_steps import LocalSteps, local_steps
 from fzero.local_sgd._replicas import LocalState, Replicas

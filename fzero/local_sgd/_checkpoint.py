@@ -15,20 +15,26 @@ from fzero.local_sgd._schedule import SyncSchedule
 __all__ = ["load_replicas", "save_replicas"]
 
 
-def save_replicas(path: Any, outer: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState) -> None:
+def save_replicas(
+    path: Any, outer_step: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState
+) -> None:
     """Save each replica in a folder of its own, and then what they share: only then is the save complete."""
-    groups, parts = outer.groups, parts_of(state.anchor, schedule.parts)
+    groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
     for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}
         save(_folder(path, f"replica-{number}"), own, groups.inner_mesh)
     numbers = {
         "count": state.count,
         "replicas": groups.count,
-        "schedule": _numbers(schedule),
-        "mix": outer.mix,
+        "schedule": schedule.to_list(),
+        "mix": outer_step.mix,
     }
-    sums = [outer.finished(part, state.anchor, x) for part, x in zip(parts, state.sent, strict=True)]
-    save(_folder(path, "shared"), {**numbers, "anchor": state.anchor, "outer": state.outer, "sent": sums}, groups.mesh)
+    sums = [outer_step.wait(part, state.anchor, x) for part, x in zip(parts, state.pending_sums, strict=True)]
+    save(
+        _folder(path, "shared"),
+        {**numbers, "anchor": state.anchor, "outer": state.outer_states, "sent": sums},
+        groups.mesh,
+    )
 
 
 def load_replicas(
@@ -36,18 +42,21 @@ def load_replicas(
 ) -> tuple[Replicas, LocalState]:
     """Load what `save_replicas` saved into the tensors of `params` and `state`."""
     folder = _folder(path, "shared")
-    count, replicas, saved, mix = [read(folder, name) for name in ("count", "replicas", "schedule", "mix")]
-    is_same = replicas == groups.count and saved == _numbers(schedule)
-    holds_anchor = SyncSchedule(*saved).is_boundary(count) and (mix == 0 or count == 0)
-    if not is_same and not (holds_anchor and saved[1:] == _numbers(schedule)[1:]):
+    count, replicas, mix = [read(folder, name) for name in ("count", "replicas", "mix")]
+    saved = SyncSchedule.from_list(read(folder, "schedule"))
+    is_same = replicas == groups.count and saved == schedule
+    holds_anchor = saved.is_boundary(count) and (mix == 0 or count == 0)
+    same_parts = (saved.parts, saved.delay) == (schedule.parts, schedule.delay)
+    if not is_same and not (holds_anchor and same_parts):
         raise CheckpointError(
-            f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = {saved} and "
-            f"mix={mix}, and this run has {groups.count} replicas with {_numbers(schedule)}: another number of "
-            "replicas, or another `every`, can only go on right after an average, where all replicas hold the anchor"
+            f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = "
+            f"{saved.to_list()} and mix={mix}, and this run has {groups.count} replicas with {schedule.to_list()}: "
+            "another number of replicas, or another `every`, can only go on right after an average, where all "
+            "replicas hold the anchor"
         )
-    parts, waiting = parts_of(state.anchor, schedule.parts), schedule.waiting(count)
+    parts, waiting = parts_of(state.anchor, schedule.parts), schedule.parts_in_flight(count)
     sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]
-    like = {"anchor": state.anchor, "outer": state.outer, "sent": tree.map(torch.empty_like, sums)}
+    like = {"anchor": state.anchor, "outer": state.outer_states, "sent": tree.map(torch.empty_like, sums)}
     shared = load(folder, like, groups.mesh, partial=True)
     trees = []
     for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
@@ -66,7 +75,3 @@ def load_replicas(
 
 def _folder(path: Any, name: str) -> str:
     return f"{os.fspath(path).rstrip('/')}/{name}"
-
-
-def _numbers(schedule: SyncSchedule) -> list[int]:
-    return [schedule.every, schedule.parts, schedule.delay]

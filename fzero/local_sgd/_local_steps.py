@@ -1,4 +1,4 @@
-"""local_steps: each replica takes H steps by itself, and then all replicas average what they learned."""
+"""local_steps: each replica takes H steps by itself, and then the replicas average their parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from fzero._liveness import step_place
 from fzero._torch import is_tracing
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.codecs import Codec
-from fzero.collectives import finish
+from fzero.collectives import wait_tensor
 from fzero.graph import Jitted
 from fzero.local_sgd._checkpoint import load_replicas, save_replicas
 from fzero.local_sgd._outer_step import OuterStep
 from fzero.local_sgd._parts import parts_of, select
-from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas, apart, own_memory
+from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas, own_memory
 from fzero.local_sgd._schedule import SyncSchedule
 from fzero.optim import OptimizerLike, as_optimizer, sgd
 from fzero.ranks import Mesh, check_equal
@@ -103,11 +103,13 @@ class LocalSteps:
         self._check(params, state)
         new_params, new_states, *others = self._run_replicas(params, state, args, kwargs)
         if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
-            new_params, new_states = apart((new_params, new_states), (params.trees, state.inner.trees))
-        others = [self.groups.results(apart(x, (new_params, new_states))) for x in others]
+            new_params, new_states = tree.copy_shared((new_params, new_states), (params.trees, state.inner.trees))
+        others = [self.groups.results(tree.copy_shared(x, (new_params, new_states))) for x in others]
         count = state.count + 1
         state = replace(state, count=count, inner=Replicas(new_states))
-        state = self._average(new_params, state, self.schedule.sent(count), self.schedule.used(count))
+        state = self._average(
+            new_params, state, self.schedule.parts_to_send(count), self.schedule.parts_to_apply(count)
+        )
         return Replicas(new_params), state, *others
 
     def _run_replicas(
@@ -131,8 +133,8 @@ class LocalSteps:
         return [*zip(*outs, strict=True)]
 
     @api_boundary
-    def finish(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
-        """Average all parts now, as at the end of a run: `state.anchor` then has what the last steps learned.
+    def average_now(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
+        """Average all parts now, as at the end of a run: `state.anchor` then includes the last steps.
 
         A sum that is still under way is waited for and left out, since this average has what it has. The arguments stay
         as they are.
@@ -146,7 +148,7 @@ class LocalSteps:
         """
         self._check(params, state)
         trees = tuple([own_memory(x) for x in params.trees])
-        tree.map(finish, state.sent)
+        tree.map(wait_tensor, state.pending_sums)
         inner = Replicas(tuple([own_memory(x) for x in state.inner.trees]))
         everything = range(self.schedule.parts)
         return Replicas(trees), self._average(trees, replace(state, inner=inner), everything, everything)
@@ -157,10 +159,10 @@ class LocalSteps:
                 f"params is {type(params).__name__} and state is {type(state).__name__}: expected those of "
                 "params, state = step.init(params, opt), or of the previous call"
             )
-        if len(state.outer) != self.schedule.parts:
+        if len(state.outer_states) != self.schedule.parts:
             raise ValueError(
-                f"state is of {len(state.outer)} parts, and this step has parts={self.schedule.parts}: go on with the "
-                "step that made it, or begin anew from step.gather(state.anchor)"
+                f"state is of {len(state.outer_states)} parts, and this step has parts={self.schedule.parts}: "
+                "go on with the step that made it, or begin anew from step.gather(state.anchor)"
             )
 
     def _average(
@@ -170,14 +172,21 @@ class LocalSteps:
         if not sent and not used:
             return state
         parts = parts_of(state.anchor, self.schedule.parts)
-        states, anchor, outer, sums = state.inner.trees, state.anchor, list(state.outer), list(state.sent)
+        states, anchor, outer_states, sums = (
+            state.inner.trees,
+            state.anchor,
+            [*state.outer_states],
+            [*state.pending_sums],
+        )
         with step_place("the outer step of local_steps"):
             for i in sent:
-                sums[i] = self.outer_step.send(parts[i], anchor, params, states)
+                sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)
             for i in used:
-                anchor, outer[i] = self.outer_step.use(parts[i], anchor, outer[i], sums[i], params, states)
+                anchor, outer_states[i] = self.outer_step.apply_average(
+                    parts[i], anchor, outer_states[i], sums[i], params, states
+                )
                 sums[i] = None
-        return replace(state, anchor=anchor, outer=tuple(outer), sent=tuple(sums))
+        return replace(state, anchor=anchor, outer_states=tuple(outer_states), pending_sums=tuple(sums))
 
     @api_boundary
     def gather(self, values: Any) -> Any:
@@ -258,7 +267,7 @@ def local_steps(
     mix: float = 0.0,
     codec: Codec | None = None,
 ) -> LocalSteps:
-    """Let groups of ranks train apart, and average what they learned once in every H steps (DiLoCo, arXiv:2311.08105).
+    """Let groups of ranks train apart, and average them once in every H steps (DiLoCo, arXiv:2311.08105).
 
     The ranks that share an index along `over` are a replica. A replica runs the sharded step on its own mesh, and sends
     nothing to the others. After H steps the replicas average anchor - parameters, the pseudo-gradient. The outer
@@ -277,9 +286,9 @@ def local_steps(
         delay: the number of steps from the send of a part to the use of its mean. On processes, the steps between hide
             the transfer.
         mix: the share of a replica's own parameters in its parameters after an average, 0 to below 1. With a delay a
-            share keeps some of what the replica learned since the send; the paper takes 0.5.
-        codec: sends what each replica learned in fewer bits, such as `fzero.codecs.int4()`. Each replica encodes it
-            once, and the sum is decoded on each rank. By default it is sent in float32.
+            share keeps some of the replica's steps since the send; the paper takes 0.5.
+        codec: sends pseudo-gradients in fewer bits, such as `fzero.codecs.int4()`. Each replica encodes its
+            own once, and the sum is decoded on each rank. By default it is sent in float32.
 
     Returns:
         A `LocalSteps`. Call it like the step.
@@ -308,6 +317,25 @@ def local_steps(
         >>> step.gather(state.anchor)
         {'w': tensor(0.1800)}
     """
+    sharded = _sharded_step(step)
+    groups = _replica_groups(sharded, over)
+    _check_options(outer, mix, codec)
+    optimizer = as_optimizer(sgd(1.0) if outer is None else outer)
+    if optimizer.exact_on_shards is False and sharded.layout.shards_state:
+        raise ValueError(
+            f"outer={optimizer!r} is not exact on shards, and stage {sharded.stage} shards the anchor: use another "
+            "outer optimizer, or stage 0"
+        )
+    axis = tuple([name for name in sharded.axis if name != over])
+    step_on_all_ranks = replace(sharded, axis=axis, _calls=[])
+    replica_step = step_on_all_ranks.on_mesh(groups.inner_mesh)
+    inner = step.with_options(step=replica_step) if isinstance(step, Jitted) else replica_step
+    schedule = SyncSchedule(every, parts, delay)
+    return LocalSteps(inner, groups, schedule, OuterStep(step_on_all_ranks, groups, optimizer, float(mix), codec))
+
+
+def _sharded_step(step: Any) -> ShardedStep:
+    """Return the sharded step of a step, which may be jitted."""
     sharded = step.step if isinstance(step, Jitted) else step
     if not isinstance(sharded, ShardedStep):
         raise TypeError(
@@ -316,12 +344,15 @@ def local_steps(
         )
     if sharded.param_argnums != (0,):
         raise TypeError(f"step has param_argnums={sharded.param_argnums}: expected the parameters as argument 0 only")
+    return sharded
+
+
+def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
     mesh = sharded.mesh
     if not isinstance(over, str) or over not in mesh.axis_names:
         raise ValueError(f"over={over!r}: expected an axis of {mesh!r}")
     groups = ReplicaGroups(mesh, over)
-    axis = tuple([name for name in sharded.axis if name != over])
-    if not axis:
+    if set(sharded.axis) <= {over}:
         others = groups.inner_axes
         advice = (
             f"did you mean over={others[0]!r}?"
@@ -329,20 +360,13 @@ def local_steps(
             else f"give a replica an axis of its own, even of one rank: fzero.mesh({over}={groups.count}, dp=1)"
         )
         raise ValueError(f"over={over!r} is the only axis of the step's batch on {mesh!r}: {advice}")
+    return groups
+
+
+def _check_options(outer: Any, mix: Any, codec: Any) -> None:
     if outer is not None and not (hasattr(outer, "init") and hasattr(outer, "update")):
         raise TypeError(f"outer={outer!r}: expected an optimizer, such as fzero.optim.sgd(1.0)")
     if not isinstance(mix, int | float) or not 0 <= mix < 1:
         raise ValueError(f"mix={mix!r}: expected a share from 0 to below 1")
     if codec is not None and not isinstance(codec, Codec):
         raise TypeError(f"codec={codec!r}: expected None or a codec, such as fzero.codecs.int4()")
-    optimizer = as_optimizer(sgd(1.0) if outer is None else outer)
-    if optimizer.exact_on_shards is False and sharded.layout.shards_state:
-        raise ValueError(
-            f"outer={optimizer!r} is not exact on shards, and stage {sharded.stage} shards the anchor: use another "
-            "outer optimizer, or stage 0"
-        )
-    whole = replace(sharded, axis=axis, _calls=[])
-    own = whole.on_mesh(groups.inner_mesh)
-    inner = step.with_options(step=own) if isinstance(step, Jitted) else own
-    schedule = SyncSchedule(every, parts, delay)
-    return LocalSteps(inner, groups, schedule, OuterStep(whole, groups, optimizer, float(mix), codec))

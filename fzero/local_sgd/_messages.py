@@ -1,4 +1,4 @@
-"""What replicas send: the sum of what they learned, as it is or by a codec."""
+"""What replicas send: the sum of their pseudo-gradients, as it is or by a codec."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero.axes import axis_names, join_axes
 from fzero.codecs import Codec
-from fzero.collectives import finish, start_all_gather, start_psum
+from fzero.collectives import start_all_gather, start_psum, wait_tensor
 from fzero.sharding import (
     PerRank,
     Shard,
@@ -21,7 +21,7 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["CodedSum", "finish_sum", "start_sum"]
+__all__ = ["CodedSum", "start_sum", "wait_sum"]
 
 
 class CodedSum(NamedTuple):
@@ -53,7 +53,7 @@ def start_sum(values: Any, over: str, codec: Codec | None) -> Any:
     return coded
 
 
-def finish_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
+def wait_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
     """Return the sum that `start_sum` started, in a rank program.
 
     Args:
@@ -63,10 +63,12 @@ def finish_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
         codec: the codec.
     """
     if codec is None or not isinstance(sent, CodedSum):  # a loaded sum is decoded already
-        return tree.map(finish, sent)
+        return tree.map(wait_tensor, sent)
     sums: dict[int, torch.Tensor] = {}
     for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *sent, strict=True):
-        parts = zip(*[finish(y).unflatten(-1, (replicas, -1)).unbind(-2) for y in (payload, magnitudes)], strict=True)
+        parts = zip(
+            *[wait_tensor(y).unflatten(-1, (replicas, -1)).unbind(-2) for y in (payload, magnitudes)], strict=True
+        )
         axes = join_axes(unit_axes(spec_id))
         values = [decode_shard(spec_id, axes, *part) for part in parts]
         sums[id(x)] = torch.stack(values).sum(0).view(x.shape).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The outer step: average what the replicas learned since the anchor, and update the anchor by it."""
+"""The outer step: average the replicas' pseudo-gradients, and update the anchor by the mean."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import at_least_float32
 from fzero.codecs import Codec
-from fzero.local_sgd._messages import finish_sum, start_sum
+from fzero.local_sgd._messages import start_sum, wait_sum
 from fzero.local_sgd._parts import merge, select
 from fzero.local_sgd._replicas import ReplicaGroups, own_memory, rebuild
 from fzero.optim import MasterState, Optimizer, apply_updates, rounded
@@ -26,50 +27,51 @@ class OuterStep:
     Attributes:
         step: the sharded step with all ranks as its mesh, and with the axes of a replica.
         groups: the replicas.
-        outer: the outer optimizer.
+        optimizer: the outer optimizer.
         mix: the share of a replica's own parameters in its parameters after an average.
         codec: the codec by which sums are sent; None to send them as they are.
     """
 
     step: ShardedStep
     groups: ReplicaGroups
-    outer: Optimizer
+    optimizer: Optimizer
     mix: float
     codec: Codec | None
 
     def anchor(self, params: Any, state: Any) -> Any:
         """Return the anchor for the parameters and optimizer state that all replicas start with."""
-        program = self.step.program(lambda params, masters: tree.map(_wide, self._own(params, masters)))
+        program = self.step.program(lambda params, masters: tree.map(at_least_float32, self._own(params, masters)))
         return own_memory(program(params, masters_of(state)))
 
     def init(self, anchor: Any) -> Any:
         """Make the outer optimizer's state for a part of the anchor."""
-        return own_memory(self.step.program(self.outer.init)(anchor))
+        return own_memory(self.step.program(self.optimizer.init)(anchor))
 
-    def send(self, part: frozenset[int], anchor: Any, params: Sequence[Any], states: Sequence[Any]) -> Any:
-        """Sum what each replica learned of a part: (anchor - parameters) / number of replicas.
+    def start_average(self, part: frozenset[int], anchor: Any, params: Sequence[Any], states: Sequence[Any]) -> Any:
+        """Start to average the pseudo-gradients of a part: sum (anchor - parameters) / number of replicas.
 
         Returns:
-            A tree like the part's anchor, or with a codec a `CodedSum`. On processes it may be under way: `use` waits.
+            A tree like the part's anchor, or with a codec a `CodedSum`. On processes it may be under way:
+            `apply_average` waits.
         """
         replicas = self._replicas(params, states)
 
         def program(anchor: Any, tensors: list[torch.Tensor]) -> Any:
             own = select(self._own(*rebuild(replicas[0], tensors)), part)
-            learned = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, own)
-            return start_sum(learned, self.groups.over, self.codec)
+            pseudo_gradient = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, own)
+            return start_sum(pseudo_gradient, self.groups.over, self.codec)
 
         with torch.no_grad():
             return self.step.program(program)(select(anchor, part), self.groups.join(replicas))
 
-    def finished(self, part: frozenset[int], anchor: Any, sent: Any) -> Any:
-        """Wait for the result of `send`, and return it as a tree like the part's anchor; None stays None."""
+    def wait(self, part: frozenset[int], anchor: Any, sent: Any) -> Any:
+        """Wait for the result of `start_average`, and return it as a tree like the part's anchor; None stays None."""
         if sent is None:
             return None
-        program = self.step.program(lambda sent, like: finish_sum(sent, like, self.groups.count, self.codec))
+        program = self.step.program(lambda sent, like: wait_sum(sent, like, self.groups.count, self.codec))
         return program(sent, select(anchor, part))
 
-    def use(
+    def apply_average(
         self, part: frozenset[int], anchor: Any, state: Any, sent: Any, params: Sequence[Any], states: Sequence[Any]
     ) -> tuple[Any, Any]:
         """Update a part of the anchor, and write it into the replicas' parameters and master weights.
@@ -78,7 +80,7 @@ class OuterStep:
             part: the part.
             anchor: the whole anchor.
             state: the outer optimizer's state for the part.
-            sent: the result of `send`.
+            sent: the result of `start_average`.
             params: the parameters of each replica here, which no one else holds.
             states: the inner optimizer's state of each replica here, likewise.
 
@@ -89,8 +91,8 @@ class OuterStep:
 
         def program(anchor: Any, state: Any, sent: Any, tensors: list[torch.Tensor]) -> Any:
             params, masters = rebuild(replicas[0], tensors)
-            mean = finish_sum(sent, anchor, self.groups.count, self.codec)
-            updates, state = self.outer.update(mean, state, params=anchor)
+            mean = wait_sum(sent, anchor, self.groups.count, self.codec)
+            updates, state = self.optimizer.update(mean, state, params=anchor)
             anchor = apply_updates(anchor, updates)
             new = anchor
             if self.mix:
@@ -144,7 +146,3 @@ def _like_masters(new: Any, masters: Any) -> Any:
         return None
     entries = tree.flatten(masters, is_box)[0]
     return select(new, frozenset([i for i, x in enumerate(entries) if x is not None]))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

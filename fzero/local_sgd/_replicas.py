@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 
 from fzero import tree
-from fzero._torch import in_buffers, storage_id
+from fzero._torch import in_buffers
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, axes_of, is_box
 
-__all__ = ["LocalState", "ReplicaGroups", "Replicas", "apart", "distinct", "own_memory", "rebuild"]
+__all__ = ["LocalState", "ReplicaGroups", "Replicas", "distinct", "own_memory", "rebuild"]
 
 SAVE_HINT = "save replicas by step.save(path, params, state), where step is from local_steps"
 
@@ -43,15 +43,15 @@ class LocalState:
         inner: the optimizer state of each replica.
         anchor: the parameters of the last average, in float32 at least, equal on all replicas. At stages 1 to 3 they
             are sharded over a replica's ranks. They are the model to evaluate and to export.
-        outer: the outer optimizer's state for each part of the parameters.
-        sent: for each part, the sum that was sent and not used yet; None if there is none.
+        outer_states: the outer optimizer's state for each part of the parameters.
+        pending_sums: for each part, the sum that was sent and not used yet; None if there is none.
     """
 
     count: int
     inner: Replicas
     anchor: Any
-    outer: tuple[Any, ...]
-    sent: tuple[Any, ...] = field(repr=False)
+    outer_states: tuple[Any, ...]
+    pending_sums: tuple[Any, ...] = field(repr=False)
     save_hint: ClassVar[str] = SAVE_HINT
 
 
@@ -187,9 +187,3 @@ def own_memory(values: Any) -> Any:
 
     xs = distinct(values)
     return rebuild(values, [y.copy_(x) for x, y in zip(xs, in_buffers(xs, empty), strict=True)])
-
-
-def apart(values: Any, others: Any) -> Any:
-    """Return a tree whose tensors share no memory with those of another."""
-    taken = {storage_id(x) for x in tree.tensors(others)}
-    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in taken else x, values)

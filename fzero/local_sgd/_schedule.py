@@ -18,7 +18,7 @@ class SyncSchedule:
 
     Example:
         >>> schedule = SyncSchedule(every=10, parts=2, delay=1)
-        >>> [(step, schedule.sent(step), schedule.used(step)) for step in (4, 5, 6, 10, 11)]
+        >>> [(step, schedule.parts_to_send(step), schedule.parts_to_apply(step)) for step in (4, 5, 6, 10, 11)]
         [(4, (), ()), (5, (0,), ()), (6, (), (0,)), (10, (1,), ()), (11, (), (1,))]
     """
 
@@ -38,24 +38,35 @@ class SyncSchedule:
                 "part's mean is used before the part is sent again"
             )
 
-    def sent(self, count: int) -> tuple[int, ...]:
+    def to_list(self) -> list[int]:
+        """Return the numbers, as a checkpoint holds them."""
+        return [self.every, self.parts, self.delay]
+
+    @classmethod
+    def from_list(cls, numbers: list[int]) -> "SyncSchedule":
+        """Return the schedule of which a checkpoint holds the numbers."""
+        return cls(*numbers)
+
+    def parts_to_send(self, count: int) -> tuple[int, ...]:
         """List the parts that are sent after step number `count`; the first step has number 1."""
         return tuple(
             [part for part in range(self.parts) if count > 0 and (count - self._offset(part)) % self.every == 0]
         )
 
-    def used(self, count: int) -> tuple[int, ...]:
+    def parts_to_apply(self, count: int) -> tuple[int, ...]:
         """List the parts whose mean is used after step number `count`."""
-        return self.sent(count - self.delay) if count > self.delay else ()
+        return self.parts_to_send(count - self.delay) if count > self.delay else ()
 
-    def waiting(self, count: int) -> tuple[int, ...]:
+    def parts_in_flight(self, count: int) -> tuple[int, ...]:
         """List the parts that were sent by step number `count`, and whose mean is used after it.
 
         Example:
-            >>> SyncSchedule(every=10, parts=2, delay=3).waiting(12)
+            >>> SyncSchedule(every=10, parts=2, delay=3).parts_in_flight(12)
             (1,)
         """
-        return tuple(sorted({part for step in range(count - self.delay + 1, count + 1) for part in self.sent(step)}))
+        return tuple(
+            sorted({part for step in range(count - self.delay + 1, count + 1) for part in self.parts_to_send(step)})
+        )
 
     def is_boundary(self, count: int) -> bool:
         """Return whether all replicas hold the same parameters after step number `count`."""

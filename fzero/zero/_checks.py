@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import warn_once
-from fzero._torch import is_tracing, storage_id
+from fzero._torch import is_tracing
 from fzero._torch.levels import is_wrapped
 from fzero._tracebacks import is_message
 from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules, StackedList
@@ -30,7 +30,6 @@ __all__ = [
     "check_train_step",
     "check_tree",
     "check_unwritten",
-    "copy_aliases",
     "is_like",
     "is_sharded",
     "notes_of",
@@ -422,12 +421,6 @@ def as_value(x: Any) -> Any:
     """Return a leaf tensor without `requires_grad`; a tensor that a graph or a transform produced stays as it is."""
     is_grad_leaf = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
     return x.detach() if is_grad_leaf else x
-
-
-def copy_aliases(values: Tree, params: Tree) -> Tree:
-    """Copy the tensors of `values` that share memory with `params`: a jitted step may overwrite both."""
-    storages = {storage_id(x) for x in tree.tensors(params)}
-    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x, values)
 
 
 def is_like(x: Tree, y: Tree) -> bool:

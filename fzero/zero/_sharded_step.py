@@ -39,7 +39,6 @@ from fzero.zero._checks import (
     check_train_step,
     check_tree,
     check_unwritten,
-    copy_aliases,
     is_like,
     notes_of,
 )
@@ -250,7 +249,7 @@ class ShardedStep:
             check_host_memory(step.program(optimizer.init), within, params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
-            opt_state = copy_aliases(opt_state, params)  # a state may start as the parameters themselves
+            opt_state = tree.copy_shared(opt_state, params)  # a state may start as the parameters themselves
             leaves, structure = tree.flatten(params, is_box)
             del params  # so each leaf is freed when it is copied
             params = tree.unflatten(structure, in_unit_buffers(leaves, within))
@@ -391,7 +390,7 @@ class ShardedStep:
         entries, structure = tree.flatten(params, is_box)
         per_rank = [x if isinstance(x, PerRank) else None for x in entries]
         full = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
-        full = copy_aliases(full, params)
+        full = tree.copy_shared(full, params)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(per_rank, full, strict=True)])
 
     def state_bytes(self, *trees: Any, space: str | None = None) -> int:

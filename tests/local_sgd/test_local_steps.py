@@ -277,14 +277,14 @@ CODED = {"int8": fzero.codecs.int8(block=8), "int4": fzero.codecs.int4(block=4),
 
 
 @pytest.mark.parametrize("codec", CODED.values(), ids=CODED)
-def test_a_codec_rounds_what_each_replica_learned_once_alike_on_any_mesh(codec):
+def test_a_codec_rounds_each_pseudo_gradient_once_alike_on_any_mesh(codec):
     """The anchor moves by the mean of the replicas' rounded differences, whatever the stage and the mesh within."""
     opt, batches = optim.sgd(0.1), batches_of(1, 4)
     # two replicas whose data do not depend on the number of their ranks
     exact = local_steps(fzero.shard(train_step_of(opt), stage=0, mesh=fzero.mesh(replica=2, dp=1)), every=2)
     params, _, _ = run(exact, opt, batches)
-    learned = [{n: start()[n] - exact.step.gather(p)[n] for n in NAMES} for p in params.trees]
-    means = {n: sum([codec.round(x[n].float()) for x in learned]).double() / 2 for n in NAMES}
+    gradients = [{n: start()[n] - exact.step.gather(p)[n] for n in NAMES} for p in params.trees]
+    means = {n: sum([codec.round(x[n].float()) for x in gradients]).double() / 2 for n in NAMES}
     x = torch.cat(by_replica(fzero.mesh(replica=2, dp=2), batches[0]))
     for stage, shape in (
         (0, {"replica": 2, "dp": 2}),
@@ -373,14 +373,14 @@ def test_a_call_does_not_change_what_it_was_given():
 
 
 @pytest.mark.parametrize("options", [{"every": 4}, {"every": 4, "parts": 2, "delay": 3}], ids=["whole", "delayed"])
-def test_finish_averages_what_the_last_steps_learned(options):
+def test_average_now_averages_the_steps_since_the_last_average(options):
     opt, mesh = optim.sgd(0.1), fzero.mesh(replica=2, dp=2)
     step = local_steps(fzero.shard(train_step_of(opt), stage=3, mesh=mesh), **options)
     params, state, _ = run(step, opt, batches_of(3, 4))
     before = [step.step.gather(tree) for tree in params.trees]
-    finished, done = step.finish(params, state)
+    finished, done = step.average_now(params, state)
     anchor = step.gather(done.anchor)
-    assert done.count == 3 and all(x is None for x in done.sent)
+    assert done.count == 3 and all(x is None for x in done.pending_sums)
     for tree, own in zip(params.trees, before, strict=True):  # the arguments stay as they are
         torch.testing.assert_close(step.step.gather(tree), own, rtol=0, atol=0)
     for tree in finished.trees:

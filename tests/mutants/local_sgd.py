@@ -14,22 +14,28 @@ MUTANTS = [
         Fault("replicas in a checkpoint are refused without the remedy", "local_tree", never("hint")),
     ),
     *File("local_sgd/_outer_step.py", LOCAL).faults(
-        Fault("what replicas learned is summed, not averaged", "OuterStep.send", bare("A / self.groups.count")),
-        Fault("the anchor moves away from the replicas", "OuterStep.send", becomes("a - B", "B - a")),
-        Fault("a replica goes on from its own parameters", "OuterStep.use", skipped("self.groups.A(boxes, B)")),
-        Fault("mix= is the anchor's share", "OuterStep.use", becomes("torch.lerp(a, B, C)", "torch.lerp(B, a, C)")),
+        Fault("pseudo-gradients are summed, not averaged", "OuterStep.start_average", bare("A / self.groups.count")),
+        Fault("the anchor moves away from the replicas", "OuterStep.start_average", becomes("a - B", "B - a")),
+        Fault(
+            "a replica goes on from its own parameters", "OuterStep.apply_average", skipped("self.groups.A(boxes, B)")
+        ),
+        Fault(
+            "mix= is the anchor's share",
+            "OuterStep.apply_average",
+            becomes("torch.lerp(a, B, C)", "torch.lerp(B, a, C)"),
+        ),
         Fault("masters are not averaged", "OuterStep._own", becomes("A if masters is None else B", "A")),
         Fault("masters stay as they were", "_like_masters", becomes("x is not None", "x is None")),
         Fault(
             "an outer momentum is forgotten",
-            "OuterStep.use",
+            "OuterStep.apply_average",
             becomes("own_memory(state)", "tree.map(torch.zeros_like, state)"),
         ),
     ),
     *File("local_sgd/_schedule.py", LOCAL).faults(
-        Fault("a mean is used at once", "SyncSchedule.used", becomes("count - self.delay", "count")),
+        Fault("a mean is used at once", "SyncSchedule.parts_to_apply", becomes("count - self.delay", "count")),
         Fault("all parts are sent at once", "SyncSchedule._offset", becomes("(part + 1) * A // B", "A")),
-        Fault("a part under way is not saved", "SyncSchedule.waiting", becomes("count - A + 1", "count")),
+        Fault("a part under way is not saved", "SyncSchedule.parts_in_flight", becomes("count - A + 1", "count")),
         Fault("every step ends with an average", "SyncSchedule.is_boundary", never("count % A == 0")),
     ),
     *File("local_sgd/_replicas.py", LOCAL).faults(
@@ -54,11 +60,13 @@ MUTANTS = [
         Fault("replicas read each other's texts", "gather_texts", skipped("topic += A")),
     ),
     *File("local_sgd/_local_steps.py", LOCAL).faults(
-        Fault("the end of a run averages the first part alone", "LocalSteps.finish", becomes("range(A)", "range(1)")),
+        Fault(
+            "the end of a run averages the first part alone", "LocalSteps.average_now", becomes("range(A)", "range(1)")
+        ),
         Fault("an average is written into the arguments", "LocalSteps._run", never("not isinstance(A, Jitted)")),
     ),
     *File("local_sgd/_messages.py", LOCAL).faults(
-        Fault("a codec's codes are those of one replica", "finish_sum", becomes("A.sum(0)", "A[0]")),
+        Fault("a codec's codes are those of one replica", "wait_sum", becomes("A.sum(0)", "A[0]")),
     ),
     *File("sharding/_coded.py", LOCAL).faults(
         Fault(

@@ -116,7 +116,7 @@ MUTANTS = [
         Fault(
             "the new state shares memory with the parameters",
             "ShardedStep.init",
-            bare("copy_aliases(A, B)"),
+            bare("tree.copy_shared(A, B)"),
             SHARDED_STEP,
         ),
     ),
