@@ -10,7 +10,7 @@ from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._cost import Hardware
-from fzero.graph.planning._liveness import KINDS
+from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.planning._views import phase_spans, short_path
 from fzero.graph.run._clock import TimedOperation, record_operations

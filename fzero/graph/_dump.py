@@ -14,7 +14,7 @@ from fzero.graph._ir import dtypes_and_shapes, is_collective
 from fzero.graph._ops import display_name
 from fzero.graph._pass_manager import PassManager, PassResult, PassSettings
 from fzero.graph.loop._scan import loop_of
-from fzero.graph.planning._liveness import live_bytes, live_ranges
+from fzero.graph.planning._live_ranges import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
 __all__ = ["dump", "dump_folder", "make_folder"]

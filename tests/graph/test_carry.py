@@ -16,7 +16,13 @@ from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _cost
-from fzero.graph.planning._liveness import iteration_peak_bytes, iteration_ranges, live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning._live_ranges import (
+    iteration_peak_bytes,
+    iteration_ranges,
+    live_bytes,
+    live_ranges,
+    peak_bytes,
+)
 from tests.graph.helpers import entry_of, plan_of
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim
 from fzero.graph._ir import FUSED, aten
 from fzero.graph.passes import mark_fused
-from fzero.graph.planning._liveness import live_ranges, unstored_values
+from fzero.graph.planning._live_ranges import live_ranges, unstored_values
 from fzero.transforms import step
 from tests.graph.graphs import Builder
 from tests.memory import peak_bytes

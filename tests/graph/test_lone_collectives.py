@@ -9,7 +9,7 @@ import fzero
 from fzero.graph._ir import aten, is_collective
 from fzero.graph._storages import storages
 from fzero.graph.passes import drop_lone_collectives
-from fzero.graph.planning._liveness import live_ranges, peak_bytes
+from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.parallel.experts import split
 from tests.graph.graphs import Builder, bits, run
 from tests.helpers import train_step_for

@@ -22,7 +22,7 @@ from fzero.graph._ir import GATHER_INTO, check_order, copy_graph
 from fzero.graph._pass_manager import FITTING, PASSES, PassContext, PassManager, PassSettings
 from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
-from fzero.graph.planning._liveness import device_live_bytes, live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning._live_ranges import device_live_bytes, live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 

@@ -57,7 +57,7 @@ from fzero.graph.passes import (
     schedule,
     slice_of_gather,
 )
-from fzero.graph.planning._liveness import live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, SingleOperation, make_program
 from fzero.graph.run._segment import Segment

@@ -19,7 +19,7 @@ from fzero.graph._ir import LATE, stand_ins_of
 from fzero.graph._pass_manager import PassContext
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._listing import roles
-from fzero.graph.planning._liveness import live_ranges
+from fzero.graph.planning._live_ranges import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 from tests.helpers import cases, examples
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.graph._ir import COMPILED, nbytes, stand_ins_of
-from fzero.graph.planning._liveness import workspace_bytes
+from fzero.graph.planning._live_ranges import workspace_bytes
 from tests.memory import peak_bytes
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

@@ -100,7 +100,7 @@ MUTANTS = [
             becomes("A | B | C", "A | C"),
         ),
     ),
-    *File("graph/planning/_liveness.py", WORKSPACE).faults(
+    *File("graph/planning/_live_ranges.py", WORKSPACE).faults(
         Fault(
             "a value that another loop reads counts as not stored",
             "unstored_values",

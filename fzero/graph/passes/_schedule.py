@@ -37,7 +37,7 @@ from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_REGION
 from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes, order_rules, readers_of_overwritten
-from fzero.graph.planning._liveness import device_live_bytes, record_peak
+from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
 from fzero.graph.run._subgraphs import scalars_of
 
 __all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]

@@ -30,7 +30,7 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
 from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._cost import Hardware, estimate_seconds
-from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
+from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
 
 __all__ = [
