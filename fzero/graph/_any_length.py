@@ -126,7 +126,7 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
         return node.target
     return (
         loop.iterations,
-        loop.parts,
+        loop.slices,
         loop.sum_count,
         loop.carried_count,
         loop.rank_schedule,

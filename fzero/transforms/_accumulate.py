@@ -193,7 +193,7 @@ class MicroBatches:
             if not isinstance(x, torch.Tensor):
                 return x
             if isinstance(j, torch.Tensor):
-                return loop.part(x, j, 0, self.size)
+                return loop.loop_slice(x, j, 0, self.size)
             return x.narrow(0, j * self.size, self.size)
 
         return tree.map(narrow, arg) if i in self.argnums else arg

@@ -104,7 +104,7 @@ def rename_nodes(graph: Graph) -> Graph:
 # traced once: a model in a pipeline depends on its arguments alone.
 
 
-ITERATION, PART, BEFORE, AFTER, ROWS, RUN_AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
+ITERATION, LOOP_SLICE, BEFORE, AFTER, ROWS, RUN_AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class _TracedIteration:
     Attributes:
         start: the node that returns the iteration's number.
         nodes: all nodes of the iteration, in order.
-        parts: the nodes that slice tensors.
+        slices: the nodes that slice tensors.
         sums: pairs of a sum before and after the iteration.
         rows: the nodes whose values become rows.
     """
 
     start: Node
     nodes: list[Node]
-    parts: list[Node]
+    slices: list[Node]
     sums: list[tuple[Node, Node]]
     rows: list[Node]
 
@@ -129,7 +129,7 @@ class _TracedIteration:
     def marks(self) -> set[Node]:
         """The nodes that mark the loop and compute nothing."""
         needs = [n for n in self.start.users if n.target is MARK_PIPELINE]
-        return {self.start, *needs, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
+        return {self.start, *needs, *self.slices, *self.rows, *[n for pair in self.sums for n in pair]}
 
 
 def insert_loops(graph: Graph) -> Graph:
@@ -162,8 +162,8 @@ def _iteration_of(start: Node) -> _TracedIteration:
     rows = [n for n in start.users if n.target is ROWS]
     nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
-    parts = [n for n in start.users if n.target is PART]
-    return _TracedIteration(start, nodes[position[start] : stop + 1], parts, sums, rows)
+    slices = [n for n in start.users if n.target is LOOP_SLICE]
+    return _TracedIteration(start, nodes[position[start] : stop + 1], slices, sums, rows)
 
 
 def _before_of(after: Node) -> Node:
@@ -234,7 +234,7 @@ def _passed_value(node: Node, same: dict[Node, Node]) -> Node | None:
 def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
     """Move the tensors that are sliced in front of the iteration; check that outside nodes use only its outputs."""
     members, outputs = set(iteration.nodes), {*[after for _, after in iteration.sums], *iteration.rows}
-    hoisted = set[Any]([n.args[0] for n in iteration.parts])
+    hoisted = set[Any]([n.args[0] for n in iteration.slices])
     for n in reversed(iteration.nodes):
         if n not in outputs and any(u not in members for u in n.users):
             raise NotScannableError(
@@ -251,13 +251,13 @@ def _replace(graph: Graph, iteration: _TracedIteration) -> None:
     """Replace an iteration by a node that runs it as a loop."""
     count = int(iteration.start.args[0])  # pyright: ignore[reportArgumentType]
     body, rest = _body(iteration)
-    parts = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in iteration.parts])  # pyright: ignore[reportArgumentType]
+    slices = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in iteration.slices])  # pyright: ignore[reportArgumentType]
     with graph.inserting_before(iteration.start):
         initial = [_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
-        sources = [n.args[0] for n in iteration.parts]
+        sources = [n.args[0] for n in iteration.slices]
         node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
-        loop = Loop(body, count, parts, len(iteration.sums), rank_schedule=rank_schedule_at(iteration.start))
+        loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=rank_schedule_at(iteration.start))
         node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
         for i, n in enumerate([*[after for _, after in iteration.sums], *iteration.rows]):
             item = graph.call_function(operator.getitem, (node, i))
@@ -294,7 +294,7 @@ def _body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     body = Graph()
     copies = dict[Node, Node]()
     rest = list[Node]()
-    for n in [iteration.start, *iteration.parts, *[before for before, _ in iteration.sums]]:
+    for n in [iteration.start, *iteration.slices, *[before for before, _ in iteration.sums]]:
         copies[n] = _argument(body, n)
     marks, members = iteration.marks, {*iteration.nodes}
     operations = [n for n in iteration.nodes if n not in marks]

@@ -32,7 +32,7 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
     row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
     carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
-    first = len(loop.parts)
+    first = len(loop.slices)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
@@ -40,9 +40,9 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
         for i in range(loop.iterations):
             number = torch.tensor(i, device="cpu") if first_argument.users else None
-            parts = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.parts, strict=False)]
-            args = [number, *parts, *sums, *rest, *carried]
-            del number, parts, carried
+            slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
+            args = [number, *slices, *sums, *rest, *carried]
+            del number, slices, carried
             out = body(args)
             _write_rows(i, rows, out[loop.sum_count : end_of_rows])
             carried = list(out[end_of_rows:])
@@ -71,20 +71,20 @@ Body = Callable[[list[Any]], Sequence[Any]]
 
 
 def pipeline_function(
-    loop: Loop, parts: Sequence[RegionGraph], bodies: Sequence[Body]
+    loop: Loop, region_graphs: Sequence[RegionGraph], bodies: Sequence[Body]
 ) -> Callable[..., list[torch.Tensor]]:
     """Return the function of a pipeline's loop: it maps the loop's arguments to its sums.
 
     Args:
         loop: the loop.
-        parts: the loop's body, split into regions.
+        region_graphs: the loop's body, split into regions.
         bodies: run the regions. Each writes the new sums over the old ones, and removes its arguments from the list.
     """
     assert loop.rank_schedule is not None
-    rank_schedule, first = loop.rank_schedule, len(loop.parts)
-    regions = {part.region: (part, body) for part, body in zip(parts, bodies, strict=True)}
-    readers = Counter([x for part in parts for x in part.inputs if isinstance(x, Residual)])
-    forms, device = _leaf_stand_ins(parts)
+    rank_schedule, first = loop.rank_schedule, len(loop.slices)
+    regions = {g.region: (g, body) for g, body in zip(region_graphs, bodies, strict=True)}
+    readers = Counter([x for g in region_graphs for x in g.inputs if isinstance(x, Residual)])
+    forms, device = _leaf_stand_ins(region_graphs)
     row = programs(rank_schedule.schedule)[rank_schedule.binding.rank]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
 
@@ -108,13 +108,13 @@ def pipeline_function(
     return run
 
 
-def _leaf_stand_ins(parts: Sequence[RegionGraph]) -> tuple[list[torch.Tensor], torch.device]:
+def _leaf_stand_ins(region_graphs: Sequence[RegionGraph]) -> tuple[list[torch.Tensor], torch.device]:
     """Return stand-ins of the leaves that stages send to one another, and the leaves' device."""
     leaves: dict[int, torch.Tensor] = {}
-    for part in parts:
-        outputs = [(value, n) for value, n in zip(part.outputs, graph_results(part.graph), strict=True)]
-        inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
-        for value, n in [*zip(part.inputs, inputs, strict=True), *outputs]:
+    for region_graph in region_graphs:
+        outputs = [(value, n) for value, n in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True)]
+        inputs = [n for n in region_graph.graph.nodes if n.op == "placeholder"]
+        for value, n in [*zip(region_graph.inputs, inputs, strict=True), *outputs]:
             if isinstance(value, StageLeaf):
                 leaves[value.leaf] = stand_ins_of(n)[0]
     forms = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
@@ -139,14 +139,14 @@ class _Iterations:
     messages: StageMessages
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
-    def run(self, part: RegionGraph, body: Body, m: int) -> Value | None:
+    def run(self, region: RegionGraph, body: Body, m: int) -> Value | None:
         """Run a region on micro-batch m; return the value that it computes for another stage, if any."""
         received: dict[Value, list[torch.Tensor]] = {}
-        args = [self._argument(x, m, received) for x in part.inputs]
+        args = [self._argument(x, m, received) for x in region.inputs]
         received.clear()
         out = list(body(args))
         by_value: dict[Value, list[torch.Tensor]] = {}
-        for output, x in zip(part.outputs, out, strict=True):
+        for output, x in zip(region.outputs, out, strict=True):
             if isinstance(output, Residual):
                 self.residuals[m, output] = [x, self.readers[output]]
             elif isinstance(output, StageLeaf):
@@ -168,7 +168,7 @@ class _Iterations:
         if source == 0:
             return torch.tensor(m, device="cpu")
         x = self.inputs[source - 1]
-        if source > len(self.loop.parts):
+        if source > len(self.loop.slices):
             return x
-        part = self.loop.parts[source - 1]
-        return x.narrow(part.dim, m * part.size, part.size)
+        loop_slice = self.loop.slices[source - 1]
+        return x.narrow(loop_slice.dim, m * loop_slice.size, loop_slice.size)

@@ -71,18 +71,18 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
         last_uses: returns for each storage the position of its last use.
     """
     if loop.body not in _CACHE:
-        parts = _regions(loop)
-        profiles = {part.region: (part, _profile(part, last_uses)) for part in parts}
+        profiles = {g.region: (g, _profile(g, last_uses)) for g in _regions(loop)}
         _CACHE[loop.body] = _RowWalk(loop, profiles).run()
     return _CACHE[loop.body]
 
 
-def _profile(part: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile:
-    nodes = list(part.graph.nodes)
+def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile:
+    nodes = list(region_graph.graph.nodes)
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)
     arguments = [n for n in nodes if is_input(n)]
-    output_storages = {s for n in graph_results(part.graph) if isinstance(n, Node) for s in memory.indices[n]}
+    results = graph_results(region_graph.graph)
+    output_storages = {s for n in results if isinstance(n, Node) for s in memory.indices[n]}
     change = [0] * (len(nodes) + 1)
     for s, (node, size) in enumerate(zip(memory.producers, memory.sizes, strict=True)):
         if not is_input(node):
@@ -93,12 +93,10 @@ def _profile(part: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile
     for delta in change[:-1]:
         now += delta
         live.append(now)
-    owned = {x: n for x, n in zip(part.inputs, arguments, strict=True) if not isinstance(x, int)}
+    owned = {x: n for x, n in zip(region_graph.inputs, arguments, strict=True) if not isinstance(x, int)}
     inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owned.items()}
     owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.producers) if not is_input(n)}
-    outputs = [
-        memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in graph_results(part.graph)
-    ]
+    outputs = [memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in results]
     return _Profile(live, inputs, outputs, memory.sizes)
 
 
@@ -135,7 +133,7 @@ class _RowWalk:
         rank_schedule = self.loop.rank_schedule
         assert rank_schedule is not None
         self.readers = Counter(
-            [x for part, _ in self.profiles.values() for x in part.inputs if isinstance(x, Residual)]
+            [x for region_graph, _ in self.profiles.values() for x in region_graph.inputs if isinstance(x, Residual)]
         )
         self.leaf_sizes = self._sent_sizes()
         messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
@@ -158,11 +156,11 @@ class _RowWalk:
     def _sent_sizes(self) -> list[int]:
         """Return the bytes of each leaf that stages send to one another."""
         sizes: dict[int, int] = {}
-        for part, _ in self.profiles.values():
-            inputs = [n for n in part.graph.nodes if is_input(n)]
+        for region_graph, _ in self.profiles.values():
+            inputs = [n for n in region_graph.graph.nodes if is_input(n)]
             for value, n in [
-                *zip(part.inputs, inputs, strict=True),
-                *zip(part.outputs, graph_results(part.graph), strict=True),
+                *zip(region_graph.inputs, inputs, strict=True),
+                *zip(region_graph.outputs, graph_results(region_graph.graph), strict=True),
             ]:
                 if isinstance(value, StageLeaf):
                     sizes[value.leaf] = nbytes(*stand_ins_of(n))
@@ -179,11 +177,11 @@ class _RowWalk:
 
     def _run_region(self, region: LoopRegion, m: int) -> tuple[int, Value | None]:
         """Run a region; return its peak memory in bytes, and the value that it computes for another stage, if any."""
-        part, profile = self.profiles[region]
-        blocks, ends = self._take_inputs(part, profile, m)
+        region_graph, profile = self.profiles[region]
+        blocks, ends = self._take_inputs(region_graph, profile, m)
         peak = max(self._live(profile, blocks, ends), default=0)
         value: Value | None = None
-        for output, storage in zip(part.outputs, profile.outputs, strict=True):
+        for output, storage in zip(region_graph.outputs, profile.outputs, strict=True):
             if output is None:
                 continue
             block = blocks.setdefault(storage, _Block(profile.size[storage])) if storage is not None else _Block(0)
@@ -198,7 +196,7 @@ class _RowWalk:
         return peak, value
 
     def _take_inputs(
-        self, part: RegionGraph, profile: _Profile, m: int
+        self, region_graph: RegionGraph, profile: _Profile, m: int
     ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
         """Take a region's inputs: each storage's block; for each last read the storage, the position and the block."""
         blocks: dict[int | None, _Block] = {}
@@ -251,8 +249,8 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     schedule, binding = loop.rank_schedule.schedule, loop.rank_schedule.binding
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
     sizes = Counter[tuple[str, int]]()
-    for part in _regions(loop):
-        for output, node in zip(part.outputs, graph_results(part.graph), strict=True):
+    for region_graph in _regions(loop):
+        for output, node in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True):
             if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
     words = {"F": "output", "G": "gradient"}
@@ -268,14 +266,14 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         message: estimates the seconds of a message, given its bytes and the axis along which it goes to the next rank.
     """
     assert loop.rank_schedule is not None
-    schedule, parts = loop.rank_schedule.schedule, _regions(loop)
+    schedule, region_graphs = loop.rank_schedule.schedule, _regions(loop)
     by_kind = Counter[str]()
-    for part in parts:
-        by_kind[part.region.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
+    for region_graph in region_graphs:
+        by_kind[region_graph.region.kind] += seconds(region_graph.graph)  # pyright: ignore[reportArgumentType]
     leaves = [
         n
-        for part in parts
-        for output, n in zip(part.outputs, graph_results(part.graph), strict=True)
+        for region_graph in region_graphs
+        for output, n in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True)
         if isinstance(output, StageLeaf)
     ]
     latency = message(max([nbytes(*stand_ins_of(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)

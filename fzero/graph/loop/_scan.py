@@ -20,11 +20,11 @@ __all__ = [
     "NotScannableError",
     "check_equal_runs",
     "graphs_in",
-    "is_part",
+    "is_loop_slice",
     "iteration",
     "loop_of",
+    "loop_slice",
     "new_loop_function",
-    "part",
     "record_loops",
     "records_loops",
     "records_pipelines",
@@ -56,7 +56,7 @@ class Loop:
         body: the graph of one iteration. Its arguments are the iteration's number, the slices, the sums, the other
             values, and the carried reductions. Its results are the new sums, the rows, and the carried reductions.
         iterations: the number of iterations.
-        parts: how iterations slice the first tensors among the node's arguments.
+        slices: how iterations slice the first tensors among the node's arguments.
         sum_count: the number of sums; the node takes them after the sliced tensors.
         carried_count: the number of reductions that each iteration starts and the next one waits for. The node returns
             those of the last iteration, after all other results.
@@ -65,7 +65,7 @@ class Loop:
 
     body: Graph
     iterations: int
-    parts: tuple[LoopSlice, ...]
+    slices: tuple[LoopSlice, ...]
     sum_count: int
     carried_count: int = 0
     rank_schedule: RankSchedule | None = None
@@ -73,7 +73,7 @@ class Loop:
     @property
     def sum_indices(self) -> range:
         """The positions of the sums among the body's arguments."""
-        first = 1 + len(self.parts)
+        first = 1 + len(self.slices)
         return range(first, first + self.sum_count)
 
     @property
@@ -123,8 +123,8 @@ def new_loop_function() -> Callable[..., Any]:
 # Operations that mark a loop while a step is traced.
 #
 # A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
-# iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `part` is
-# an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
+# iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `loop_slice`
+# is an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
 # iteration's share to it. `rows` stacks the values of all iterations.
 #
 # Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
@@ -178,7 +178,7 @@ def iteration(iterations: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::part", mutates_args=())
-def part(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def loop_slice(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Return `x.narrow(dim, iteration * size, size)`."""
     return _never()
 
@@ -215,7 +215,7 @@ def check_equal_runs(
     return _never()
 
 
-OPERATIONS = (iteration, part, sum_before, sum_after, rows, run_again, check_equal_runs)
+OPERATIONS = (iteration, loop_slice, sum_before, sum_after, rows, run_again, check_equal_runs)
 
 
 class LoopSum(NamedTuple):
@@ -246,9 +246,9 @@ class LoopSum(NamedTuple):
         return sum_after(self.updated, self.before)
 
 
-def is_part(node: Node) -> bool:
+def is_loop_slice(node: Node) -> bool:
     """Return whether a traced node is an iteration's slice of a tensor, which is a view of it in the eager step."""
-    return node.target is part._opoverload
+    return node.target is loop_slice._opoverload
 
 
 # ---------------------------------------------------------------- shapes of the operations' results
@@ -268,7 +268,7 @@ def _(iterations: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@part.register_fake
+@loop_slice.register_fake
 def _(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return _fake(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
 
@@ -309,9 +309,9 @@ def _mapped_dim(dim: int | None) -> int | None:
     return None if dim is None else 0
 
 
-@part.register_vmap
+@loop_slice.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> Any:
-    return part(_mapped_first(x, dims[0]), iteration, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
+    return loop_slice(_mapped_first(x, dims[0]), iteration, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
 
 
 @sum_before.register_vmap

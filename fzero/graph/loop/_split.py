@@ -94,7 +94,7 @@ def split(loop: Loop) -> tuple[RegionGraph, ...]:
             splitter.add(n)
     for result in graph_results(loop.body):
         if isinstance(result, Node) and result in region_of:
-            splitter.parts[region_of[result]].add_output(None, result)
+            splitter.builders[region_of[result]].add_output(None, result)
     return splitter.build()
 
 
@@ -140,48 +140,50 @@ class _RegionSplitter:
                 and all(a in self.duplicates for a in operands)
             ):
                 self.duplicates.add(n)
-        self.parts = {r: _RegionBuilder(r, Graph(), {}, {}, []) for r in dict.fromkeys(region_of.values())}
+        self.builders = {r: _RegionBuilder(r, Graph(), {}, {}, []) for r in dict.fromkeys(region_of.values())}
 
     def add(self, node: Node) -> None:
         """Add a node to its region."""
-        part = self.parts[self.region_of[node]]
+        builder = self.builders[self.region_of[node]]
         if node.target is BEGIN_REGION:
             return
         if node.target is RECEIVE:
             kind, stage, leaf = node.args[:3]
-            part.copies[node] = part.argument(StageLeaf(kind, stage, leaf), node)  # pyright: ignore[reportArgumentType]
+            builder.copies[node] = builder.argument(StageLeaf(kind, stage, leaf), node)  # pyright: ignore[reportArgumentType]
         elif node.target is SEND:
             kind, stage, xs = node.args
             for leaf, x in enumerate(xs):  # pyright: ignore
-                self.value(part, x)  # pyright: ignore[reportArgumentType]
-                part.add_output(StageLeaf(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
+                self.value(builder, x)  # pyright: ignore[reportArgumentType]
+                builder.add_output(StageLeaf(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
         elif node not in self.duplicates:
-            self.copy(part, node)
+            self.copy(builder, node)
 
-    def copy(self, part: _RegionBuilder, node: Node) -> Node:
+    def copy(self, builder: _RegionBuilder, node: Node) -> Node:
         """Copy a node into a region, after its operands."""
         for a in node.all_input_nodes:
-            self.value(part, a)
-        part.copies[node] = part.graph.node_copy(node, part.copies.__getitem__)
-        return part.copies[node]
+            self.value(builder, a)
+        builder.copies[node] = builder.graph.node_copy(node, builder.copies.__getitem__)
+        return builder.copies[node]
 
-    def value(self, part: _RegionBuilder, node: Node) -> Node:
+    def value(self, builder: _RegionBuilder, node: Node) -> Node:
         """Return the node that stands for a value in a region, and add it if the region has none."""
-        if node in part.copies:
-            return part.copies[node]
+        if node in builder.copies:
+            return builder.copies[node]
         if node in self.inputs:
-            part.copies[node] = part.argument(self.inputs[node], node)
+            builder.copies[node] = builder.argument(self.inputs[node], node)
         elif node in self.duplicates or (
-            self.region_of[node] != part.region and is_view(node) and not self.is_tuple_item(node)
+            self.region_of[node] != builder.region and is_view(node) and not self.is_tuple_item(node)
         ):
-            self.copy(part, node)
+            self.copy(builder, node)
         else:
             producer = self.region_of[node]
-            assert producer.precedes(part.region), f"{part.region} reads {node} of {producer}, and may run before it"
-            source = self.parts[producer]
+            assert producer.precedes(builder.region), (
+                f"{builder.region} reads {node} of {producer}, and may run before it"
+            )
+            source = self.builders[producer]
             source.add_output(Residual(node.name), node)
-            part.copies[node] = part.argument(Residual(node.name), node)
-        return part.copies[node]
+            builder.copies[node] = builder.argument(Residual(node.name), node)
+        return builder.copies[node]
 
     def is_tuple_item(self, node: Node) -> bool:
         """Return whether a view is an item of an operation's tuple of results, and not a view of one tensor."""
@@ -190,11 +192,13 @@ class _RegionSplitter:
     def build(self) -> tuple[RegionGraph, ...]:
         """Return the graphs of all regions."""
         regions = []
-        for part in self.parts.values():
-            part.graph.output(tuple([self.value(part, node) for _, node in part.outputs]))
-            graph = _with_inputs_first(part.graph, list(part.inputs.values()))
+        for builder in self.builders.values():
+            builder.graph.output(tuple([self.value(builder, node) for _, node in builder.outputs]))
+            graph = _with_inputs_first(builder.graph, list(builder.inputs.values()))
             regions.append(
-                RegionGraph(part.region, graph, tuple(part.inputs), tuple([output for output, _ in part.outputs]))
+                RegionGraph(
+                    builder.region, graph, tuple(builder.inputs), tuple([output for output, _ in builder.outputs])
+                )
             )
         return tuple(regions)
 

@@ -420,7 +420,7 @@ def _kinds(graph: Graph) -> dict[Node, str]:
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
             feeds_work.update(n.all_input_nodes)
-    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.parts) :][: loop.sum_count]}
+    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
     for n in reversed(nodes):
         users = list(n.users)
         if is_gather(n):

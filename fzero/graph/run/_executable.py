@@ -79,7 +79,7 @@ def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
         )
 
 
-# Pieces: a program whose segments are compiled, as a function.
+# Executables: a program whose segments are compiled, as a function.
 #
 # `REPLACEMENTS` maps traced operations to those that run in their place. Kernels may lay out a result otherwise than
 # their stand-in: oneDNN returns a convolution's gradients in channels-last layout. So a view runs as a reshape, which
@@ -165,8 +165,8 @@ def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a loop's node, which runs operations one by one."""
     if loop.rank_schedule is None:
         return loop_function(loop, run_operations(loop.body))
-    parts = split(loop)
-    return pipeline_function(loop, parts, [run_operations(part.graph, part.owned) for part in parts])
+    region_graphs = split(loop)
+    return pipeline_function(loop, region_graphs, [run_operations(g.graph, g.owned) for g in region_graphs])
 
 
 def _pop(one: list[torch.Tensor]) -> torch.Tensor:

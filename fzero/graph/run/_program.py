@@ -68,19 +68,19 @@ class LoopProgram(NamedTuple):
     Attributes:
         loop: the loop.
         programs: the program of the body, or one program for each region.
-        parts: the regions of a pipeline's loop; None for other loops.
+        region_graphs: the regions of a pipeline's loop; None for other loops.
     """
 
     loop: Loop
     programs: "list[Program]"
-    parts: tuple[RegionGraph, ...] | None = None
+    region_graphs: tuple[RegionGraph, ...] | None = None
 
     def function(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
         """Make the function of the loop's node, given functions that run its programs."""
         return (
             loop_function(self.loop, bodies[0])
-            if self.parts is None
-            else pipeline_function(self.loop, self.parts, bodies)
+            if self.region_graphs is None
+            else pipeline_function(self.loop, self.region_graphs, bodies)
         )
 
 
@@ -172,8 +172,8 @@ def _single(node: Node, register_of: dict[Node, int]) -> SingleOperation:
 def _loop_program(loop: Loop) -> LoopProgram:
     if loop.rank_schedule is None:
         return LoopProgram(loop, [make_program(loop.body)])
-    parts = split(loop)
-    return LoopProgram(loop, [make_program(part.graph, part.owned) for part in parts], parts)
+    region_graphs = split(loop)
+    return LoopProgram(loop, [make_program(g.graph, g.owned) for g in region_graphs], region_graphs)
 
 
 def _with_frees(

@@ -11,7 +11,7 @@ from fzero import _torch
 from fzero._torch.levels import unwrap
 from fzero.graph._ir import aten, is_input, signature, stand_ins_of
 from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
-from fzero.graph.loop._scan import is_part
+from fzero.graph.loop._scan import is_loop_slice
 
 __all__ = [
     "check_gradients",
@@ -127,7 +127,7 @@ def _where(node: Node) -> str:
 
 def _base(node: Node) -> Node:
     """Follow views to their base; stop at a lifted literal, such as torch.tensor(3.0), which is a fresh tensor."""
-    while (is_view(node) or is_part(node)) and node.all_input_nodes and "lift_fresh" not in str(node.target):
+    while (is_view(node) or is_loop_slice(node)) and node.all_input_nodes and "lift_fresh" not in str(node.target):
         node = node.all_input_nodes[0]
     return node
 

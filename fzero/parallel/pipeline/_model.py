@@ -264,7 +264,7 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_loop: bool = False
                 f"must divide by micro_batches={count}; drop or pad the last batch, or change micro_batches"
             )
         if isinstance(number, torch.Tensor):
-            return loop.part(x, number, 0, size) if in_loop else _at(x, number, count)
+            return loop.loop_slice(x, number, 0, size) if in_loop else _at(x, number, count)
         return x.narrow(0, number * size, size)
 
     return tree.map_with_path(part, batch)
