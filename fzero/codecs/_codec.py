@@ -72,13 +72,13 @@ class Codec:
             raise ValueError(f"block={self.block!r}: expected a number of elements, at least 2")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}: expected 'nearest' or 'stochastic'")
-        if self.rounding == "stochastic" and self.codes.is_float:
+        if self.rounding == "stochastic" and self.code_kind.is_float:
             raise ValueError(
                 f"rounding='stochastic' with {self.kind}: its codes have no equal distances; use int8 or int4"
             )
 
     @property
-    def codes(self) -> CodeKind:
+    def code_kind(self) -> CodeKind:
         """The kind of its codes."""
         return KINDS[self.kind]
 
@@ -103,7 +103,7 @@ class Codec:
             >>> int8().num_bytes(1024), int4().num_bytes(1024)
             (1040, 528)
         """
-        return -(-numel * self.codes.bits // 8) + 4 * self.num_blocks(numel)
+        return -(-numel * self.code_kind.bits // 8) + 4 * self.num_blocks(numel)
 
     def encode(self, x: torch.Tensor) -> Encoded:
         """Encode a tensor of any shape and floating-point dtype, in row-major order.
@@ -117,7 +117,7 @@ class Codec:
         blocks = self.to_blocks(x.reshape(-1))
         magnitudes = largest_magnitudes(blocks)
         codes = encode_blocks(self, blocks, magnitudes)
-        return Encoded(pack(self.codes, codes.flatten(-2)[..., : x.numel()].contiguous()), magnitudes)
+        return Encoded(pack(self.code_kind, codes.flatten(-2)[..., : x.numel()].contiguous()), magnitudes)
 
     def decode(
         self, encoded: Encoded, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32
@@ -130,7 +130,7 @@ class Codec:
             tensor([ 1.0000, -0.7143,  0.2857])
         """
         numel = torch.Size(shape).numel()
-        blocks = self.to_blocks(unpack(self.codes, encoded.payload, numel))
+        blocks = self.to_blocks(unpack(self.code_kind, encoded.payload, numel))
         values = decode_blocks(self, blocks, encoded.magnitudes)
         return values.flatten(-2)[..., :numel].view(shape).to(dtype)
 
@@ -140,7 +140,7 @@ class Codec:
         It is half a step of the block's codes, a whole one with stochastic rounding. A float8 code's step is relative
         to the element: 2^-4 of it for e4m3 and 2^-3 for e5m2, or half the smallest step.
         """
-        kind, flat = self.codes, x.reshape(-1)
+        kind, flat = self.code_kind, x.reshape(-1)
         scales = scales_of(kind, largest_magnitudes(self.to_blocks(flat)))
         of_element = scales.repeat_interleave(self.block)[: x.numel()].view(x.shape)
         if not kind.is_float:
@@ -178,7 +178,9 @@ def encode_blocks(codec: Codec, blocks: torch.Tensor, magnitudes: torch.Tensor, 
         magnitudes: the largest magnitudes `[.., n]`.
         first: the number of the first block, from which a random rounding follows.
     """
-    return quantize(codec.codes, blocks, scales_of(codec.codes, magnitudes), first if codec.is_stochastic else None)
+    return quantize(
+        codec.code_kind, blocks, scales_of(codec.code_kind, magnitudes), first if codec.is_stochastic else None
+    )
 
 
 def decode_blocks(codec: Codec, codes: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
@@ -186,12 +188,12 @@ def decode_blocks(codec: Codec, codes: torch.Tensor, magnitudes: torch.Tensor) -
 
     A block that was not finite is nan.
     """
-    return scale_blocks(codec, numbers_of(codec.codes, codes), magnitudes)
+    return scale_blocks(codec, numbers_of(codec.code_kind, codes), magnitudes)
 
 
 def scale_blocks(codec: Codec, numbers: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """Multiply numbers without scales `[.., n, b]`, such as sums of codes, by the scales of their blocks."""
-    return numbers * scales_of(codec.codes, magnitudes).unsqueeze(-1)
+    return numbers * scales_of(codec.code_kind, magnitudes).unsqueeze(-1)
 
 
 def rounded(codec: Codec, x: torch.Tensor, leading: int = 0) -> torch.Tensor:

@@ -12,14 +12,14 @@ from fzero._torch import allow_in_graph, scaled_mm
 from fzero._tracebacks import api_boundary
 from fzero.codecs import KINDS, largest_magnitudes, scales_of
 
-__all__ = ["MULTIPLE", "SCALES", "float8_linear"]
+__all__ = ["SCALES", "SIZE_MULTIPLE", "float8_linear"]
 
 SCALES = ("tensorwise", "rowwise")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MULTIPLE = 16  # of the sizes that the products of cards have
+SIZE_MULTIPLE = 16  # of the sizes that the products of cards have
 
-VALUE = torch.float8_e4m3fn  # the codes of inputs and weights
-CODES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
+VALUE_DTYPE = torch.float8_e4m3fn  # the codes of inputs and weights
+KIND_OF_DTYPE = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 
 
 @api_boundary
@@ -60,9 +60,9 @@ def float8_linear(
         Micikevicius et al.: FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
     _check(x, weight, bias, scales)
-    gradient = torch.float8_e5m2 if scales == "tensorwise" else VALUE
+    gradient = torch.float8_e5m2 if scales == "tensorwise" else VALUE_DTYPE
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(Recipe(VALUE, VALUE, gradient, scales == "rowwise", True), rows, weight)
+    y = _product(Recipe(VALUE_DTYPE, VALUE_DTYPE, gradient, scales == "rowwise", True), rows, weight)
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
@@ -72,10 +72,10 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
         raise ValueError(f"scales={scales!r}: expected {' or '.join(map(repr, SCALES))}")
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [.., k] and [n, k]")
-    if any(size % MULTIPLE for size in weight.shape):
+    if any(size % SIZE_MULTIPLE for size in weight.shape):
         raise ValueError(
-            f"weight is {list(weight.shape)}: expected multiples of {MULTIPLE}, which float8 products need; pad it, or "
-            "use torch.nn.functional.linear"
+            f"weight is {list(weight.shape)}: expected multiples of {SIZE_MULTIPLE}, as float8 products need; pad it, "
+            "or use torch.nn.functional.linear"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {list(bias.shape)}: expected [{len(weight)}], one number for each row of weight")
@@ -95,21 +95,21 @@ class Recipe(NamedTuple):
         b: the dtype of the codes of b.
         gradient: the dtype of the codes of the product's gradient.
         is_rowwise: whether each row of a and of b has a scale; else each operand has one.
-        fast: whether a card may add in fewer than float32's bits.
+        adds_fast: whether a card may add in fewer than float32's bits.
     """
 
     a: torch.dtype
     b: torch.dtype
     gradient: torch.dtype
     is_rowwise: bool
-    fast: bool
+    adds_fast: bool
 
     def of_gradient(self) -> "Recipe":
         """Return how a gradient and a value are rounded: never two gradients, for which cards have no product."""
-        return Recipe(self.gradient, VALUE, self.gradient, self.is_rowwise, False)
+        return Recipe(self.gradient, VALUE_DTYPE, self.gradient, self.is_rowwise, False)
 
 
-class Codes(NamedTuple):
+class ScaledOperand(NamedTuple):
     """An operand's codes and scales.
 
     Attributes:
@@ -121,29 +121,33 @@ class Codes(NamedTuple):
     scale: torch.Tensor
 
     @property
-    def transposed(self) -> "Codes":
+    def transposed(self) -> "ScaledOperand":
         """The codes of the transposed operand; with one scale for all numbers."""
-        return Codes(self.codes.mT, self.scale)
+        return ScaledOperand(self.codes.mT, self.scale)
 
 
-def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> Codes:
+def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> ScaledOperand:
     """Return the codes of a matrix, without a derivative."""
     x = x.detach()
     # infinity for what is not finite: a quotient is then 0 or nan, and the product nan
     largest = largest_magnitudes(x).unsqueeze(-1) if is_rowwise else largest_magnitudes(x.reshape(-1))
-    scale = scales_of(KINDS[CODES[dtype]], largest)
-    return Codes((x.to(torch.float32) / scale).to(dtype), scale)
+    scale = scales_of(KINDS[KIND_OF_DTYPE[dtype]], largest)
+    return ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
 
 
 def _product(
-    recipe: Recipe, a: torch.Tensor, b: torch.Tensor, a_codes: Codes | None = None, b_codes: Codes | None = None
+    recipe: Recipe,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_operand: ScaledOperand | None = None,
+    b_operand: ScaledOperand | None = None,
 ) -> torch.Tensor:
     """Return `a @ b.mT` of `[m, k]` and `[n, k]`, from these codes of the operands or by default from their own."""
     if not a.numel() or not b.numel():
         return a @ b.mT  # nothing has no largest magnitude
-    a_codes = encode(a, recipe.a, recipe.is_rowwise) if a_codes is None else a_codes
-    b_codes = encode(b, recipe.b, recipe.is_rowwise) if b_codes is None else b_codes
-    return _apply(recipe, a, b, *a_codes, *b_codes)
+    a_operand = encode(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
+    b_operand = encode(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
+    return _apply(recipe, a, b, *a_operand, *b_operand)
 
 
 @allow_in_graph  # as collectives/_table.py has it
@@ -162,33 +166,36 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(recipe: Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
         a_codes, a_scale, b_codes, b_scale = codes
-        n, rest = len(b), -len(b) % MULTIPLE  # the columns of the product: only derivatives of gradients have a rest
+        n, rest = (
+            len(b),
+            -len(b) % SIZE_MULTIPLE,
+        )  # the columns of the product: only derivatives of gradients have a rest
         if rest and b_scale.ndim:
             b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
-        y = scaled_mm(_padded(a_codes), _padded(b_codes, rest), a_scale, b_scale, a.dtype, recipe.fast)
+        y = scaled_mm(_padded(a_codes), _padded(b_codes, rest), a_scale, b_scale, a.dtype, recipe.adds_fast)
         return y[:, :n] if rest else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.recipe, a, b, a_codes, a_scale, *_ = inputs
-        reuses = not ctx.recipe.is_rowwise and ctx.recipe.a == VALUE
+        reuses = not ctx.recipe.is_rowwise and ctx.recipe.a == VALUE_DTYPE
         ctx.save_for_backward(a, b, *([a_codes, a_scale] if reuses else []))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        a, b, *a_codes = ctx.saved_tensors
+        a, b, *saved = ctx.saved_tensors
         (g,), recipe, (_, needs_a, needs_b, *_) = grads, ctx.recipe.of_gradient(), ctx.needs_input_grad
         of_a = of_b = None
         if recipe.is_rowwise:
             of_a = _product(recipe, g, b.mT) if needs_a else None
             of_b = _product(recipe, g.mT, a.mT) if needs_b else None
             return None, of_a, of_b, None, None, None, None
-        g_codes = encode(g, recipe.a, False)
+        g_operand = encode(g, recipe.a, False)
         if needs_a:
-            of_a = _product(recipe, g, b.mT, g_codes, encode(b, VALUE, False).transposed)
+            of_a = _product(recipe, g, b.mT, g_operand, encode(b, VALUE_DTYPE, False).transposed)
         if needs_b:
-            known = Codes(*a_codes) if a_codes else encode(a, VALUE, False)
-            of_b = _product(recipe, g.mT, a.mT, g_codes.transposed, known.transposed)
+            known = ScaledOperand(*saved) if saved else encode(a, VALUE_DTYPE, False)
+            of_b = _product(recipe, g.mT, a.mT, g_operand.transposed, known.transposed)
         return None, of_a, of_b, None, None, None, None
 
     @staticmethod
@@ -208,7 +215,7 @@ class _Product(torch.autograd.Function):
 
 def _padded(codes: torch.Tensor, rows: int = 0) -> torch.Tensor:
     """Return codes `[m, k]` in row-major order, with zeros: so many rows, and columns up to a multiple of 16."""
-    columns = -codes.shape[1] % MULTIPLE
+    columns = -codes.shape[1] % SIZE_MULTIPLE
     if not columns and not rows:
         return codes.contiguous()
     as_bytes = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))  # float8 cannot be padded

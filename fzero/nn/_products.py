@@ -10,7 +10,7 @@ import torch
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary_of_class
 from fzero.nn._blocks import repeated_blocks
-from fzero.nn._float8 import MULTIPLE, SCALES, float8_linear
+from fzero.nn._float8 import SCALES, SIZE_MULTIPLE, float8_linear
 
 __all__ = ["Linear", "Products", "ProductsLike", "install_products", "products_of"]
 
@@ -67,14 +67,14 @@ class Products:
             if not _divides(weights[path]):
                 raise ValueError(
                     f"products: {path!r} has the shape {list(weights[path].shape)}: float8 products need multiples of "
-                    f"{MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in weight.shape)"
+                    f"{SIZE_MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in weight.shape)"
                 )
         if not chosen:
             usable = [path for path, w in weights.items() if _divides(w)]
             advice = (
                 f"choose some of {usable}: fzero.nn.Products({self.kind!r}, layers=lambda path, weight: ...)"
                 if usable
-                else f"none of its linear layers, {list(weights)}, has sizes that are multiples of {MULTIPLE}"
+                else f"none of its linear layers, {list(weights)}, has sizes that are multiples of {SIZE_MULTIPLE}"
                 if weights
                 else "it has no linear layers; leave products= out"
             )
@@ -133,7 +133,7 @@ def _weight(module: Any) -> torch.Tensor:
 
 
 def _divides(weight: torch.Tensor) -> bool:
-    return all(size % MULTIPLE == 0 for size in weight.shape)
+    return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
 
 
 def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:

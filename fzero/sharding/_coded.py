@@ -171,7 +171,7 @@ def encode_range(
     of_range, codec = UnitRange.of(plain), Codec(*key)
     blocks = of_range.to_blocks(x, codec.block)
     codes = of_range.from_blocks(encode_blocks(codec, blocks, of_range.own(magnitudes), of_range.first))
-    return pack(codec.codes, codes.unflatten(-1, (ranks, -1)).contiguous()).flatten(-2)
+    return pack(codec.code_kind, codes.unflatten(-1, (ranks, -1)).contiguous()).flatten(-2)
 
 
 @OneNode
@@ -180,7 +180,7 @@ def decode_unit(
 ) -> torch.Tensor:
     """Return a unit `[.., length]` in `dtype`, from the payloads of its `ranks` parts."""
     of_unit, codec = UnitRange.of(plain), Codec(*key)
-    codes = unpack(codec.codes, payload.unflatten(-1, (ranks, -1)), of_unit.length // ranks).flatten(-2)
+    codes = unpack(codec.code_kind, payload.unflatten(-1, (ranks, -1)), of_unit.length // ranks).flatten(-2)
     values = decode_blocks(codec, of_unit.to_blocks(codes, codec.block), magnitudes)
     return of_unit.from_blocks(values).to(dtype)
 
@@ -188,7 +188,7 @@ def decode_unit(
 @OneNode
 def sum_payloads(payloads: torch.Tensor, key: CodecKey, parts: int, length: int) -> torch.Tensor:
     """Return the sum of the codes of several ranks' payloads `[n, .., parts bytes]`: float32 `[.., parts length]`."""
-    kind = Codec(*key).codes
+    kind = Codec(*key).code_kind
     return numbers_of(kind, unpack(kind, payloads.unflatten(-1, (parts, -1)), length).flatten(-2)).sum(0)
 
 
@@ -310,18 +310,18 @@ def _own_sum(spec: Spec, rank: int, ranks: int, sums: torch.Tensor, magnitudes: 
 def _unit_sum(options: UnitSumOptions, ranks: int, sent: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "reduce")
-    sums = sent if codec.codes.is_float else sums_of_bytes(sent, _bytes_of_sum(codec, options.ranks), ranks)
+    sums = sent if codec.code_kind.is_float else sums_of_bytes(sent, _bytes_of_sum(codec, options.ranks), ranks)
     return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).plain, codec.key)
 
 
 def _sum_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
     codec = _codec_of(spec_of(options.spec_id), "reduce")
-    return sums.clone() if codec.codes.is_float else sums_to_bytes(sums, _bytes_of_sum(codec, options.ranks))
+    return sums.clone() if codec.code_kind.is_float else sums_to_bytes(sums, _bytes_of_sum(codec, options.ranks))
 
 
 def _bytes_of_sum(codec: Codec, ranks: int) -> int:
     """Return the number of bytes that holds the sum of `ranks` integer codes."""
-    largest = int(codec.codes.largest) * ranks
+    largest = int(codec.code_kind.largest) * ranks
     return next(count for count in (1, 2, 3) if largest < 1 << (8 * count - 1))
 
 

@@ -29,24 +29,26 @@ MUTANTS = [
             "encode",
             becomes("largest_magnitudes(x)", "largest_magnitudes(x.mT)"),
         ),
-        Fault("weights take the scale of inputs", "_product", becomes("*b_codes", "b_codes.codes, a_codes.scale")),
-        Fault("tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "VALUE")),
+        Fault(
+            "weights take the scale of inputs", "_product", becomes("*b_operand", "b_operand.codes, a_operand.scale")
+        ),
+        Fault("tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "VALUE_DTYPE")),
         Fault(
             "rowwise gradients are rounded to e5m2",
             "float8_linear",
-            becomes("A if B else VALUE", "torch.float8_e5m2"),
+            becomes("A if B else VALUE_DTYPE", "torch.float8_e5m2"),
         ),
         Fault(
             "in the backward pass values are in e5m2 and gradients in e4m3",
             "Recipe.of_gradient",
-            becomes("A(B, VALUE, C, D, E)", "A(VALUE, B, C, D, E)"),
+            becomes("A(B, VALUE_DTYPE, C, D, E)", "A(VALUE_DTYPE, B, C, D, E)"),
         ),
         Fault("gradients add in few bits", "Recipe.of_gradient", constant(False, True)),
         Fault("rowwise codes of one direction serve both", "_Product.backward", never("A.is_rowwise")),
         Fault(
             "a layer keeps its input for the backward pass", "_Product.setup_context", becomes("not A and B", "False")
         ),
-        Fault("an odd number of tokens is not padded", "_padded", becomes("-A % MULTIPLE", "0")),
+        Fault("an odd number of tokens is not padded", "_padded", becomes("-A % SIZE_MULTIPLE", "0")),
         Fault(
             "all samples of a vmap share the first one's scales",
             "_Product.vmap",

@@ -151,13 +151,15 @@ def values_like(params: Any, n: int, seed: int = 0) -> list[torch.Tensor]:
 
 def summed(codec: Codec, xs: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' values `[n, *shape]` by a codec, written out: one scale for a block of all ranks."""
-    largest = codec.codes.largest
+    largest = codec.code_kind.largest
     blocks = codec.to_blocks(xs.reshape(len(xs), -1))
     scales = (blocks.abs().amax((0, 2), keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    if codec.codes.is_float:
+    if codec.code_kind.is_float:
         scales = torch.exp2(scales.double().log2().ceil()).float()
     codes = blocks / scales
-    codes = codes.clamp(-largest, largest).to(codec.codes.dtype).float() if codec.codes.is_float else codes.round()
+    codes = (
+        codes.clamp(-largest, largest).to(codec.code_kind.dtype).float() if codec.code_kind.is_float else codes.round()
+    )
     return (codes.sum(0, keepdim=True) * scales).flatten()[: xs[0].numel()].view(xs.shape[1:])
 
 
@@ -187,7 +189,7 @@ def test_sums_are_those_of_the_codes_bit_for_bit(params, codec, stage, n, lockst
 def test_the_sum_of_the_largest_codes_is_exact(codec, n):
     """At stage 0 sums of integer codes are sent in as few bytes as hold them."""
     params = {"w": torch.zeros(20)}
-    batch = [torch.full((n, 20), codec.codes.largest) * torch.tensor([1.0, -1.0]).repeat(10)]
+    batch = [torch.full((n, 20), codec.code_kind.largest) * torch.tensor([1.0, -1.0]).repeat(10)]
     for stage in range(4):
         precision = fzero.Precision(torch.float32, reduce=codec)
         options: Any = {"loss": products, "reduce": "sum"}
@@ -375,7 +377,7 @@ def test_a_compiled_step_is_the_eager_one():
 
 def test_codes_are_packed_two_in_a_byte():
     codes = torch.tensor([1, -1, 7, -7, 3], dtype=torch.int8)
-    assert pack(INT4.codes, codes).tolist() == [0xF1, 0x97, 0x03]
+    assert pack(INT4.code_kind, codes).tolist() == [0xF1, 0x97, 0x03]
 
 
 @pytest.mark.parametrize(
