@@ -70,7 +70,7 @@ test = torch.utils.data.Subset(windows_of([held_out]), range(8 * args.batch))
 
 torch.manual_seed(0)  # the same weights on every process
 model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-apply, params, buffers = fzero.nn.functional(model, remat=True, context=context.model(model))
+apply, params, buffers = fzero.nn.functional(model, remat=True, context="cp")
 buffers = mesh.device_put(buffers)
 half = fzero.Precision(param=torch.bfloat16)
 rate = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)

@@ -158,7 +158,7 @@ ANSWERS: dict[str, Any] = {
     "positions": lambda: fzero.mesh(cp=2).spmd(lambda: context.positions(3))(),
     "labels": lambda: context.shift_labels(torch.ones(2, 4), torch.ones(2, 3)),
     "split sequences": lambda: context.split(fzero.mesh(cp=2), torch.ones(2, 7)),
-    "a model of split sequences": lambda: context.model(torch.nn.Linear(2, 2)),
+    "a model of split sequences": lambda: fzero.nn.functional(torch.nn.Linear(2, 2), context="cp"),
     "steps of replicas": lambda: LOCAL(W, (), X),
     "an elastic run": lambda: fzero.elastic.run(STEP, "unused", steps=1, global_batch=0, dp=-1),
     "what is remembered": lambda: fzero.checkpoint.checkpoints("unused").save_in_memory(1, W),

@@ -27,7 +27,7 @@ from fzero.nn._copy import (
     tensors_in,
 )
 from fzero.nn._products import ProductsLike, install_products, products_of
-from fzero.parallel.context import ContextModel
+from fzero.parallel.context import check_model
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
@@ -202,7 +202,7 @@ def functional(
     remat: bool | str | Callable[[Any], bool] = False,
     tp: Layers | None = None,
     *,
-    context: ContextModel | None = None,
+    context: str | None = None,
     products: ProductsLike = None,
     ignore_writes: Sequence[str] = (),
 ) -> Functional:
@@ -230,7 +230,9 @@ def functional(
             both passes. A language model needs `use_cache=False`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
             rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
-        context: the result of `fzero.parallel.context.model(module)` for sequences whose tokens are split over an axis.
+        context: the axis over which the tokens of sequences are split, such as "cp", for a model of transformers. Its
+            attention then runs across the ranks, and `position_ids` are those of this rank's tokens. Documents are
+            passed as `apply(.., documents=)`, in place of a mask.
         products: "float8" for linear layers within repeated blocks that multiply in float8, or a `fzero.nn.Products`,
             which says how and which layers.
         ignore_writes: the paths of attributes that forward may write although the writes are lost, as "layers.0.seen"
@@ -241,11 +243,13 @@ def functional(
 
     Raises:
         TypeError: if `module` is not a module. Also if a module in it is wrapped by DDP or FSDP or compiled, or holds
-            a DTensor: these would silently not synchronise under torch.func.
+            a DTensor: these would silently not synchronise under torch.func. Also if `context` names an axis and the
+            module is no model of transformers.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
             gradient, which torch.func never calls, or a module has a hook on its backward pass, which torch.func
             refuses. Also if an attribute holds a tensor that was computed from parameters. Also if a function in an
-            attribute, or a forward hook, holds a parameter itself, or reads the module as a global.
+            attribute, or a forward hook, holds a parameter itself, or reads the module as a global. Also if a
+            model with `context` combines tokens otherwise than by attention; the message names the module.
 
     Example:
         >>> import fzero
@@ -258,6 +262,9 @@ def functional(
     """
     if isinstance(ignore_writes, str):
         raise TypeError(f"ignore_writes={ignore_writes!r} is a str: expected a list of paths, [{ignore_writes!r}]")
+    if context is not None and not isinstance(context, str):
+        raise TypeError(f'context={context!r}: expected the name of an axis, such as "cp"')
+    context_axis = None if context is None else check_model(module, context)
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
     constants, copied, mutable = {**buffers, **frozen}, copy_module(module, stand_ins(module)), mutable_buffers(module)
@@ -268,8 +275,8 @@ def functional(
         params, constants = tp.unpack(params), tp.unpack(constants)
         install(copied, tp, linears)
     install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
-    if context is not None:
-        install_context(copied, context)
+    if context_axis is not None:
+        install_context(copied, context_axis)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
     return Functional(apply, params, constants)

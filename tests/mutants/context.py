@@ -12,7 +12,7 @@ KERNELS = ("tests/_torch/test_attention.py",)
 MUTANTS = [
     *File("parallel/context/_layout.py", LAYOUT).faults(
         Fault("a rank's late part is one part too early", "positions_of", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
-        Fault("a rank gets its neighbour's late part", "split", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
+        Fault("a rank gets its neighbour's late part", "_rank_part", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
         Fault(
             "the last token of a document learns the next document",
             "shift_labels",
@@ -65,14 +65,14 @@ MUTANTS = [
             "_with_positions",
             becomes("positions(A, B, device=C)", "torch.arange(A, device=C)"),
         ),
-        Fault("a model's shifted labels are split", "_with_positions", never("A and B and C and D")),
+        Fault("a model's shifted labels are split", "_check_inputs", never("A and B and C and D")),
         Fault(
             "a window without causality is one token too narrow",
-            "_attend",
+            "_window",
             becomes("A.sliding_window + 1", "A.sliding_window"),
         ),
-        Fault("rotary angles may follow from one rank's tokens", "model", never("(found := A)")),
-        Fault("a softcap is ignored", "_attend", never("(other := A)")),
+        Fault("rotary angles may follow from one rank's tokens", "check_model", never("(found := A)")),
+        Fault("a softcap is ignored", "_check_call", never("(other := A)")),
     ),
     *File("zero/_evaluate.py", TRAINING).faults(
         Fault(

@@ -2,9 +2,9 @@
 
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions, shift_labels, split
-from fzero.parallel.context._models import ContextModel, install, model
+from fzero.parallel.context._models import check_model, install
 
-__all__ = ["ContextModel", "attention", "model", "positions", "shift_labels", "split"]
+__all__ = ["attention", "positions", "shift_labels", "split"]
 
 # For other packages of fzero only. They may change in any release.
-INTERNAL = ["install"]
+INTERNAL = ["check_model", "install"]

@@ -4,8 +4,8 @@ A sequence is divided into 2 n parts. Rank r holds the parts r and 2 n - 1 - r, 
 same work in causal attention, where late tokens attend to more tokens than early ones.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +146,7 @@ def split(
                 [[2, 3, 4, 5]]])
     """
     names = mesh.names(axis)
-    others = tuple([n for n in mesh.axis_names if n != axis]) if batch_axis is None else _names(mesh, batch_axis)
+    others = tuple([n for n in mesh.axis_names if n != axis]) if batch_axis is None else _sample_axes(mesh, batch_axis)
     if len(names) != 1 or axis in others:
         raise ValueError(
             f"axis={axis!r}, batch_axis={batch_axis!r}: expected one axis for tokens, and others for samples"
@@ -158,35 +158,48 @@ def split(
     padded = tree.map_with_path(lambda path, x: _padded(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
 
     def part(index: int) -> Any:
-        sample, token, samples = 0, 0, 1
-        for name in reversed(axes):
-            index, i = divmod(index, sizes[name])
-            if name == axis:
-                token = i
-            else:
-                sample, samples = sample + i * samples, samples * sizes[name]
-
-        def of_leaf(path: str, x: torch.Tensor) -> torch.Tensor:
-            if not x.ndim:
-                return x
-            count = len(x) // samples
-            own = x.narrow(0, sample * count, count)
-            dim = _by_path(dims, path)
-            if dim is None:
-                return own
-            if ranks == 1:
-                return own
-            parts = own.chunk(2 * ranks, dim)
-            return torch.cat([parts[token], parts[2 * ranks - 1 - token]], dim)
-
-        return tree.map_with_path(of_leaf, padded, is_box)
+        rank = _rank_indices(index, axes, sizes, axis)
+        return tree.map_with_path(lambda path, x: _rank_part(x, rank, ranks, _by_path(dims, path)), padded, is_box)
 
     tree.map_with_path(lambda path, x: _check_samples(path, x, [sizes[n] for n in others], mesh), padded, is_box)
     return mesh.local(part, axes)
 
 
-def _names(mesh: Mesh, axis: AxisName) -> tuple[str, ...]:
-    return mesh.names(axis) if axis is None or isinstance(axis, str) or tuple(axis) else ()
+def _sample_axes(mesh: Mesh, batch_axis: AxisName) -> tuple[str, ...]:
+    """Return the axes over which samples are split: none for `()`, where `Mesh.names` has all."""
+    return mesh.names(batch_axis) if batch_axis is None or isinstance(batch_axis, str) or tuple(batch_axis) else ()
+
+
+class _RankIndices(NamedTuple):
+    """A rank's index along the axis of tokens and among those of samples, and the number of parts of samples."""
+
+    token: int
+    sample: int
+    samples: int
+
+
+def _rank_indices(index: int, axes: Sequence[str], sizes: Mapping[str, int], axis: str) -> _RankIndices:
+    """Return the indices of the rank with a number along some axes together."""
+    token, sample, samples = 0, 0, 1
+    for name in reversed(axes):
+        index, i = divmod(index, sizes[name])
+        if name == axis:
+            token = i
+        else:
+            sample, samples = sample + i * samples, samples * sizes[name]
+    return _RankIndices(token, sample, samples)
+
+
+def _rank_part(x: torch.Tensor, rank: _RankIndices, ranks: int, dim: int | None) -> torch.Tensor:
+    """Return a rank's samples of a leaf, and of each the rank's early and late tokens."""
+    if not x.ndim:
+        return x
+    count = len(x) // rank.samples
+    own = x.narrow(0, rank.sample * count, count)
+    if dim is None or ranks == 1:
+        return own
+    halves = own.chunk(2 * ranks, dim)
+    return torch.cat([halves[rank.token], halves[2 * ranks - 1 - rank.token]], dim)
 
 
 def _by_path(values: Any, path: str) -> Any:

@@ -1,20 +1,19 @@
-"""Models of transformers with split sequences: an attention implementation, and what a model must not do besides."""
+"""Check and prepare a transformers model for split sequences."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
 
-from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
 from fzero.random import next_key
 
-__all__ = ["ContextModel", "install", "model"]
+__all__ = ["ContextAxis", "check_model", "install"]
 
 # What combines tokens besides attention, by the types of modules and by words in the names of their classes.
 MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
@@ -27,8 +26,8 @@ MISSING: Any = object()
 
 
 @dataclass(frozen=True)
-class ContextModel:
-    """A model of transformers that was found fit for split sequences: the argument `context` of `fzero.nn.functional`.
+class ContextAxis:
+    """The axis over which the sequences of a checked model of transformers are split.
 
     Attributes:
         name: the name of the model's class.
@@ -39,29 +38,17 @@ class ContextModel:
     axis: str
 
 
-@api_boundary
-def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
-    """Check that sequences of a model of transformers can be split, for `fzero.nn.functional(model, context=)`.
-
-    The model is not changed. In the function that `functional` makes, its attention runs across the ranks, and
-    `position_ids` are those of this rank's tokens. Documents are passed as `apply(.., documents=)`, in place of a mask.
+def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
+    """Check that sequences of a model of transformers can be split.
 
     Args:
         model: a model of transformers with the registry of attention (version 5 or newer).
         axis: the axis along which tokens are split. If no axis of this name is bound, a rank holds all tokens.
 
-    Returns:
-        A `ContextModel`.
-
     Raises:
         TypeError: if it is no model of transformers.
         ValueError: if it combines tokens otherwise than by attention, as convolutions and state-space layers do, or
             has attention of its own, or a head that reads some tokens. The message names the module.
-
-    Example:
-        >>> from fzero.parallel import context
-        >>> context.model(model)  # doctest: +SKIP
-        ContextModel(name='LlamaForCausalLM', axis='cp')
     """
     axis_if_bound(axis)
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -91,7 +78,7 @@ def model(model: torch.nn.Module, axis: str = "cp") -> ContextModel:
     has_further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if "position_ids" not in takes or not has_further or not model._can_set_attn_implementation():  # type: ignore[operator]
         raise ValueError(f"{name} has attention of its own, not the registry's: its sequences cannot be split")
-    return ContextModel(name, axis)
+    return ContextAxis(name, axis)
 
 
 def _rope_types(module: Any) -> set[Any]:
@@ -100,7 +87,7 @@ def _rope_types(module: Any) -> set[Any]:
     return set(types.values()) if isinstance(types, dict) else {types}
 
 
-def install(copied: torch.nn.Module, context: ContextModel) -> None:
+def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     """Make a copy of a model attend across the ranks of an axis, and number its tokens."""
     from transformers import AttentionInterface
 
@@ -110,7 +97,7 @@ def install(copied: torch.nn.Module, context: ContextModel) -> None:
     copied.forward = _with_positions(copied.forward, context)
 
 
-def _with_positions(run: Callable[..., Any], context: ContextModel) -> Callable[..., Any]:
+def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[..., Any]:
     """Fill in the positions of this rank's tokens, and refuse what belongs to whole sequences."""
     signature = inspect.signature(run)
 
@@ -118,22 +105,7 @@ def _with_positions(run: Callable[..., Any], context: ContextModel) -> Callable[
     def forward(*args: Any, documents: torch.Tensor | None = None, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         further: dict[str, Any] = given.get("kwargs", {})
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
-        if tokens is None:
-            raise ValueError(f"{context.name} needs input_ids or inputs_embeds")
-        if given.get("attention_mask") is not None:
-            raise ValueError(
-                "attention_mask of whole sequences has no meaning on split ones: padding at the end of a causal "
-                "model's sequences needs none, and else pass documents, in which padding has a number of its own"
-            )
-        is_split = axis_size(axis_if_bound(context.axis)) > 1
-        shifts = context.name.endswith(("ForCausalLM", "LMHeadModel"))
-        if is_split and shifts and given.get("labels") is not None and further.get("shift_labels") is None:
-            raise ValueError(
-                f"labels: {context.name} shifts them, but the next token of a part is on another rank: shift them "
-                "before they are split, batch['shift_labels'] = fzero.parallel.context.shift_labels(tokens), and pass "
-                "shift_labels="
-            )
+        tokens = _check_inputs(context, given, further)
         if further.get("shift_labels") is not None and given.get("labels") is None and "labels" in signature.parameters:
             kwargs["labels"] = further["shift_labels"]
         if given.get("position_ids") is None:
@@ -145,8 +117,29 @@ def _with_positions(run: Callable[..., Any], context: ContextModel) -> Callable[
     return forward
 
 
+def _check_inputs(context: ContextAxis, given: Mapping[str, Any], further: Mapping[str, Any]) -> torch.Tensor:
+    """Check the arguments of a model's forward pass; return its tokens."""
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is None:
+        raise ValueError(f"{context.name} needs input_ids or inputs_embeds")
+    if given.get("attention_mask") is not None:
+        raise ValueError(
+            "attention_mask of whole sequences has no meaning on split ones: padding at the end of a causal "
+            "model's sequences needs none, and else pass documents, in which padding has a number of its own"
+        )
+    is_split = axis_size(axis_if_bound(context.axis)) > 1
+    shifts = context.name.endswith(("ForCausalLM", "LMHeadModel"))
+    if is_split and shifts and given.get("labels") is not None and further.get("shift_labels") is None:
+        raise ValueError(
+            f"labels: {context.name} shifts them, but the next token of a part is on another rank: shift them "
+            "before they are split, batch['shift_labels'] = fzero.parallel.context.shift_labels(tokens), and pass "
+            "shift_labels="
+        )
+    return tokens
+
+
 def _attend(
-    context: ContextModel,
+    context: ContextAxis,
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -162,31 +155,15 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' registry asks: from `[b, h, t, d]` to `[b, t, h, e]`."""
     name = f"{context.name}: {type(module).__name__}"
-    if documents is MISSING:
-        raise ValueError(f"{name} does not hand keyword arguments on to its attention, so documents do not reach it")
-    if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
-        raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
-    if attention_mask is not None:
-        raise ValueError(f"{name} makes an attention mask of its own, which has no meaning on split sequences")
-    random_key = next_key() if dropout else None
-    if dropout and random_key is None:
-        raise ValueError(
-            f"{name} drops attention weights, p={dropout}: call apply within fzero.random.seeded, or set the "
-            "configuration's dropout of attention to 0"
-        )
-    config: Any = getattr(module, "config", None)
-    if sliding_window is MISSING and _has_window(config):
-        raise ValueError(f"{name} does not hand its window on to its attention")
+    _check_call(name, documents, attention_mask, kwargs)
+    random_key = _dropout_key(name, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = None if sliding_window is MISSING else sliding_window
-    if window is not None and not causal and _has_window(config):
-        window = config.sliding_window + 1  # as in transformers' masks, which include this distance
     y = attention(
         query,
         key,
         value,
         causal=bool(causal),
-        window=window,
+        window=_window(name, module, sliding_window, causal),
         documents=documents,
         scale=scaling,
         dropout=dropout,
@@ -194,6 +171,38 @@ def _attend(
         axis=context.axis,
     )
     return y.transpose(1, 2).contiguous(), None
+
+
+def _check_call(name: str, documents: Any, attention_mask: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check what a model hands on to its attention."""
+    if documents is MISSING:
+        raise ValueError(f"{name} does not hand keyword arguments on to its attention, so documents do not reach it")
+    if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
+        raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
+    if attention_mask is not None:
+        raise ValueError(f"{name} makes an attention mask of its own, which has no meaning on split sequences")
+
+
+def _dropout_key(name: str, dropout: float) -> torch.Tensor | None:
+    """Return the key that decides which weights are dropped, None if none are."""
+    random_key = next_key() if dropout else None
+    if dropout and random_key is None:
+        raise ValueError(
+            f"{name} drops attention weights, p={dropout}: call apply within fzero.random.seeded, or set the "
+            "configuration's dropout of attention to 0"
+        )
+    return random_key
+
+
+def _window(name: str, module: Any, sliding_window: Any, causal: Any) -> int | None:
+    """Return the window of a layer's attention, None if it has none."""
+    config: Any = getattr(module, "config", None)
+    if sliding_window is MISSING and _has_window(config):
+        raise ValueError(f"{name} does not hand its window on to its attention")
+    window = None if sliding_window is MISSING else sliding_window
+    if window is not None and not causal and _has_window(config):
+        return config.sliding_window + 1  # as in transformers' masks, which include this distance
+    return window
 
 
 def _has_window(config: Any) -> bool:

@@ -76,7 +76,7 @@ def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
     """To 1e-6: most of them compute positions and norms in float32."""
     model = model_of(name)
     plain, params, buffers = fzero.nn.functional(model)
-    apply = fzero.nn.functional(model, context=context.model(model)).apply
+    apply = fzero.nn.functional(model, context="cp").apply
     mesh = fzero.mesh(dp=2, cp=2)
     step = fzero.shard(step_for(apply, buffers), stage=3, mesh=mesh)
     run = step if backend is None else fzero.jit(step, backend=backend)
@@ -93,7 +93,7 @@ def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
 def test_documents_replace_the_mask():
     """Two documents in one sequence have the logits of two sequences, but for positions: these are not relative."""
     model = model_of("LlamaForCausalLM")
-    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    apply, params, buffers = fzero.nn.functional(model, context="cp")
     tokens = batch_of(0)["tokens"][:1]
     documents = (torch.arange(16) >= 7).long().unsqueeze(0)
     mesh = fzero.mesh(cp=2)
@@ -109,7 +109,7 @@ def test_documents_replace_the_mask():
 
 def test_labels_are_shifted_before_they_are_split():
     model = model_of("LlamaForCausalLM")
-    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    apply, params, buffers = fzero.nn.functional(model, context="cp")
     mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]
     labels = context.shift_labels(tokens)
     whole = fzero.nn.functional(model).apply(params, buffers, input_ids=tokens, labels=tokens)[0].loss
@@ -130,7 +130,7 @@ def test_labels_are_shifted_before_they_are_split():
 def test_dropout_of_attention_draws_by_key():
     """As any draw of a seeded function, by a key for each rank: and so it depends on the number of ranks."""
     model = model_of("LlamaForCausalLM", attention_dropout=0.3).train()
-    apply, params, buffers = fzero.nn.functional(model, context=context.model(model))
+    apply, params, buffers = fzero.nn.functional(model, context="cp")
     mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]
 
     def logits(key: Any, tokens: Any) -> Any:
@@ -149,7 +149,7 @@ def test_tensor_parallel_layers_attend_across_the_ranks_as_well():
     model = model_of("LlamaForCausalLM")
     plain, params, buffers = fzero.nn.functional(model)
     layers = tp.layers(model, {"lm_head": "colwise"})
-    apply, split_params, _ = fzero.nn.functional(model, tp=layers, context=context.model(model))
+    apply, split_params, _ = fzero.nn.functional(model, tp=layers, context="cp")
 
     def loss_fn(params: Any, batch: Any) -> Any:
         logits, labels = apply(params, buffers, input_ids=batch["tokens"])[0].logits, batch["labels"]
@@ -189,7 +189,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_models_that_combine_tokens_otherwise_are_refused(name, config, sizes, message):
     with pytest.raises(ValueError, match=message):
-        context.model(model_of(name, config, **sizes))
+        fzero.nn.functional(model_of(name, config, **sizes), context="cp")
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,13 @@ def test_models_that_combine_tokens_otherwise_are_refused(name, config, sizes, m
 )
 def test_attention_that_is_more_than_attention_is_refused(name, config, sizes, message):
     model = model_of(name, config, **sizes)
-    apply, params, buffers = fzero.nn.functional(model.train(), context=context.model(model))
+    apply, params, buffers = fzero.nn.functional(model.train(), context="cp")
     with pytest.raises(ValueError, match=message):
         apply(params, buffers, input_ids=batch_of(0)["tokens"])
 
 
 def test_a_module_of_ones_own_is_refused():
     with pytest.raises(TypeError, match=r"expected a model of transformers.*context\.attention"):
-        context.model(torch.nn.Linear(2, 2))
+        fzero.nn.functional(torch.nn.Linear(2, 2), context="cp")
+    with pytest.raises(TypeError, match=r"context=True: expected the name of an axis"):
+        fzero.nn.functional(torch.nn.Linear(2, 2), context=True)  # pyright: ignore[reportArgumentType]
