@@ -1,4 +1,4 @@
-"""A run that goes on: torchrun starts the ranks again that are left, and they go on from the hosts' memory.
+"""Elastic runs: torchrun restarts the remaining ranks, which resume from the hosts' shared memory.
 
 torchrun's agents end all workers when one has died or a host has joined, and start them again with the hosts that are
 there. So no process goes on by itself; what goes on is the state, in shared memory that outlives the processes.

@@ -1,4 +1,4 @@
-"""Which mesh the ranks make that are alive: the largest whose ranks share the global batch equally."""
+"""Choose the largest mesh of the live ranks that shares the global batch equally."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""torch.nn modules as pure functions of their parameters and buffers."""
+"""torch.nn modules as pure functions of their parameters, and layers as functions of tensors."""
 
 from fzero.nn._blocks import repeated_blocks
 from fzero.nn._float8 import float8_linear
