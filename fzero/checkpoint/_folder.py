@@ -21,7 +21,7 @@ from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._memory import Hosts, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
-from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
+from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts, is_leader
 from fzero.sharding import is_box
 
 __all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
@@ -234,8 +234,7 @@ class Checkpoints:
 
     def _warn_of_newer(self, step: int) -> None:
         """Print a notice if there are newer steps: the user resumed the run from an older step by hand."""
-        is_leader = self._mesh is None or self._mesh.rank == 0
-        if is_leader and (newer := [n for n in step_numbers(self._files) if n > step]):
+        if is_leader(self._mesh) and (newer := [n for n in step_numbers(self._files) if n > step]):
             warn_once(
                 f"fzero: {self._files.path!r} holds step {newer[-1]}, and saves step {step}: restore takes the newest. "
                 "Remove the steps that this run did not resume from, or give it a folder of its own"

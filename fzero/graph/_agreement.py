@@ -15,7 +15,7 @@ from fzero.graph._candidates import Candidate
 from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, stand_ins_of
 from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
-from fzero.ranks import Mesh, MissingRank, gather_texts
+from fzero.ranks import Mesh, MissingRankError, gather_texts
 
 __all__ = ["agree", "common_schedules", "digest_of_order", "gather_values", "signatures"]
 
@@ -188,7 +188,7 @@ def gather_values(value: Any, mesh: Mesh, name: str) -> list[Any]:
     """Send a JSON value to all ranks, and return the values of all ranks in rank order."""
     try:
         return [json.loads(text) for text in gather_texts(json.dumps(value), mesh, f"jit/{name}")]
-    except MissingRank as error:
+    except MissingRankError as error:
         raise RuntimeError(
             f"fzero.jit: rank {mesh.rank} traces {name}, but rank {error.rank} did not within {error.seconds:g} s: "
             "its arguments kept their shapes, or it does not call the step. All ranks must make the same calls with "

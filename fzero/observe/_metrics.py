@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_int
 from fzero._notice import trouble_link, warn_once
-from fzero.ranks import Mesh
+from fzero.ranks import Mesh, is_leader
 from fzero.sharding import is_box
 
 __all__ = ["MetricsLog", "Rows", "jsonl", "log", "progress", "tensorboard"]
@@ -55,14 +55,14 @@ def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = N
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.progress()")
-    return MetricsLog(writers, every, mesh is None or mesh.rank == 0)
+    return MetricsLog(writers, every, is_leader(mesh))
 
 
 class MetricsLog:
     """The log of a run. Make it with `fzero.observe.log`."""
 
-    def __init__(self, writers: Sequence[Callable[[Rows], None]], every: int, leads: bool) -> None:
-        self._writers, self._every, self._leads = writers, every, leads
+    def __init__(self, writers: Sequence[Callable[[Rows], None]], every: int, is_leader: bool) -> None:
+        self._writers, self._every, self._is_leader = writers, every, is_leader
         self._pending: list[tuple[int, dict[str, Any]]] = []
         self._first = math.nan  # the time of the first call, in seconds
         self._last_flush = math.nan  # the time of the last wait, in seconds
@@ -81,7 +81,7 @@ class MetricsLog:
         Raises:
             TypeError: if a value is no number, or differs by rank. The message names the metric.
         """
-        if not self._leads:
+        if not self._is_leader:
             return
         metrics = _by_path(values)
         if self._pending and self._pending[-1][0] == step:  # further metrics of the same step, as after an evaluation

@@ -20,6 +20,7 @@ from fzero.optim._base import (
     check_positive,
     check_rate,
     is_zero,
+    lerp,
     rate_at,
     torch_hints,
 )
@@ -396,9 +397,9 @@ def _new_means(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Move the means of a leaf's rows and columns towards the means of the new squares."""
     if sums.columns is None:
-        return _lerp(rows, sums.rows, weight), None
+        return lerp(rows, sums.rows, weight), None
     row_means, column_means = sums.rows / max(sums.shape[-1], 1), sums.columns / max(sums.shape[-2], 1)
-    return _lerp(rows, row_means, weight), _lerp(columns, column_means, weight)
+    return lerp(rows, row_means, weight), lerp(columns, column_means, weight)
 
 
 def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Number) -> _Factors:
@@ -406,10 +407,6 @@ def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Number)
     if columns is None:
         return _Factors(wide, None, min_root)
     return _Factors(wide / wide.mean(-1, keepdim=True).clamp(min=min_root), at_least_float32(columns), min_root)
-
-
-def _lerp(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (old + weight * (new - old)).to(old.dtype)
 
 
 def _full_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:

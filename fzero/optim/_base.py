@@ -37,6 +37,7 @@ __all__ = [
     "check_rate",
     "find_state",
     "is_zero",
+    "lerp",
     "rate_at",
     "torch_hints",
     "torch_optimizer_message",
@@ -443,3 +444,10 @@ def check_rate(learning_rate: Number | Schedule) -> None:
     """
     if not callable(learning_rate):
         check_nonnegative(learning_rate=learning_rate)
+
+
+def lerp(x: torch.Tensor, y: torch.Tensor, weight: Number) -> torch.Tensor:
+    """Interpolate from `x` to `y` by a weight, in the same operations as torch.optim."""
+    if isinstance(weight, torch.Tensor):
+        return (x + weight * (y - x)).to(x.dtype)
+    return torch.lerp(x, y, weight)

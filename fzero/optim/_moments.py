@@ -140,20 +140,20 @@ def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
         if isinstance(x, torch.Tensor):
             if id(x) not in tied:
                 shape = x.shape if policy.is_full(path, x.shape, x.dtype) else block_shape(x.shape)
-                tied[id(x)] = torch.zeros(shape, dtype=_wide(x.dtype), device=x.device)
+                tied[id(x)] = torch.zeros(shape, dtype=_scale_dtype(x.dtype), device=x.device)
             scales[i] = tied[id(x)]
         elif isinstance(x, Shard):
             check_on_device(x, "an 8-bit moment")
             numbers_id = _numbers_id(x.spec_id, policy)
             scales[i] = box_of(
-                numbers_id, [x.data.new_zeros(traced_spec(numbers_id).shard_numel, dtype=_wide(x.dtype))]
+                numbers_id, [x.data.new_zeros(traced_spec(numbers_id).shard_numel, dtype=_scale_dtype(x.dtype))]
             )
         elif isinstance(x, Slot):
             scales[i] = Slot(_numbers_id(x.spec_id, policy), x.index)
     return EightBit(codes, tree.unflatten(structure, scales))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
     return sum_dtype(dtype) if dtype.is_floating_point else dtype
 
 

@@ -22,6 +22,7 @@ from fzero.optim._base import (
     check_nonnegative,
     check_rate,
     is_zero,
+    lerp,
     rate_at,
     torch_hints,
 )
@@ -264,8 +265,8 @@ def muon(
 
     def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = g.to(m.dtype)
-        new = _lerp(m, wide, 1 - momentum)
-        return (_lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
+        new = lerp(m, wide, 1 - momentum)
+        return (lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
         check_moment(state.momentum, grads, policy)
@@ -274,8 +275,8 @@ def muon(
         if policy is not None:
             ahead, (average,) = map_moments(step, (True,), grads, (state.momentum,))
         else:
-            average = tree.map(lambda g, m: _lerp(m, g, 1 - momentum), grads, state.momentum)
-            ahead = tree.map(lambda g, m: _lerp(g, m, momentum), grads, average) if nesterov else average
+            average = tree.map(lambda g, m: lerp(m, g, 1 - momentum), grads, state.momentum)
+            ahead = tree.map(lambda g, m: lerp(g, m, momentum), grads, average) if nesterov else average
         directions = map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
         scales = per_leaf(
             grads, tree.map(lambda p, m: _scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)
@@ -304,13 +305,6 @@ def _orthogonalize(
         square = x @ x.mT
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
-
-
-def _lerp(x: torch.Tensor, y: torch.Tensor, weight: Number) -> torch.Tensor:
-    """Interpolate from `x` to `y` by a weight, in the same operations as torch.optim."""
-    if isinstance(weight, torch.Tensor):
-        return (x + weight * (y - x)).to(x.dtype)
-    return torch.lerp(x, y, weight)
 
 
 def _scale(name: str | None, leaf: torch.Tensor) -> float:

@@ -34,6 +34,16 @@ from fzero.tree import Tree
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams", "leafwise", "masked", "on_full_leaves", "where"]
 
+
+def _check_inner(name: str, optimizer: Optimizer) -> None:
+    """Check that a wrapped optimizer keeps no state of all leaves together."""
+    if optimizer.precision is not None or optimizer.skips_overflow:
+        raise ValueError(
+            f"{name}: put master_weights, and a loss scale, around {name}, since they keep state of all leaves: "
+            f"optim.master_weights(optim.{name}(...), precision)"
+        )
+
+
 # An optimizer on some leaves.
 
 
@@ -67,11 +77,7 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
     optimizer = as_optimizer(opt)
-    if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError(
-            "masked: put master_weights, and a loss scale, around masked, since they keep state of all leaves: "
-            "optim.master_weights(optim.masked(opt, mask), precision)"
-        )
+    _check_inner("masked", optimizer)
 
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
         return tree.map(lambda x, m: where(m, x, torch.zeros_like(x)), values, leaf_mask)
@@ -130,11 +136,7 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
         {'w': tensor(-0.1000)}
     """
     optimizer = as_optimizer(opt)
-    if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError(
-            "leafwise: put master_weights, and a loss scale, around leafwise: "
-            "optim.master_weights(optim.leafwise(opt), precision)"
-        )
+    _check_inner("leafwise", optimizer)
     takes_inplace = "inplace" in inspect.signature(opt.update).parameters
 
     def init(params: Params) -> OptState:
@@ -200,11 +202,7 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
         tensor([-0.1000, -0.1000, -0.1000])
     """
     optimizer = as_optimizer(opt)
-    if optimizer.precision is not None or optimizer.skips_overflow:
-        raise ValueError(
-            "on_full_leaves: put master_weights, and a loss scale, around on_full_leaves: "
-            "optim.master_weights(optim.on_full_leaves(opt), precision)"
-        )
+    _check_inner("on_full_leaves", optimizer)
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)

@@ -1,7 +1,6 @@
 """Ranks: a mesh names them, and a rank program runs on them."""
 
 from fzero.ranks._agreement import (
-    MissingRank,
     all_gather_numbers,
     all_gather_texts,
     check_equal,
@@ -9,8 +8,8 @@ from fzero.ranks._agreement import (
     checksum,
     gather_texts,
 )
-from fzero.ranks._launch import TIMEOUT, World, connect_store, find_world
-from fzero.ranks._mesh import Mesh, device_put, mesh
+from fzero.ranks._launch import TIMEOUT, MissingRankError, World, connect_store, find_world
+from fzero.ranks._mesh import Mesh, device_put, is_leader, mesh
 from fzero.ranks._mesh_shape import check_axes
 from fzero.ranks._spmd import Spmd
 
@@ -22,7 +21,7 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "TIMEOUT",
-    "MissingRank",
+    "MissingRankError",
     "Spmd",
     "World",
     "all_gather_numbers",
@@ -35,4 +34,5 @@ INTERNAL = [
     "device_put",
     "find_world",
     "gather_texts",
+    "is_leader",
 ]

@@ -12,12 +12,12 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import default_store
 from fzero.axes import DiffersByRankError
+from fzero.ranks._launch import MissingRankError
 from fzero.ranks._mesh import Mesh
 from fzero.ranks._split_sources import source_of
 from fzero.sharding import PerRank, axes_of, is_box, slice_elements
 
 __all__ = [
-    "MissingRank",
     "all_gather_numbers",
     "all_gather_texts",
     "check_equal",
@@ -34,16 +34,6 @@ TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text
 _ROUNDS: Counter[str] = Counter()  # the number of texts sent on each topic
 
 
-class MissingRank(RuntimeError):
-    """Rank `rank` sent no text within `seconds`."""
-
-    def __init__(self, rank: int, topic: str, seconds: float) -> None:
-        super().__init__(
-            f"rank {rank} sent no text on {topic!r} within {seconds:g} s: see in its log what it waits for"
-        )
-        self.rank, self.seconds = rank, seconds
-
-
 def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
     """Send a text to all ranks, and return the texts of all ranks, in rank order.
 
@@ -56,7 +46,7 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
         seconds: how long to wait for another rank's text; by default `TEXT_SECONDS`.
 
     Raises:
-        MissingRank: if a rank sends no text in that time.
+        MissingRankError: if a rank sends no text in that time.
     """
     limit = TEXT_SECONDS if seconds is None else seconds
     store = default_store()
@@ -69,7 +59,8 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
         try:
             store.wait([key], datetime.timedelta(seconds=limit))
         except RuntimeError as error:
-            raise MissingRank(rank, topic, limit) from error
+            message = f"rank {rank} sent no text on {topic!r} within {limit:g} s: see in its log what it waits for"
+            raise MissingRankError(message, rank, limit) from error
         texts.append(store.get(key).decode())
     return texts
 

@@ -26,7 +26,7 @@ from fzero._torch import default_store
 
 __all__ = [
     "TIMEOUT",
-    "AbsentError",
+    "MissingRankError",
     "World",
     "check_timeout",
     "connect_store",
@@ -46,8 +46,17 @@ __all__ = [
 POLL = 0.01  # seconds between two polls of rank 0
 
 
-class AbsentError(RuntimeError):
-    """A rank did not arrive at the rendezvous in time."""
+class MissingRankError(RuntimeError):
+    """A rank did not come to the rendezvous in time, or did not send a text.
+
+    Attributes:
+        rank: the rank; None at the rendezvous, where the message names it.
+        seconds: how long this rank waited for it; 0 at the rendezvous.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.rank, self.seconds = rank, seconds
 
 
 def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
@@ -63,7 +72,7 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
         The prefix, the same on all ranks.
 
     Raises:
-        AbsentError: on every rank that arrived, if a rank did not arrive in time. The message names the absent rank.
+        MissingRankError: on every rank that arrived, if a rank did not in time. The message names the absent rank.
         DistNetworkError: if the connection to the store is lost.
     """
     return _as_rank_0(store, size, timeout) if rank == 0 else _as_other_rank(store, rank, timeout)
@@ -83,7 +92,7 @@ def _as_rank_0(store: Any, size: int, timeout: float) -> str:
         time.sleep(POLL if absent else 0)
     store.set(f"{world}/absent", str(absent[0]) if absent else "")
     if absent:
-        raise AbsentError(_absent_message(absent[0]))
+        raise MissingRankError(_absent_message(absent[0]))
     return world
 
 
@@ -104,7 +113,7 @@ def _as_other_rank(store: Any, rank: int, timeout: float) -> str:
     store.set(f"{world}/arrived/{rank}", "")
     absent = _wait_for(store, f"{world}/absent", 2 * timeout, f"rank {rank} lost rank 0 during the rendezvous")
     if absent:
-        raise AbsentError(_absent_message(int(absent)))
+        raise MissingRankError(_absent_message(int(absent)))
     return world
 
 
@@ -112,14 +121,14 @@ def _wait_for(store: Any, key: str, timeout: float, message: str) -> str:
     """Wait for a key, and return its value.
 
     Raises:
-        AbsentError: with `message`, if the key is not set in time.
+        MissingRankError: with `message`, if the key is not set in time.
     """
     try:
         store.wait([key], datetime.timedelta(seconds=timeout))
     except DistNetworkError:  # the connection is lost; this is no timeout
         raise
     except RuntimeError as error:
-        raise AbsentError(message) from error
+        raise MissingRankError(message) from error
     return store.get(key).decode()
 
 
@@ -310,7 +319,7 @@ def _open_store(world: World, timeout: float) -> Store:
         try:
             store = connect_store(world, remaining)
             return PrefixStore(rendezvous(store, world.rank, world.size, remaining), store)
-        except AbsentError as error:
+        except MissingRankError as error:
             raise RuntimeError(f"{error} within {timeout:g} s: {meeting}") from error
         except DistNetworkError as error:
             if world.rank == 0:

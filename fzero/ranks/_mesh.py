@@ -23,7 +23,7 @@ from fzero.ranks._spmd import Spmd, check_rank_dimension
 from fzero.sharding import PerRank, is_box
 from fzero.tree import Tree
 
-__all__ = ["Mesh", "device_put", "mesh"]
+__all__ = ["Mesh", "device_put", "is_leader", "mesh"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -390,6 +390,11 @@ class Mesh:
             tensor(3.)
         """
         return Spmd(self, program)
+
+
+def is_leader(mesh: Mesh | None) -> bool:
+    """Return whether this process writes what ranks share: rank 0, or a process without a mesh."""
+    return mesh is None or mesh.rank == 0
 
 
 def device_put(x: Any, device: torch.device) -> Any:

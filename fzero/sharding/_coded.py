@@ -13,7 +13,7 @@ The functions here compute values without derivatives. `_unit_maps.py` gives the
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,119 +44,22 @@ from fzero.collectives import (
     apply,
     group_all_to_all,
 )
+from fzero.sharding._block_ranges import UnitRange, block_range
 from fzero.sharding._flat import flatten_leaves, to_gradient_dtype, view_leaves
 from fzero.sharding._spec import Spec, spec_of
 
 __all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter", "decode_shard", "encode_shard"]
 
-# Ranges of a unit, and their blocks. The nodes of a graph take plain lists of numbers.
-
-
-class BlockPart(NamedTuple):
-    """Neighbouring elements of a range, from one or more leaves, whose first and last blocks are filled with zeros.
-
-    Attributes:
-        at: the index of the first element in the range.
-        size: the number of elements.
-        before: the number of elements of the first block that lie before the range.
-        after: the number of elements that the last block lacks.
-    """
-
-    at: int
-    size: int
-    before: int
-    after: int
-
-
-class UnitRange(NamedTuple):
-    """The blocks of a range of a unit.
-
-    Attributes:
-        parts: the parts of the range, in order.
-        first: the number of the first block in the unit.
-        count: the number of blocks.
-        length: the number of elements of the range; those after the last part are padding.
-    """
-
-    parts: tuple[BlockPart, ...]
-    first: int
-    count: int
-    length: int
-
-    @property
-    def plain(self) -> list[Any]:
-        """The range as lists of ints, which a node of a graph can hold."""
-        return [[list(part) for part in self.parts], self.first, self.count, self.length]
-
-    @staticmethod
-    def of(plain: Sequence[Any]) -> "UnitRange":
-        """Return the range of these lists."""
-        parts, first, count, length = plain
-        return UnitRange(tuple([BlockPart(*part) for part in parts]), first, count, length)
-
-    def to_blocks(self, x: torch.Tensor, block: int) -> torch.Tensor:
-        """Return a range `[.., length]` as blocks `[.., count, block]`: a view if no block is cut."""
-        lead = x.shape[:-1]
-        pieces: list[torch.Tensor] = []
-        for part in self.parts:
-            pieces += [x.new_zeros((*lead, part.before))] if part.before else []
-            pieces += [x.narrow(-1, part.at, part.size)]
-            pieces += [x.new_zeros((*lead, part.after))] if part.after else []
-        if not pieces:
-            return x.new_zeros((*lead, 0, block))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)).reshape(*lead, self.count, block)
-
-    def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return blocks `[.., count, block]` as the range `[.., length]`, with zeros for padding."""
-        flat, at = blocks.flatten(-2), 0
-        pieces: list[torch.Tensor] = []
-        for part in self.parts:
-            pieces.append(flat.narrow(-1, at + part.before, part.size))
-            at += part.before + part.size + part.after
-        padding = self.length - sum([part.size for part in self.parts])
-        if padding or not pieces:
-            pieces.append(torch.zeros((*flat.shape[:-1], padding), dtype=flat.dtype, device=flat.device))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-
-    def own(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of this range's blocks, from those of all blocks of the unit `[.., blocks]`."""
-        return of_blocks.narrow(-1, self.first, self.count)
-
-
-def block_range(sizes: Sequence[int], block: int, start: int, stop: int) -> UnitRange:
-    """Return the blocks of elements `[start, stop)` of a unit whose leaves have these sizes.
-
-    Example:
-        >>> block_range([5, 8], 4, 2, 9)
-        UnitRange(parts=(BlockPart(at=0, size=3, before=2, after=3), BlockPart(at=3, size=4, before=0, after=0)), \
-first=0, count=3, length=7)
-    """
-    parts: list[BlockPart] = []
-    first, count, offset, blocks = 0, 0, 0, 0
-    for size in sizes:
-        begin, end = max(start - offset, 0), min(stop - offset, size)  # in the leaf
-        if begin < end:
-            part = BlockPart(offset + begin - start, end - begin, begin % block, -end % block)
-            first = first if parts else blocks + begin // block
-            count += (part.before + part.size + part.after) // block
-            if parts and not (parts[-1].after or part.before):  # one view for both
-                part = BlockPart(parts[-1].at, parts[-1].size + part.size, parts.pop().before, part.after)
-            parts.append(part)
-        offset += size
-        blocks += -(-size // block)
-    return UnitRange(tuple(parts), first, count, stop - start)
-
-
 # ---------------------------------------------------------------- nodes: what runs between collectives
 
 
 @OneNode
-def range_magnitudes(x: torch.Tensor, plain: list[Any], blocks: int, block: int) -> torch.Tensor:
+def range_magnitudes(x: torch.Tensor, lists: list[Any], blocks: int, block: int) -> torch.Tensor:
     """Return the largest magnitude of each block of a unit `[.., blocks]`, as far as this range `[.., length]` has it.
 
     It is 0 for blocks outside the range.
     """
-    of_range = UnitRange.of(plain)
+    of_range = UnitRange.from_lists(lists)
     magnitudes = largest_magnitudes(of_range.to_blocks(x, block))
     lead = magnitudes.shape[:-1]
     before, after = of_range.first, blocks - of_range.first - of_range.count
@@ -165,10 +68,10 @@ def range_magnitudes(x: torch.Tensor, plain: list[Any], blocks: int, block: int)
 
 @OneNode
 def encode_range(
-    x: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey, ranks: int
+    x: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey, ranks: int
 ) -> torch.Tensor:
     """Return the payload of a range `[.., length]`: uint8 `[.., ranks bytes]`, one for each of `ranks` parts."""
-    of_range, codec = UnitRange.of(plain), Codec(*key)
+    of_range, codec = UnitRange.from_lists(lists), Codec(*key)
     blocks = of_range.to_blocks(x, codec.block)
     codes = of_range.from_blocks(encode_blocks(codec, blocks, of_range.own(magnitudes), of_range.first))
     return pack(codec.code_kind, codes.unflatten(-1, (ranks, -1)).contiguous()).flatten(-2)
@@ -176,10 +79,10 @@ def encode_range(
 
 @OneNode
 def decode_unit(
-    payload: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey, ranks: int, dtype: torch.dtype
+    payload: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey, ranks: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a unit `[.., length]` in `dtype`, from the payloads of its `ranks` parts."""
-    of_unit, codec = UnitRange.of(plain), Codec(*key)
+    of_unit, codec = UnitRange.from_lists(lists), Codec(*key)
     codes = unpack(codec.code_kind, payload.unflatten(-1, (ranks, -1)), of_unit.length // ranks).flatten(-2)
     values = decode_blocks(codec, of_unit.to_blocks(codes, codec.block), magnitudes)
     return of_unit.from_blocks(values).to(dtype)
@@ -208,9 +111,9 @@ def sums_of_bytes(sent: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
 
 
 @OneNode
-def decode_sum(sums: torch.Tensor, magnitudes: torch.Tensor, plain: list[Any], key: CodecKey) -> torch.Tensor:
+def decode_sum(sums: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey) -> torch.Tensor:
     """Return the numbers `[.., length]`, float32, of sums of the codes of a range."""
-    of_range, codec = UnitRange.of(plain), Codec(*key)
+    of_range, codec = UnitRange.from_lists(lists), Codec(*key)
     values = scale_blocks(codec, of_range.to_blocks(sums, codec.block), of_range.own(magnitudes))
     return of_range.from_blocks(values)
 
@@ -231,6 +134,10 @@ def _codec_of(spec: Spec, name: str) -> Codec:
 def _range_of(spec: Spec, codec: Codec, rank: int, ranks: int) -> UnitRange:
     k = padded_numel(spec, ranks) // ranks
     return block_range(spec.sizes, codec.block, rank * k, rank * k + k)
+
+
+def _unit_range(spec: Spec, codec: Codec, ranks: int) -> UnitRange:
+    return block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
 
 
 def padded_numel(spec: Spec, ranks: int) -> int:
@@ -273,45 +180,44 @@ def _of_copies(f: Any) -> RankOperation:
 
 def _own_magnitudes(spec: Spec, rank: int, ranks: int, x: torch.Tensor) -> torch.Tensor:
     codec = _codec_of(spec, "gather")
-    return range_magnitudes(x, _range_of(spec, codec, rank, ranks).plain, _blocks(spec, codec), codec.block)
+    return range_magnitudes(x, _range_of(spec, codec, rank, ranks).as_lists(), _blocks(spec, codec), codec.block)
 
 
 def _own_payload(spec: Spec, rank: int, ranks: int, x: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     codec = _codec_of(spec, "gather")
-    return encode_range(x, magnitudes, _range_of(spec, codec, rank, ranks).plain, codec.key, 1)
+    return encode_range(x, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key, 1)
 
 
 def _decoded_unit(options: UnitOptions, ranks: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "gather")
-    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
-    return decode_unit(payload, magnitudes, of_unit.plain, codec.key, ranks, spec.dtype)
+    return decode_unit(payload, magnitudes, _unit_range(spec, codec, ranks).as_lists(), codec.key, ranks, spec.dtype)
 
 
 def _unit_magnitudes(options: UnitOptions, ranks: int, buffer: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "reduce")
-    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
-    return range_magnitudes(buffer, of_unit.plain, _blocks(spec, codec), codec.block)
+    return range_magnitudes(buffer, _unit_range(spec, codec, ranks).as_lists(), _blocks(spec, codec), codec.block)
 
 
 def _unit_payload(options: UnitOptions, ranks: int, buffer: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "reduce")
-    of_unit = block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
-    return encode_range(buffer, magnitudes, of_unit.plain, codec.key, max(spec.ranks, ranks))
+    return encode_range(
+        buffer, magnitudes, _unit_range(spec, codec, ranks).as_lists(), codec.key, max(spec.ranks, ranks)
+    )
 
 
 def _own_sum(spec: Spec, rank: int, ranks: int, sums: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     codec = _codec_of(spec, "reduce")
-    return decode_sum(sums, magnitudes, _range_of(spec, codec, rank, ranks).plain, codec.key)
+    return decode_sum(sums, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key)
 
 
 def _unit_sum(options: UnitSumOptions, ranks: int, sent: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "reduce")
     sums = sent if codec.code_kind.is_float else sums_of_bytes(sent, _bytes_of_sum(codec, options.ranks), ranks)
-    return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).plain, codec.key)
+    return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).as_lists(), codec.key)
 
 
 def _sum_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
@@ -374,14 +280,21 @@ def _run(name: str, axis: Axis, options: UnitOptions | UnitSumOptions, *xs: torc
     return y
 
 
+def _gather_slow_axes(axes: Sequence[Axis], shard: torch.Tensor) -> tuple[Axis, torch.Tensor]:
+    """Return the axis along which codes are sent, and the shard, gathered over all other axes as it is."""
+    (first, *rest), x = axes or [NO_AXIS], shard.detach()
+    for a in rest[::-1]:
+        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
+    return first, x
+
+
 def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Tensors:
     """Return the decoded leaves of a unit, from this rank's shard `[k]`.
 
     If there is no group for all axes, the shards are gathered as they are over all axes but the slowest.
     """
-    (first, *rest), x, unit = axes or [NO_AXIS], shard.detach(), UnitOptions(spec_id)
-    for a in rest[::-1]:
-        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
+    first, x = _gather_slow_axes(axes, shard)
+    unit = UnitOptions(spec_id)
     magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
     payload = _run("gather_flat", first, unit, _run("own_payload", first, unit, x, magnitudes))
     return view_leaves(spec_of(spec_id), _run("decoded_unit", first, unit, payload, magnitudes))
@@ -438,9 +351,8 @@ def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tup
         axes: the axes over which the unit is sharded.
         shard: the shard.
     """
-    (first, *rest), x, unit = axes or [NO_AXIS], shard.detach(), UnitOptions(spec_id)
-    for a in rest[::-1]:
-        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
+    first, x = _gather_slow_axes(axes, shard)
+    unit = UnitOptions(spec_id)
     magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
     payload = _run("own_payload", first, unit, x, magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[-1] % first.size))

@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     *File("parallel/pipeline/_model.py", LAWS).faults(
         Fault("the first block and the layers before it draw the same masks", "Model.run_block", bare("A + 1")),
-        Fault("the loss is summed in half precision", "Model.run_last", bare("A.to(torch.promote_types(A.dtype, B))")),
+        Fault("the loss is summed in half precision", "Model.run_last", bare("at_least_float32(A)")),
         Fault(
             "the stacked blocks of all ranks are accepted as one rank's",
             "_own_part",

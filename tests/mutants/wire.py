@@ -30,9 +30,11 @@ MUTANTS = [
         Fault("the gradient is rounded, too", "_Round.backward", becomes("A[0]", "A[0].bfloat16().float()")),
         Fault("a vmap rounds all its values as one tensor", "_Round.vmap", becomes("leading + 1", "leading")),
     ),
-    *File("sharding/_coded.py", CODED).faults(
+    *File("sharding/_block_ranges.py", CODED).faults(
         Fault("blocks begin where a shard begins", "block_range", becomes("begin % block", "0")),
         Fault("a range has the scales of the unit's first blocks", "UnitRange.own", becomes("self.first", "0")),
+    ),
+    *File("sharding/_coded.py", CODED).faults(
         Fault("each rank has scales of its own", "", becomes("A.amax(0)", "A[0]")),
         Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
         Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),

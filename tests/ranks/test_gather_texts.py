@@ -8,7 +8,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import fzero
 from fzero.ranks import _agreement as texts
-from fzero.ranks._agreement import MissingRank, gather_texts
+from fzero.ranks._agreement import MissingRankError, gather_texts
 
 
 @pytest.fixture
@@ -36,6 +36,6 @@ def test_texts_come_in_rank_order_and_rounds_stay_apart(store, monkeypatch):
 
 def test_a_rank_that_gives_no_text_is_named(store, monkeypatch):
     monkeypatch.setattr(texts, "TEXT_SECONDS", 0.1)
-    with pytest.raises(MissingRank, match=r"rank 1 sent no text on 'alone' within 0\.1 s") as caught:
+    with pytest.raises(MissingRankError, match=r"rank 1 sent no text on 'alone' within 0\.1 s") as caught:
         gather_texts("mine", fzero.mesh(simulate=False, dp=2), "alone")
     assert caught.value.rank == 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.ranks._launch import AbsentError, rendezvous
+from fzero.ranks._launch import MissingRankError, rendezvous
 
 
 class Dead(BaseException):
@@ -53,7 +53,7 @@ def outcome(store: Any, rank: int, size: int, timeout: float, late: float = 0.0)
     time.sleep(late)
     try:
         return rendezvous(store, rank, size, timeout)
-    except (AbsentError, Dead) as error:
+    except (MissingRankError, Dead) as error:
         return error
 
 

@@ -12,7 +12,8 @@ import fzero
 from fzero import codecs, optim, tree
 from fzero.codecs import Codec, pack
 from fzero.parallel import experts
-from fzero.sharding._coded import UnitRange, block_range, encode_range, range_magnitudes
+from fzero.sharding._block_ranges import UnitRange, block_range
+from fzero.sharding._coded import encode_range, range_magnitudes
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
 from tests.helpers import examples, train_step_for
 from tests.precision_steps import step_of, wide_norm
@@ -49,13 +50,13 @@ def test_ranges_have_the_blocks_of_the_unit(sizes, block, n, seed):
     padded = torch.cat([x, torch.full((n * k - x.numel(),), 9e9)])  # padding may hold anything
     parts = [padded[r * k : r * k + k] for r in range(n)]
     magnitudes = torch.stack(
-        [range_magnitudes(part, y.plain, len(expected), block) for part, y in zip(parts, ranges, strict=True)]
+        [range_magnitudes(part, y.as_lists(), len(expected), block) for part, y in zip(parts, ranges, strict=True)]
     ).amax(0)
     assert torch.equal(magnitudes, expected)
-    codes = [encode_range(part, magnitudes, y.plain, codec.key, 1) for part, y in zip(parts, ranges, strict=True)]
+    codes = [encode_range(part, magnitudes, y.as_lists(), codec.key, 1) for part, y in zip(parts, ranges, strict=True)]
     assert torch.equal(torch.cat(codes)[: x.numel()], payload)
     for part, y in zip(parts, ranges, strict=True):
-        assert UnitRange.of(y.plain) == y
+        assert UnitRange.from_lists(y.as_lists()) == y
         back, real = y.from_blocks(y.to_blocks(part, block)), sum(p.size for p in y.parts)
         assert torch.equal(back[:real], part[:real]) and not back[real:].any()
 

@@ -19,7 +19,7 @@ from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
-from fzero.ranks import Mesh
+from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements
 
 __all__ = ["write"]
@@ -96,11 +96,11 @@ def write(
     task = f"writing {files.path!r}"
     channel, (local, plan) = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT)
     nonce = channel.nonce
-    is_leader = mesh is None or mesh.rank == 0
+    leads = is_leader(mesh)
     with contextlib.ExitStack() as stack:
-        all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if is_leader else None, mesh)
+        all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if leads else None, mesh)
         all_or_none(task, lambda: _write_local(files, plan, nonce, local), mesh)
-        all_or_none(task, lambda: _commit(files, plan, nonce) if is_leader else None, mesh)
+        all_or_none(task, lambda: _commit(files, plan, nonce) if leads else None, mesh)
 
 
 def _local(folder: Any) -> LocalFolder:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import random, tree
+from fzero._dtypes import at_least_float32
 from fzero.axes import Scope, call_in_micro_batch, call_in_scope, current_scope
 from fzero.graph import loop
 from fzero.parallel.schedules import PipelineSchedule
@@ -177,7 +178,7 @@ class Model:
                 f"weights, or a mean over the micro-batch, each 0-d; it returned {actual}"
             )
         # a count in half precision would have 8 or 11 bits only
-        total = total.to(torch.promote_types(total.dtype, torch.float32))
+        total = at_least_float32(total)
         weight = (
             torch.ones_like(total) if weight is None else torch.as_tensor(weight, device=total.device).to(total.dtype)
         )

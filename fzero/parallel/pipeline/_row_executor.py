@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero._dtypes import sum_dtype
 from fzero._torch import group_of
 from fzero.axes import is_lockstep
 from fzero.collectives import StageMessages
@@ -123,8 +124,8 @@ class RowExecutor:
             if index in self.grads:
                 self.grads[index] = self.grads[index].add_(new)
             else:
-                sum_dtype = torch.promote_types(new.dtype, torch.float32)
-                self.grads[index] = new.clone() if new.dtype == sum_dtype else new.to(sum_dtype)
+                wide = sum_dtype(new.dtype)
+                self.grads[index] = new.clone() if new.dtype == wide else new.to(wide)
 
 
 def _check_same_schedule(stages: Stages, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._dtypes import sum_dtype
 from fzero.graph import loop
 from fzero.parallel.pipeline._stage_functions import Params, Stages, ValueSpec, loss_cotangent, probe
 
@@ -103,13 +104,9 @@ def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torc
     return [loop.receive(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
 
 
-def _sum_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _with_share(share: torch.Tensor, iteration: torch.Tensor) -> loop.LoopSum:
-    return loop.LoopSum.with_share(share, iteration, _sum_dtype(share))
+    return loop.LoopSum.with_share(share, iteration, sum_dtype(share.dtype))
 
 
 def _without_share(like: torch.Tensor, iteration: torch.Tensor) -> loop.LoopSum:
-    return loop.LoopSum.without_share(like, iteration, _sum_dtype(like))
+    return loop.LoopSum.without_share(like, iteration, sum_dtype(like.dtype))
