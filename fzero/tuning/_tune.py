@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from fzero._arguments import check_choice, check_int
@@ -18,7 +19,7 @@ from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_or
 from fzero.tuning._space import PARALLEL, Configuration, TuneOptions, make_space
 from fzero.tuning._steps import ModelStep
 from fzero.tuning._verdicts import Verdict, verdicts
-from fzero.tuning.exports import EXPORTS, Export, PlannedRun
+from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
 
 __all__ = ["Best", "Table", "tune"]
 
@@ -120,7 +121,7 @@ class Table(FigureReport):
             system: "deepspeed", "fsdp2", "accelerate", "torchtitan" or "megatron".
             row: a row of the table; by default that of `best()`.
             make_step: the function that the table was made with. From a model by name (`model_step`) the export takes
-                its sizes and its length.
+                its sizes and its length, and plans what the system is expected to hold.
 
         Returns:
             An `Export`. Print it, or write its `text` into a file. Its `differences` say what the system does
@@ -140,9 +141,11 @@ class Table(FigureReport):
             ('ds_config.json', ('Gradients are summed in bfloat16; the row sums them in float32.',))
         """
         check_choice("system", system, tuple(EXPORTS))
-        model = make_step if isinstance(make_step, ModelStep) else None
-        shape, length = (model.shape, model.length) if model else (None, None)
-        return EXPORTS[system](PlannedRun(row or self.best().row, self.machine, shape, length))
+        run = PlannedRun(row or self.best().row, self.machine, budget=self.budget)
+        if isinstance(make_step, ModelStep):
+            activations = partial(activation_bytes, make_step, self.machine)
+            run = replace(run, shape=make_step.shape, length=make_step.length, activations=activations)
+        return EXPORTS[system](run)
 
     def _nothing_fits(self) -> str:
         """Explain by how much the smallest row does not fit, and which settings would need less memory."""

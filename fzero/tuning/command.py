@@ -337,12 +337,17 @@ def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
 
 def _print_exports(args: argparse.Namespace, table: Table, make_step: Callable[..., Any], console: Any) -> None:
     """Print the best row as the configurations of other systems, or write their files; say what is otherwise there."""
+    from rich.console import Console
+
     for system, path in args.export:
-        export = table.export(system, make_step=make_step)
+        with Console(stderr=True).status(f"planning what {system} holds"):
+            export = table.export(system, make_step=make_step)
         console.print(f"\n{export.system}, {path or export.filename}", style="bold")
         for line in export.differences:
             if path or line not in export.text:  # JSON has no comments
                 console.print(f"note: {line}", style="yellow", markup=False)
+        if export.fits is False:
+            console.print(f"warning: {export.differences[0]}", style="red", markup=False)
         if path:
             path.write_text(export.text, encoding="utf-8")
             print(f"wrote {path}", file=sys.stderr)

@@ -270,6 +270,12 @@ MUTANTS = [
     *File("tuning/exports/_megatron.py", EXPORTS).faults(
         Fault("Megatron-LM shards gradients at stage 1", "STRATEGIES", constant(2, 1)),
     ),
+    *File("tuning/exports/_peaks.py", ("tests/tuning/exports/test_peaks.py",)).faults(
+        Fault("FSDP2 holds a copy of its parameters in half precision", "fsdp2_states", constant(8, 12)),
+        Fault("DeepSpeed's live parameters are left out", "deepspeed_states", becomes("BUCKET + live", "BUCKET")),
+        Fault("experts count whole on each rank", "sizes_of", becomes("config.ep", "1")),
+        Fault("gradients of earlier micro-batches are left out", "States.peak", bare("A + self.gradients * B")),
+    ),
     *File("tuning/_recipe.py", PARALLELISM).faults(
         Fault(
             "the recipe gathers all parameters at once",

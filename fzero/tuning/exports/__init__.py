@@ -10,9 +10,10 @@ from fzero.tuning.exports._deepspeed import deepspeed
 from fzero.tuning.exports._export import Export, PlannedRun
 from fzero.tuning.exports._fsdp2 import fsdp2
 from fzero.tuning.exports._megatron import megatron
+from fzero.tuning.exports._peaks import activation_bytes
 from fzero.tuning.exports._torchtitan import torchtitan
 
-__all__ = ["EXPORTS", "Export", "PlannedRun"]
+__all__ = ["EXPORTS", "Export", "PlannedRun", "activation_bytes"]
 
 EXPORTS: dict[str, Callable[[PlannedRun], Export]] = {
     "deepspeed": deepspeed,

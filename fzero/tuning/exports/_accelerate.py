@@ -1,8 +1,10 @@
 """Export a row to accelerate: the YAML of `accelerate launch --config_file`, with FSDP2."""
 
+from dataclasses import replace
 from typing import Any
 
-from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["accelerate"]
 
@@ -11,8 +13,14 @@ PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def accelerate(run: PlannedRun) -> Export:
-    """Write the file of `accelerate launch`: DDP at stage 0, and FSDP2 above it and with more axes."""
+    """Write the file of `accelerate launch`: DDP at stage 0, and FSDP2 above it and with more axes.
+
+    Raises:
+        ValueError: if the row has a pipeline.
+    """
     c, is_fsdp = run.config, _is_fsdp(run)
+    if c.pp > 1:
+        raise ValueError(f"pp={c.pp}: accelerate trains no pipeline: export a row without one, as --pp 1 plans")
     fields: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_fsdp else "MULTI_GPU",
@@ -38,8 +46,9 @@ def accelerate(run: PlannedRun) -> Export:
             "parallelism_config_cp_size": c.cp,
             "parallelism_config_tp_size": c.tp,
         }
-    differences = _differences(run)
-    return Export(SYSTEM, "accelerate.yaml", comment(run, SYSTEM, differences) + _yaml(fields), differences)
+    as_run = replace(c, stage=max(c.stage, int(is_fsdp)), remat=bool(c.remat), offload=c.offload * is_fsdp, ep=1)
+    peak = expected_bytes(run, fsdp2_states, as_run)
+    return make_export(run, SYSTEM, "accelerate.yaml", _yaml(fields), _differences(run), peak)
 
 
 def _is_fsdp(run: PlannedRun) -> bool:
@@ -76,7 +85,6 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         )
     rules = {
         "ep": "accelerate does not split experts",
-        "pp": "accelerate trains no pipeline",
         "cp": "the loop splits each batch by accelerator.maybe_context_parallel",
         "tp": "the model needs a plan of its own, such as from_pretrained(tp_plan='auto') of transformers",
         "chunked_loss": "the model computes its loss, such as by Liger's fused linear cross-entropy",

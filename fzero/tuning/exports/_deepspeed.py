@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from fzero.tuning.exports._export import Export, PlannedRun, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._peaks import deepspeed_states
 
 __all__ = ["deepspeed"]
 
@@ -28,7 +29,8 @@ def deepspeed(run: PlannedRun) -> Export:
     }
     if c.ep > 1:
         fields["expert_parallel"] = {"enabled": True, "autoep_size": c.ep, "preset_model": "mixtral"}
-    return Export(SYSTEM, "ds_config.json", json.dumps(fields, indent=2) + "\n", _differences(run))
+    text, peak = json.dumps(fields, indent=2) + "\n", expected_bytes(run, deepspeed_states)
+    return make_export(run, SYSTEM, "ds_config.json", text, _differences(run), peak, comments=False)
 
 
 def _offloads(run: PlannedRun) -> bool:

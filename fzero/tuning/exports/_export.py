@@ -1,15 +1,17 @@
 """What an export is made of, and what it is: a row of a plan, and the configuration of another system."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fzero._format import format_bytes
 from fzero._report import Report
 from fzero.tuning._machines import Machine
 from fzero.tuning._models import ModelShape
 from fzero.tuning._row import TableRow
 from fzero.tuning._space import Configuration
+from fzero.tuning.exports._peaks import Sizes, States, sizes_of
 
-__all__ = ["Export", "PlannedRun", "comment", "without"]
+__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,17 @@ class PlannedRun:
         machine: the machine that the row was planned for.
         shape: the sizes of the model; None for a model of the user's own `make_step`.
         length: the tokens of a sequence; None as for `shape`.
+        budget: the bytes of a device that a plan may use.
+        activations: a function that returns the bytes of activations of an eager system in a configuration; None where
+            the model is not known.
     """
 
     row: TableRow
     machine: Machine
     shape: ModelShape | None = None
     length: int | None = None
+    budget: float = 0.0
+    activations: Callable[[Configuration], float] | None = None
 
     @property
     def config(self) -> Configuration:
@@ -54,22 +61,74 @@ class Export(Report):
         filename: the usual name of the file.
         text: the text of the file.
         differences: what the system does otherwise than the row says, a sentence each. The text holds them as comments,
-            where its format has comments.
+            where its format has comments. The first says what the system is expected to hold, if that is known.
+        peak_bytes: the bytes that the system is expected to hold on a device; None if that is not known.
+        fits: whether they are within the budget of the plan; None if they are not known.
     """
 
     system: str
     filename: str
     text: str
     differences: tuple[str, ...]
+    peak_bytes: float | None = None
+    fits: bool | None = None
 
     def __str__(self) -> str:
         return self.text.rstrip()
 
 
-def comment(run: PlannedRun, system: str, differences: Sequence[str]) -> str:
-    """Write the head of a file whose comments begin with `#`: the system, the row, and what is otherwise there."""
+def make_export(
+    run: PlannedRun,
+    system: str,
+    filename: str,
+    body: str,
+    differences: Sequence[str],
+    peak: float | None = None,
+    *,
+    comments: bool = True,
+) -> Export:
+    """Make an export, whose text has the differences as comments that begin with `#`.
+
+    Args:
+        run: the run.
+        system: the system and its version.
+        filename: the usual name of the file.
+        body: the text without its comments.
+        differences: what the system does otherwise.
+        peak: what the system is expected to hold; None if that is not known.
+        comments: whether the format has comments.
+    """
+    fits = None if peak is None else peak <= run.budget
+    if peak is not None:
+        differences = [_expectation(run, system, peak), *differences]
     lines = [f"{system}. Written by fzero plan.", run.title, *differences]
-    return "".join([f"# {line}\n" for line in lines])
+    head = "".join([f"# {line}\n" for line in lines]) if comments else ""
+    return Export(system, filename, head + body, tuple(differences), peak, fits)
+
+
+def _expectation(run: PlannedRun, system: str, peak: float) -> str:
+    name = system.split(",")[0].split(" ")[0]
+    verdict = "fits" if peak <= run.budget else f"does not fit, by {format_bytes(peak - run.budget)}"
+    return (
+        f"{name} is expected to hold {format_bytes(peak)} on a device, where fzero holds "
+        f"{format_bytes(run.row.peak_bytes)}: it {verdict}."
+    )
+
+
+def expected_bytes(
+    run: PlannedRun, states: Callable[[Sizes, Configuration], States], config: Configuration | None = None
+) -> float | None:
+    """Return what a system is expected to hold at its peak; None where the model is not known.
+
+    Args:
+        run: the run.
+        states: the states of the system.
+        config: the configuration as the system runs it; by default that of the row.
+    """
+    if run.activations is None or run.shape is None:
+        return None
+    config = config or run.config
+    return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
 def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ...]:

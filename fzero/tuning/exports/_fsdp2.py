@@ -1,6 +1,9 @@
 """Export a row to FSDP2, which has no file: two functions around `torch.distributed.fsdp.fully_shard`."""
 
-from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+from dataclasses import replace
+
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["fsdp2"]
 
@@ -22,11 +25,12 @@ PRODUCTS = [
 
 def fsdp2(run: PlannedRun) -> Export:
     """Write a function that shards a model and one that trains it by a batch."""
-    differences = _differences(run)
-    parts = [comment(run, SYSTEM, differences) + _imports(run)]
-    if run.config.remat == "matmuls":
+    c, parts = run.config, [_imports(run)]
+    if c.remat == "matmuls":
         parts.append(PRODUCTS)
-    return Export(SYSTEM, "fsdp2_plan.py", "\n\n".join([*parts, _shard_model(run), _train_step(run)]), differences)
+    body = "\n\n".join([*parts, _shard_model(run), _train_step(run)])
+    peak = expected_bytes(run, fsdp2_states, replace(c, ep=1))
+    return make_export(run, SYSTEM, "fsdp2_plan.py", body, _differences(run), peak)
 
 
 def _imports(run: PlannedRun) -> str:

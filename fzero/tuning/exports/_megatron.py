@@ -1,7 +1,7 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
 from fzero.tuning._models import ModelShape
-from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+from fzero.tuning.exports._export import Export, PlannedRun, make_export, without
 
 __all__ = ["megatron"]
 
@@ -11,7 +11,6 @@ STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 def megatron(run: PlannedRun) -> Export:
     """Write flags: the distributed optimizer at stage 1, and Megatron-FSDP at stages 2 and 3."""
-    differences = _differences(run)
     groups = {
         "the model": _model_flags(run),
         "the batch": _batch_flags(run),
@@ -22,10 +21,10 @@ def megatron(run: PlannedRun) -> Export:
     body = "".join([f"    # {name}\n    {line}\n" for name, flags in groups.items() if (line := " ".join(flags))])
     nodes = f"--nnodes {run.hosts} --nproc-per-node {min(run.config.world, run.machine.ranks)}"
     text = (
-        f"{comment(run, SYSTEM, differences)}MEGATRON_ARGS=(\n{body})\n"
+        f"MEGATRON_ARGS=(\n{body})\n"
         f'# torchrun {nodes} pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and your flags of data and tokenizer\n'
     )
-    return Export(SYSTEM, "megatron_args.sh", text, differences)
+    return make_export(run, SYSTEM, "megatron_args.sh", text, _differences(run))
 
 
 def _model_flags(run: PlannedRun) -> list[str]:

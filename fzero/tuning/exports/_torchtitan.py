@@ -1,8 +1,10 @@
 """Export a row to torchtitan: a Python file with a function that returns its `Trainer.Config`."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from fzero.tuning.exports._export import Export, PlannedRun, comment, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["torchtitan"]
 
@@ -37,11 +39,12 @@ SCHEDULES = {
 
 def torchtitan(run: PlannedRun) -> Export:
     """Write the functions `apply_plan`, and `planned` where torchtitan has the model."""
-    differences = _differences(run)
-    parts = [comment(run, SYSTEM, differences) + _imports(run), _apply_plan(run)]
+    parts = [_imports(run), _apply_plan(run)]
     if _known(run):
         parts.append(_planned(run))
-    return Export(SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), differences)
+    # whole gradients are never held, since each micro-batch is summed over ranks
+    peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
+    return make_export(run, SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), _differences(run), peak)
 
 
 def _known(run: PlannedRun) -> KnownModel | None:
@@ -136,7 +139,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     if c.offload:
         rules["offload"] = "torchtitan offloads all or nothing, and here all of parameters, gradients and state"
     if c.remat == "matmuls":
-        rules["remat"] = "SelectiveAC saves every second matrix product, and recomputes the others too"
+        rules["remat"] = "SelectiveAC saves every second matrix product only; what it is expected to hold counts all"
     if c.pp > 1 and c.schedule == "zb":
         rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
     found = []

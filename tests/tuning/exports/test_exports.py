@@ -82,6 +82,10 @@ def test_deepspeed_reads_its_file(config, monkeypatch):
 
 
 def test_accelerates_launcher_reads_its_file(config, tmp_path, monkeypatch):
+    if config.pp > 1:
+        with pytest.raises(ValueError, match="pp=2: accelerate trains no pipeline: export a row without one"):
+            exported("accelerate", config)
+        return
     from accelerate.commands import launch
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -323,7 +327,15 @@ def test_megatron_reads_its_flags(config, monkeypatch):
 SAID = {
     "deepspeed": ("remat:", "cp 4:", "tp 2:", "offload 0.4:", "pp 2", "chunked loss:", "no capacity", "float32"),
     "fsdp2": ("cp 4:", "offload 0.4:", "pp 2", "chunked loss:", "ep 8:", "Stage 1:", "Stage 2:", "loss scale", "tp 2:"),
-    "accelerate": ("offload 0.4:", "pp 2", "ep 8:", "remat but matmuls:", "Stage 1:", "sync_each_batch", "num_steps=4"),
+    "accelerate": (
+        "offload 0.4:",
+        "cp 4:",
+        "ep 8:",
+        "remat but matmuls:",
+        "Stage 1:",
+        "sync_each_batch",
+        "num_steps=4",
+    ),
     "torchtitan": ("offload 0.4:", "remat but matmuls:", "no capacity", "Stage 2:", "float16:"),
     "megatron": ("chunked loss:", "remat but matmuls:", "CUDA_DEVICE_MAX_CONNECTIONS"),
 }
@@ -331,7 +343,7 @@ SAID = {
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_what_a_system_cannot_say_is_said(system):
-    found = [exported(system, config) for config in CONFIGS.values()]
+    found = [exported(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
     said = "\n".join([line for export in found for line in export.differences])
     assert [word for word in SAID[system] if word not in said] == []
     for export in found:
