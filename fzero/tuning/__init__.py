@@ -1,6 +1,7 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._calibrate import calibrate
+from fzero.tuning._goodput import Goodput, Reliability, goodput, save_interval
 from fzero.tuning._hint import Hint
 from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine
 from fzero.tuning._offload_costs import OffloadCosts, OffloadWork, model_work, offload_costs, planned_work
@@ -24,6 +25,7 @@ __all__ = [
     "Configuration",
     "Constant",
     "Export",
+    "Goodput",
     "Hint",
     "Machine",
     "OffloadCosts",
@@ -31,6 +33,7 @@ __all__ = [
     "OffloadWork",
     "PeerEstimate",
     "RatioTrial",
+    "Reliability",
     "Skipped",
     "StepMeasurement",
     "Table",
@@ -39,12 +42,14 @@ __all__ = [
     "calibrate",
     "deepspeed_zero2",
     "deepspeed_zero3",
+    "goodput",
     "model_step",
     "model_work",
     "offload_costs",
     "offload_ratio",
     "peer_estimates",
     "planned_work",
+    "save_interval",
     "tune",
     "watch",
 ]

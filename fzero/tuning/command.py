@@ -20,6 +20,7 @@ from fzero import tree
 from fzero._format import format_bytes
 from fzero.graph import KINDS, Plan, phase_spans
 from fzero.tuning._calibrate import calibrate
+from fzero.tuning._goodput import Reliability, goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
@@ -112,6 +113,7 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
 
 UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
 UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
+TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 REMAT = {"no": False, "matmuls": "matmuls", "yes": True}
 
 
@@ -172,6 +174,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute the loss from chunks of classes, without all logits at once",
     )
+    plan.add_argument(
+        "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
+    )
+    plan.add_argument("--save-time", type=_seconds, metavar="5s", help="with --mtbf: how long a save stops the steps")
+    plan.add_argument(
+        "--restart-time", type=_seconds, metavar="5min", help="with --mtbf: from a failure to the next step"
+    )
+    plan.add_argument(
+        "--repair-time", type=_seconds, metavar="2h", help="with --mtbf: go on without a lost host so long"
+    )
+    plan.add_argument("--days", type=float, default=30.0, help="with --mtbf: the days of the run")
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
     plan.add_argument(
         "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
@@ -199,6 +212,13 @@ def _bytes(text: str) -> float:
     if not match or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
     return float(match[1]) * UNITS[match[2].upper()]
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in TIMES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45000h, 5min or 30s")
+    return float(match[1]) * TIMES[match[2]]
 
 
 def _links(text: str) -> dict[str, float]:
@@ -248,6 +268,8 @@ def _plan(args: argparse.Namespace) -> int:
     name = shape.name if shape else args.model
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)
+    if table.fitting and args.mtbf:
+        console.print(_goodput_line(args, table))
     estimates = _estimates(shape, args) if shape else []
     for line in estimates:
         console.print(f"other estimators: {line}", style="dim")
@@ -265,6 +287,17 @@ def _plan(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fzero plan: {error}", file=sys.stderr)
     return 1
+
+
+def _goodput_line(args: argparse.Namespace, table: Table) -> str:
+    """Simulate a long run with the best row, and return its goodput as a line."""
+    times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
+    given = {name: value for name, value in times.items() if value is not None}
+    what_fails = Reliability(args.mtbf, **given, devices_per_host=int(table.machine.ranks))
+    seconds = table.best().row.seconds
+    result = goodput(seconds, args.world, what_fails, days=args.days)
+    average = duration(seconds / result.share.median)
+    return f"{result}. So a step takes {average} on average, where {duration(seconds)} is planned"
 
 
 def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:

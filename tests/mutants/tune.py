@@ -15,6 +15,7 @@ WATCH = ("tests/tuning/test_watch.py",)
 ALLOCATIONS = ("tests/_torch/test_allocations.py",)
 PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
 EXTRAPOLATION = ("tests/tuning/test_extrapolation.py",)
+GOODPUT = ("tests/tuning/test_goodput.py",)
 COMMAND = ("tests/tuning/test_command.py",)
 EXPORTS = ("tests/tuning/exports/test_exports.py",)
 
@@ -347,6 +348,15 @@ MUTANTS = [
         Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
         Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
+    ),
+    *File("tuning/_goodput.py", GOODPUT).faults(
+        Fault("a run of many devices fails like one device", "_Run._lifetime", becomes("A / self.devices", "A")),
+        Fault("a failure loses no steps", "_Run._stop", becomes("self.work - A", "0.0")),
+        Fault("a save counts before it is complete", "_Run._fail", becomes("self.now - A", "self.now")),
+        Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save", "A")),
+        Fault("saves that are passed at once take no time", "_Run._pass_cycles", skipped("A['saves'] += B")),
+        Fault("what began before a restart ends after it", "_Run._if_still", always("A == restarts")),
+        Fault("a lost host does not slow the run", "_Run._speed", becomes("self._hosts_share / A", "1.0 / A")),
     ),
     *File("graph/_pass_manager.py", PARALLELISM).faults(
         Fault(

@@ -1,0 +1,438 @@
+"""Goodput: the share of a long run's time that trains, when devices fail, slow down, and state must be saved.
+
+Runs are simulated event by event. A heap holds the few kinds of events: a library of processes, such as SimPy, would
+need more code and run slower, since nothing here waits for anything but time.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
+from typing import Any, NamedTuple
+
+from fzero._arguments import check_int
+from fzero._report import FigureReport, new_figure
+from fzero._tracebacks import api_boundary
+
+__all__ = ["Goodput", "Quartiles", "Reliability", "goodput", "save_interval"]
+
+USEFUL = "steps"
+LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ranks")
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What fails in a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
+
+    Attributes:
+        mtbf: the mean time between failures of one device, its host, network and software included. A run on n devices
+            is interrupted each `mtbf / n` seconds.
+        save: how long steps stand still for a save.
+        commit: how much longer a save takes in the background. A failure before its end loses the save.
+        detection: the time until a failure is known.
+        restart: the time from there to the next step: new processes, compilation, loading.
+        repair: how long the run goes on without the host of a failed device; 0 if a spare host takes its place. When
+            the host is back, the run restarts with it.
+        slow_mtbf: the mean time until one device becomes slow; infinity if none does.
+        slow_factor: how many times as long a step takes while a device is slow.
+        slow_seconds: how long a device stays slow.
+        devices_per_host: the number of devices that are lost with one of them.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    Example:
+        >>> from fzero import tuning
+        >>> tuning.Reliability(mtbf=45_000 * 3600, save=5).restart
+        300.0
+    """
+
+    mtbf: float
+    save: float = 5.0
+    commit: float = 0.0
+    detection: float = 60.0
+    restart: float = 300.0
+    repair: float = 0.0
+    slow_mtbf: float = math.inf
+    slow_factor: float = 1.05
+    slow_seconds: float = 3600.0
+    devices_per_host: int = 8
+
+    def __post_init__(self) -> None:
+        least = {"mtbf": 0.0, "slow_mtbf": 0.0, "slow_factor": 1.0}
+        for name in ("mtbf", "slow_mtbf", "slow_factor", "save", "commit", "detection", "restart", "repair"):
+            value, above = getattr(self, name), name in ("mtbf", "slow_mtbf")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+            if not is_number or value < least.get(name, 0.0) or (above and not value):
+                raise ValueError(
+                    f"Reliability: {name}={value!r}: expected a number {'above' if above else 'of at least'} "
+                    f"{least.get(name, 0.0):g}"
+                )
+        check_int("devices_per_host", self.devices_per_host)
+
+
+def save_interval(mtbf: float, save: float) -> float:
+    """Return the time from the end of a save to the next one that loses least, in seconds.
+
+    Young's formula is `sqrt(2 save mtbf)`; this is Daly's of higher order.
+
+    Args:
+        mtbf: the mean seconds between failures of the run.
+        save: how long steps stand still for a save, in seconds.
+
+    Example:
+        >>> from fzero import tuning
+        >>> round(tuning.save_interval(mtbf=10_000, save=5))
+        313
+
+    References:
+        Daly: A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
+    """
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+
+
+class Quartiles(NamedTuple):
+    """The quartiles of a number over simulated runs."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Goodput(FigureReport):
+    """The share of a run's time that trains, made by `fzero.tuning.goodput`. Print it, or plot it.
+
+    `plot` draws the goodput against the time between saves, with its quartiles.
+
+    Attributes:
+        reliability: the assumptions.
+        devices: the number of devices.
+        days: the days of a simulated run.
+        every: seconds from one save to the next.
+        formula: the same by `save_interval`.
+        share: the quartiles of the goodput, from 0 to 1.
+        losses: the mean share of each kind of lost time.
+        failures: the mean number of failures in a run.
+        by_interval: the quartiles for each time between saves that was simulated, in seconds.
+    """
+
+    reliability: Reliability
+    devices: int
+    days: float
+    every: float
+    formula: float
+    share: Quartiles
+    losses: Mapping[str, float]
+    failures: float
+    by_interval: Mapping[float, Quartiles]
+
+    _caption = "goodput against the time between saves"
+
+    def __str__(self) -> str:
+        lost = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
+        low, median, high = self.share
+        return (
+            f"goodput {median:.1%} (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days on {self.devices:,} "
+            f"devices, with {self.failures:,.0f} failures and a save every {_duration(self.every)} "
+            f"(by Daly's formula {_duration(self.formula)}). Lost: {lost or 'nothing'}"
+        )
+
+    def _figure(self) -> Any:
+        figure = new_figure(7, 4)
+        axes = figure.subplots()
+        minutes = [every / 60 for every in self.by_interval]
+        low, median, high = zip(*self.by_interval.values(), strict=True)
+        axes.fill_between(minutes, low, high, alpha=0.3, label="quartiles")
+        axes.plot(minutes, median, marker="o", label="median")
+        axes.axvline(self.formula / 60, color="gray", linestyle="--", label="Daly's formula")
+        axes.set(xscale="log", xlabel="minutes between saves", ylabel="goodput")
+        axes.legend()
+        return figure
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 90 else f"{seconds / 60:.3g} min" if seconds < 5400 else _hours(seconds)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h"
+
+
+FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
+
+
+@api_boundary
+def goodput(
+    step_seconds: float,
+    devices: int,
+    reliability: Reliability,
+    *,
+    every: float | None = None,
+    days: float = 30.0,
+    samples: int = 40,
+    seed: int = 0,
+) -> Goodput:
+    """Simulate long runs with failures, slow devices and saves, and return the share of the time that trains.
+
+    Failures of devices are independent, and each interrupts the run. It goes on from the last complete save. Lost are
+    the steps since then, detection and restart, the time of saves, of steps that wait for a slow device, and of devices
+    that are missing until their repair.
+
+    Args:
+        step_seconds: the seconds of a step, such as `table.best().row.seconds`.
+        devices: the number of devices.
+        reliability: what fails, and how long it takes to go on.
+        every: seconds of steps between saves, rounded to whole steps. By default the best of some times around Daly's.
+        days: the days of each run.
+        samples: the number of simulated runs.
+        seed: the seed of the failures. All times between saves meet the same ones.
+
+    Returns:
+        A `Goodput`. Print it, or call its `plot(path)`.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    Example:
+        >>> from fzero import tuning
+        >>> what_fails = tuning.Reliability(mtbf=45_000 * 3600, save=4, restart=600)
+        >>> result = tuning.goodput(6.0, 16384, what_fails, days=10, samples=8)
+        >>> 0.85 < result.share.median < 0.95
+        True
+    """
+    check_int("devices", devices)
+    check_int("samples", samples, 2)
+    for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: expected a number above 0")
+    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * DAY)
+    intervals = [every] if every is not None else [formula * x for x in FACTORS]
+    rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
+    runs = {
+        interval: [
+            _Run(reliability, devices, interval, days * DAY, random.Random(f"{seed} {i}")).simulate()
+            for i in range(samples)
+        ]
+        for interval in rounded
+    }
+    shares = {interval: Quartiles(*quantiles([x.share for x in results])) for interval, results in runs.items()}
+    best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
+    losses = {name: fmean([x.seconds[name] / (days * DAY) for x in runs[best]]) for name in LOSSES}
+    failures = fmean([x.failures for x in runs[best]])
+    return Goodput(reliability, devices, days, best, formula, shares[best], losses, failures, shares)
+
+
+# One simulated run. Work is counted in seconds of steps at full speed. Between two events steps and saves alternate in
+# equal cycles, and many of them are passed at once.
+
+
+class _Saves(NamedTuple):
+    """Saves that ended at equal distances.
+
+    Attributes:
+        first: the time at which the first one ended.
+        work: the work in the first one.
+        count: how many there are.
+        cycle: the seconds between their ends.
+        every: the work between them.
+    """
+
+    first: float
+    work: float
+    count: int
+    cycle: float
+    every: float
+
+    def work_at(self, time: float) -> float | None:
+        """Return the work in the last save that ended by a time; None if none did."""
+        if time < self.first:
+            return None
+        index = int((time - self.first) // self.cycle) if self.count > 1 else 0
+        return self.work + min(index, self.count - 1) * self.every
+
+
+@dataclass
+class _Run:
+    """A run that is simulated.
+
+    Attributes:
+        reliability: what fails.
+        devices: the number of devices.
+        every: seconds of work between saves.
+        horizon: the seconds of the run.
+        rng: draws the times of failures.
+        seconds: seconds by what they were spent on.
+        failures: the number of failures.
+        events: a heap of what happens next: its time, its number among all events, and what it does.
+        event_count: the number of events so far.
+        now: the time.
+        work: the work that the state contains.
+        since: the part of it that was done since the last save began.
+        saving: the seconds that a save under way still takes; None if steps run.
+        saves: the saves since the last restart.
+        committed: the work in the state from which the last restart began.
+        down: the kind of lost time while no steps run; None while they do.
+        slow: how many devices are slow.
+        absent: how many hosts are missing.
+        restarts: the number of restarts. What began before one has no effect after it.
+    """
+
+    reliability: Reliability
+    devices: int
+    every: float
+    horizon: float
+    rng: random.Random
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((USEFUL, *LOSSES), 0.0))
+    failures: int = 0
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    event_count: int = 0
+    now: float = 0.0
+    work: float = 0.0
+    since: float = 0.0
+    saving: float | None = None
+    saves: list[_Saves] = field(default_factory=list)
+    committed: float = 0.0
+    down: str | None = None
+    slow: int = 0
+    absent: int = 0
+    restarts: int = 0
+
+    @property
+    def share(self) -> float:
+        """The goodput of the run, from 0 to 1."""
+        return self.seconds[USEFUL] / self.horizon
+
+    def simulate(self) -> "_Run":
+        """Simulate the run, and return it."""
+        self._after(self._lifetime(self.reliability.mtbf), self._fail)
+        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
+        while self.events[0][0] < self.horizon:
+            time, _, act = heapq.heappop(self.events)
+            self._advance(time)
+            act()
+        self._advance(self.horizon)
+        return self
+
+    def _after(self, delay: float, act: Callable[[], None]) -> None:
+        self.event_count += 1
+        heapq.heappush(self.events, (self.now + delay, self.event_count, act))
+
+    def _lifetime(self, mtbf: float) -> float:
+        """Draw the time until some device fails."""
+        return self.rng.expovariate(1.0) * mtbf / self.devices
+
+    @property
+    def _hosts_share(self) -> float:
+        """The share of the hosts that take part."""
+        hosts = max(self.devices // self.reliability.devices_per_host, 1)
+        return max(hosts - self.absent, 1) / hosts
+
+    @property
+    def _speed(self) -> float:
+        """Seconds of work in a second."""
+        return self._hosts_share / (self.reliability.slow_factor if self.slow else 1.0)
+
+    def _advance(self, time: float) -> None:
+        """Let the devices do what they do until a time."""
+        if self.down is not None:
+            self.seconds[self.down] += time - self.now
+            self.now = time
+        while self.now < time:
+            left = time - self.now
+            if self.saving is not None:
+                self._go_on_saving(min(left, self.saving))
+            elif not self.since and (count := int(left // self._cycle)):
+                self._pass_cycles(count)
+            else:
+                until = (self.every - self.since) / self._speed
+                self._step(min(left, until))
+                if until <= left:
+                    self.saving, self.since = self.reliability.save, 0.0
+            if time - self.now < 1e-9 * time:  # a rounding error
+                self.now = time
+
+    @property
+    def _cycle(self) -> float:
+        """The seconds from the end of a save to the end of the next one."""
+        return self.every / self._speed + self.reliability.save
+
+    def _step(self, seconds: float) -> None:
+        gained = seconds * self._speed
+        self.work += gained
+        self.since += gained
+        self.seconds[USEFUL] += gained
+        self.seconds["fewer ranks"] += seconds * (1 - self._hosts_share)
+        self.seconds["slow ranks"] += seconds * self._hosts_share - gained
+        self.now += seconds
+
+    def _go_on_saving(self, seconds: float) -> None:
+        assert self.saving is not None
+        self.seconds["saves"] += seconds
+        self.now += seconds
+        self.saving -= seconds
+        if self.saving <= 0:
+            self.saving = None
+            self.saves.append(_Saves(self.now, self.work, 1, 0.0, 0.0))
+
+    def _pass_cycles(self, count: int) -> None:
+        """Pass as many cycles of steps and a save at once."""
+        begin, work, cycle = self.now, self.work, self._cycle
+        self._step(count * self.every / self._speed)
+        self.since, self.now = 0.0, begin + count * cycle
+        self.seconds["saves"] += count * self.reliability.save
+        self.saves.append(_Saves(begin + cycle, work + self.every, count, cycle, self.every))
+
+    def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that acts unless the run has restarted since."""
+        restarts = self.restarts
+        return lambda: act() if self.restarts == restarts else None
+
+    def _fail(self) -> None:
+        """Lose a device, and all work since the last complete save."""
+        self.failures += 1
+        self._after(self._lifetime(self.reliability.mtbf), self._fail)
+        complete = [saves.work_at(self.now - self.reliability.commit) for saves in self.saves]
+        self._stop(max([work for work in complete if work is not None], default=self.committed))
+        if self.reliability.repair:
+            self.absent += 1
+            self._after(self.reliability.repair, self._rejoin)
+        self.down = "detection"
+        self._after(self.reliability.detection, self._if_still(self._restart))
+
+    def _stop(self, committed: float) -> None:
+        """Stop all devices, and return to a state."""
+        lost = self.work - committed
+        self.seconds[USEFUL] -= lost
+        self.seconds["lost steps"] += lost
+        self.work = self.committed = committed
+        self.saving, self.since, self.saves = None, 0.0, []
+        self.restarts += 1
+
+    def _restart(self) -> None:
+        self.down = "restart"
+        self._after(self.reliability.restart, self._if_still(self._resume))
+
+    def _resume(self) -> None:
+        self.down = None
+
+    def _rejoin(self) -> None:
+        """Take a repaired host back at the end of a step. The state is kept, so only a restart's time is lost."""
+        self.absent -= 1
+        if self.down is None:
+            self._stop(self.work)
+            self._restart()
+
+    def _become_slow(self) -> None:
+        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
+        self.slow += 1
+        self._after(self.reliability.slow_seconds, self._recover)
+
+    def _recover(self) -> None:
+        self.slow -= 1

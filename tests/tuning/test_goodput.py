@@ -1,0 +1,147 @@
+"""goodput: simulated runs agree with formulas where formulas exist, and with what was published."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero import tuning
+from fzero.tuning import Reliability
+from fzero.tuning._goodput import LOSSES, USEFUL, _Run
+from fzero.tuning.command import run
+
+HOUR = 3600.0
+
+
+def test_without_failures_a_run_loses_its_saves_alone():
+    result = tuning.goodput(1.0, 8, Reliability(math.inf, save=10), every=90, days=1, samples=2)
+    assert result.share.median == pytest.approx(0.9) and result.failures == 0
+    assert result.losses["saves"] == pytest.approx(0.1) and sum(result.losses.values()) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("save,restart,every", [(100.0, 500.0, 1400.0), (10.0, 0.0, 200.0), (30.0, 2000.0, 5000.0)])
+def test_failures_cost_what_dalys_formula_says(save, restart, every):
+    """The expected time of a run whose restarts may fail too, FGCS 22 (2006), equation 13."""
+    mtbf = 10_000.0
+    what_fails = Reliability(mtbf * 1000, save=save, detection=0, restart=restart)
+    result = tuning.goodput(1.0, 1000, what_fails, every=every, days=1000, samples=8)
+    expected = every / (mtbf * math.exp(restart / mtbf) * math.expm1((every + save) / mtbf))
+    assert result.share.median == pytest.approx(expected, rel=0.01)
+    assert result.failures == pytest.approx(1000 * 86400 / mtbf, rel=0.02)
+
+
+def test_the_best_time_between_saves_is_near_the_formulas():
+    result = tuning.goodput(0.5, 1000, Reliability(1e8, save=20), days=300, samples=12)
+    assert result.formula == pytest.approx(tuning.save_interval(1e5, 20))
+    assert 0.5 * result.formula <= result.every <= 2 * result.formula
+    shares = [x.median for x in result.by_interval.values()]
+    assert max(shares) > shares[0] and max(shares) > shares[-1]  # it lies between too often and too seldom
+
+
+@pytest.mark.parametrize("save", [1.0, 100.0, 1000.0])
+def test_the_formulas_time_between_saves_loses_least(save):
+    """Of all times, by the exact expectation."""
+    mtbf = 10_000.0
+    best = max(range(10, 20_000, 10), key=lambda every: every / math.expm1((every + save) / mtbf))
+    assert tuning.save_interval(mtbf, save) == pytest.approx(best, rel=0.03, abs=10)
+
+
+def test_a_save_that_is_not_complete_is_lost():
+    """A failure before its end falls back to the save before, so each failure loses that much more."""
+    what_fails = Reliability(1e7, save=1, detection=0, restart=0)
+    soon, late = (
+        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=8) for x in (0.0, 300.0)
+    )
+    assert late.losses["lost steps"] - soon.losses["lost steps"] == pytest.approx(0.03, rel=0.1)
+
+
+def test_a_slow_device_slows_all():
+    """One device is slow for an hour after a lifetime of ten, and steps then take half as long again."""
+    what_fails = Reliability(math.inf, save=0, slow_mtbf=10 * HOUR, slow_factor=1.5, slow_seconds=HOUR)
+    result = tuning.goodput(1.0, 1, what_fails, every=600, days=2000, samples=4)
+    slow = 1 - math.exp(-0.1)  # the share of time in which one or more are
+    assert result.losses["slow ranks"] == pytest.approx(slow / 3, rel=0.05)
+    assert result.share.median == pytest.approx(1 - slow / 3, rel=0.01)
+
+
+def test_a_run_goes_on_without_a_lost_host():
+    what_fails = Reliability(400 * HOUR, save=0, detection=0, restart=0, repair=4 * HOUR)
+    result = tuning.goodput(1.0, 16, what_fails, every=1, days=3000, samples=4)
+    absent = 16 / 400 * 4  # hosts that are missing on average, of two; never both at once
+    assert result.losses["fewer ranks"] == pytest.approx(absent / 2, rel=0.08)
+    spare = tuning.goodput(1.0, 16, replace(what_fails, repair=0), every=1, days=3000, samples=4)
+    assert spare.share.median > 0.999
+
+
+@given(
+    mtbf=st.floats(1e4, 1e8),
+    save=st.floats(0, 200),
+    commit=st.floats(0, 2000),
+    times=st.tuples(st.floats(0, 500), st.floats(0, 2000), st.floats(0, 5000)),
+    slow=st.tuples(st.floats(1e4, 1e8), st.floats(1, 3), st.floats(0, 5000)),
+    devices=st.integers(1, 64),
+    every=st.floats(1, 5000),
+    seed=st.integers(0, 99),
+)
+def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, every, seed):
+    what_fails = Reliability(mtbf, save, commit, *times, *slow)
+    horizon = 200_000.0
+    one = _Run(what_fails, devices, every, horizon, random.Random(seed)).simulate()
+    assert sum(one.seconds.values()) == pytest.approx(horizon, rel=1e-6)
+    assert all(one.seconds[name] >= -1e-6 for name in (USEFUL, *LOSSES))
+    assert one.seconds[USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
+
+
+def test_llama_3_is_held_to_its_paper():
+    """466 interruptions in 54 days on 16,384 GPUs, and over 90% effective time, arXiv:2407.21783, section 3.3.4."""
+    what_fails = Reliability(54 * 86400 * 16384 / 466, save=4, commit=60, restart=300)
+    result = tuning.goodput(6.3, 16384, what_fails, days=54, samples=8)
+    assert result.failures == pytest.approx(466, rel=0.05)
+    assert 0.9 < result.share.lower < result.share.upper < 0.95
+
+
+def test_the_same_seed_draws_the_same_failures():
+    what_fails = Reliability(1e6, save=5)
+    first, again, other = (tuning.goodput(1.0, 100, what_fails, days=5, samples=4, seed=s) for s in (0, 0, 1))
+    assert first == again and first != other
+
+
+def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
+    words = (
+        "gpt2 --world 8 --batch 8 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 2 --no-cache --workers 1"
+    )
+    assert (
+        run(["plan", *words.split(), "--mtbf", "40h", "--save-time", "2s", "--restart-time", "10min", "--days", "3"])
+        == 0
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "over 3 days on 8 devices, with 1" in out and "So a step takes" in out
+    with pytest.raises(SystemExit):
+        run(["plan", *words.split(), "--mtbf", "40 fortnights"])
+    assert "'40 fortnights': expected a time such as 45000h" in capsys.readouterr().err
+
+
+def test_the_picture_has_the_formulas_line(tmp_path):
+    result = tuning.goodput(1.0, 100, Reliability(1e6), days=2, samples=2)
+    result.plot(tmp_path / "goodput.png")
+    assert (tmp_path / "goodput.png").stat().st_size > 5000
+
+
+BAD = {
+    "no time between failures": (lambda: Reliability(0), "mtbf=0: expected a number above 0"),
+    "a negative time": (lambda: Reliability(1.0, restart=-1), "restart=-1: expected a number of at least 0"),
+    "a slow device that is faster": (lambda: Reliability(1.0, slow_factor=0.5), "slow_factor=0.5: .* at least 1"),
+    "no devices": (lambda: tuning.goodput(1.0, 0, Reliability(1.0)), "devices=0: expected an int"),
+    "no time": (lambda: tuning.goodput(0.0, 1, Reliability(1.0)), "step_seconds=0.0: expected a number above 0"),
+    "one sample": (lambda: tuning.goodput(1.0, 1, Reliability(1.0), samples=1), "samples=1: expected an int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_number_is_refused(name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make()
