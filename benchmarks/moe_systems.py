@@ -89,7 +89,7 @@ def attend(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def mixture(p: Any, h: torch.Tensor, capacity: float) -> tuple[torch.Tensor, torch.Tensor]:
     """fzero's layer: on a mesh with `ep` each rank has a part of the experts; anywhere else all."""
-    routing = moe.route(h @ p["router"], k=2, normalise=True)
+    routing = moe.route(h @ p["router"], k=2, normalize=True)
     return moe.layer(ffn, p["experts"], h, routing, capacity=capacity), moe.balance_loss(routing)
 
 

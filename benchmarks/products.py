@@ -30,7 +30,7 @@ BFLOAT16 = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" 
 LINEARS: dict[str, Callable[..., torch.Tensor]] = {
     "exact": F.linear,
     "float8, tensorwise": fzero.nn.float8_linear,
-    "float8, rowwise": partial(fzero.nn.float8_linear, scales="rowwise"),
+    "float8, rowwise": partial(fzero.nn.float8_linear, scaling="rowwise"),
 }
 
 

@@ -67,7 +67,7 @@ def forward(params: Any, windows: torch.Tensor) -> tuple[torch.Tensor, list[Any]
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
         h = F.layer_norm(x, (WIDTH,))
         if "experts" in p:
-            routings.append(moe.route(h @ p["router"], k=2, normalise=True))
+            routings.append(moe.route(h @ p["router"], k=2, normalize=True))
             x = x + moe.layer(ffn, p["experts"], h, routings[-1], capacity=args.capacity or None)
         else:
             x = x + F.gelu(h @ p["up"]) @ p["down"]

@@ -1,6 +1,5 @@
 """Codecs: a tensor in fewer bits, block by block, for what collectives send."""
 
-from fzero.codecs._blocks import KINDS, largest_magnitudes, numbers_of, pack, scales_of, unpack
 from fzero.codecs._codec import (
     Codec,
     CodecKey,
@@ -14,6 +13,7 @@ from fzero.codecs._codec import (
     rounded,
     scale_blocks,
 )
+from fzero.codecs._quantize import KINDS, largest_magnitudes, numbers_of, pack, scales_of, unpack
 
 __all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
 

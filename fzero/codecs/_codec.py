@@ -8,7 +8,7 @@ import torch
 from fzero._arguments import check_choice
 from fzero._torch import allow_in_graph
 from fzero._tracebacks import api_boundary
-from fzero.codecs._blocks import (
+from fzero.codecs._quantize import (
     KINDS,
     CodeKind,
     largest_magnitudes,

@@ -12,9 +12,9 @@ from fzero._torch import allow_in_graph, scaled_mm
 from fzero._tracebacks import api_boundary
 from fzero.codecs import KINDS, largest_magnitudes, scales_of
 
-__all__ = ["SCALES", "SIZE_MULTIPLE", "float8_linear"]
+__all__ = ["SCALINGS", "SIZE_MULTIPLE", "float8_linear"]
 
-SCALES = ("tensorwise", "rowwise")
+SCALINGS = ("tensorwise", "rowwise")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZE_MULTIPLE = 16  # of the sizes that the products of cards have
 
@@ -24,7 +24,7 @@ KIND_OF_DTYPE = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_
 
 @api_boundary
 def float8_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: str = "tensorwise"
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scaling: str = "tensorwise"
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.linear`, with matrix products in float8 in the forward and the backward pass.
 
@@ -39,14 +39,14 @@ def float8_linear(
         x: `[.., k]`, float32, bfloat16 or float16.
         weight: `[n, k]` of the same dtype, as in `torch.nn.Linear`. k and n are multiples of 16.
         bias: `[n]`; None for none.
-        scales: "tensorwise", one scale for each operand; or "rowwise", one for each row of an operand, along the
+        scaling: "tensorwise", one scale for each operand; or "rowwise", one for each row of an operand, along the
             dimension that is summed over. Rowwise scales are more exact, and cost a second rounding of each operand.
 
     Returns:
         `[.., n]` of the dtype of `x`. Each number that shares a scale with an infinite or nan number gives nan.
 
     Raises:
-        ValueError: if the shapes do not match, a size of `weight` is no multiple of 16, or `scales` is neither.
+        ValueError: if the shapes do not match, a size of `weight` is no multiple of 16, or `scaling` is neither.
         TypeError: if the dtypes are others.
         NotImplementedError: for forward-mode derivatives, such as `torch.func.jvp`.
 
@@ -59,17 +59,17 @@ def float8_linear(
     References:
         Micikevicius et al.: FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
-    _check(x, weight, bias, scales)
-    gradient = torch.float8_e5m2 if scales == "tensorwise" else VALUE_DTYPE
+    _check(x, weight, bias, scaling)
+    gradient = torch.float8_e5m2 if scaling == "tensorwise" else VALUE_DTYPE
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(Recipe(VALUE_DTYPE, VALUE_DTYPE, gradient, scales == "rowwise", True), rows, weight)
+    y = _product(Recipe(VALUE_DTYPE, VALUE_DTYPE, gradient, scaling == "rowwise", True), rows, weight)
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: str) -> None:
-    if scales not in SCALES:
-        raise ValueError(f"scales={scales!r}: expected {' or '.join(map(repr, SCALES))}")
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling={scaling!r}: expected {' or '.join(map(repr, SCALINGS))}")
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [.., k] and [n, k]")
     if any(size % SIZE_MULTIPLE for size in weight.shape):

@@ -13,7 +13,6 @@ from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, 
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, in_lockstep, loss_axes
-from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._copy import (
     LeftoverCheck,
     check_functions,
@@ -27,6 +26,7 @@ from fzero.nn._copy import (
     tensors_in,
 )
 from fzero.nn._products import ProductsLike, install_products, products_of
+from fzero.nn._remat_blocks import boxes_to_blocks, remat_blocks
 from fzero.parallel.context import check_model
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
@@ -277,7 +277,7 @@ def functional(
     install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
     if context_axis is not None:
         install_context(copied, context_axis)
-    blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
+    blocks = remat_blocks(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
     return Functional(apply, params, constants)
 

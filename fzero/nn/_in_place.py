@@ -6,9 +6,9 @@ import torch
 
 from fzero._torch.modules import attributes, refresh_flat_weights
 from fzero._torch.types import NamedTensors
-from fzero.nn._blocks import rematerialise, repeated_blocks, undo_rematerialise
 from fzero.nn._copy import copy_module, tensors_in
 from fzero.nn._functional import Apply, Functional, mutable_buffers, tensors_of
+from fzero.nn._remat_blocks import remat_blocks, repeated_blocks, undo_remat_blocks
 from fzero.parallel.experts import use_differentiable
 from fzero.zero import stand_ins
 
@@ -33,7 +33,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         setattr(m, name, memo[id(x)])
     refresh_flat_weights(module)
     use_differentiable(module)
-    blocks = rematerialise(module, None, mutable) if repeated_blocks(module) else ()
+    blocks = remat_blocks(module, None, mutable) if repeated_blocks(module) else ()
     constants = {**buffers, **frozen}
     apply = Apply(module, frozenset(params), frozenset(constants), mutable, blocks, is_own=True)
     return Functional(apply, params, constants)
@@ -44,7 +44,7 @@ def put_back(apply: Apply, tensors: NamedTensors) -> None:
     memo = _full_tensors(apply, tensors)
     for m, name, x in _places(apply.module):
         setattr(m, name, memo[id(x)])
-    undo_rematerialise(apply.module, apply.blocks)
+    undo_remat_blocks(apply.module, apply.blocks)
 
 
 def full_copy(apply: Apply, tensors: NamedTensors) -> torch.nn.Module:
@@ -52,7 +52,7 @@ def full_copy(apply: Apply, tensors: NamedTensors) -> torch.nn.Module:
     memo, values = _full_tensors(apply, tensors), [x for m in apply.module.modules() for x in attributes(m).values()]
     memo |= {id(x): x.detach() for value in values for x in tensors_in(value) if not x.is_leaf}  # deepcopy refuses it
     copied = copy_module(apply.module, memo)
-    undo_rematerialise(copied, apply.blocks)
+    undo_remat_blocks(copied, apply.blocks)
     return copied
 
 

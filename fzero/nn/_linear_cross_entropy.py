@@ -6,7 +6,7 @@ holds one chunk of logits, and each chunk of the head's gradient is written once
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ def linear_cross_entropy(
         check_part("linear_cross_entropy", weight, axis)
         hidden = enter(hidden, axis)
     local = labels - axis_index(bound).to(labels.device) * len(weight)
-    log_sum, target, total = _combined(hidden, weight, local, bias, chunk, label_smoothing > 0, softcap)
+    log_sum, target, total = _sums_of_chunks(hidden, weight, local, bias, chunk, label_smoothing > 0, softcap)
     if axis is not None:
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
@@ -114,10 +114,15 @@ def _check(
         raise TypeError(f"labels are {labels.dtype}: expected int64, the number of a class for each token")
 
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+class TokenSums(NamedTuple):
+    """The three numbers of each token `[..]`, which its logits become."""
+
+    log_sum_exp: torch.Tensor
+    target_logit: torch.Tensor
+    logit_sum: torch.Tensor | None
 
 
-def _combined(
+def _sums_of_chunks(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -125,15 +130,15 @@ def _combined(
     chunk: int,
     smooth: bool,
     softcap: float | None,
-) -> Sums:
+) -> TokenSums:
     """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
     run: Callable[..., torch.Tensor] = remat(_of_chunk)
     # split, not slices: the gradients of the parts are concatenated once
     weights = weight.split(chunk)
     biases = [None] * len(weights) if bias is None else bias.split(chunk)
-    own = enumerate(zip(weights, biases, strict=True))
-    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, softcap) for i, (w, b) in own])
-    return sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None
+    chunks = enumerate(zip(weights, biases, strict=True))
+    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, softcap) for i, (w, b) in chunks])
+    return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None)
 
 
 def _of_chunk(
@@ -155,10 +160,10 @@ def _of_chunk(
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if smooth else [])])
 
 
-def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> Sums:
+def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> TokenSums:
     """Combine the numbers of the ranks, each of which holds part of the classes."""
     # Detached, since the result does not depend on the maximum.
     maximum = along("all_gather", log_sum.detach().unsqueeze(-1), axis, -1).amax(-1)
     rest = [] if total is None else [total]
     sums = leave(torch.stack([(log_sum - maximum).exp(), target, *rest]), axis)
-    return sums[0].log() + maximum, sums[1], None if total is None else sums[2]
+    return TokenSums(sums[0].log() + maximum, sums[1], None if total is None else sums[2])

@@ -9,8 +9,8 @@ import torch
 
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary_of_class
-from fzero.nn._blocks import repeated_blocks
-from fzero.nn._float8 import SCALES, SIZE_MULTIPLE, float8_linear
+from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
+from fzero.nn._remat_blocks import repeated_blocks
 
 __all__ = ["Linear", "Products", "ProductsLike", "install_products", "products_of"]
 
@@ -25,31 +25,31 @@ class Products:
 
     Attributes:
         kind: "float8", as `fzero.nn.float8_linear` does.
-        scales: "tensorwise" or "rowwise".
+        scaling: "tensorwise" or "rowwise".
         layers: a rule `(path, weight) -> bool` for the layers that multiply so, by the path of their weights. None for
             linear layers within repeated blocks, but for routers; so heads and embeddings stay exact. In a module
             without such layers it is all but the first and the last one. Sizes that are no multiples of 16 stay exact.
 
     Raises:
-        ValueError: if `kind` or `scales` is none of these.
+        ValueError: if `kind` or `scaling` is none of these.
 
     Example:
         >>> mlp = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
         >>> Products("float8").paths(mlp)
         ('1.weight', '2.weight')
-        >>> Products("float8", scales="rowwise", layers=lambda path, weight: path != "0.weight").paths(mlp)
+        >>> Products("float8", scaling="rowwise", layers=lambda path, weight: path != "0.weight").paths(mlp)
         ('1.weight', '2.weight', '3.weight')
     """
 
     kind: Literal["float8"]
-    scales: str = "tensorwise"
+    scaling: str = "tensorwise"
     layers: Callable[[str, torch.Tensor], bool] | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
         if self.kind != "float8":
             raise ValueError(f"products={self.kind!r}: expected 'float8', the only kind")
-        check_choice("scales", self.scales, SCALES)
+        check_choice("scaling", self.scaling, SCALINGS)
         if self.layers is not None and not callable(self.layers):
             raise TypeError(f"layers={self.layers!r}: expected a rule, a function (path, weight) -> bool")
 
@@ -90,7 +90,7 @@ class Products:
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return float8_linear(x, weight, bias, scales=self.scales)
+        return float8_linear(x, weight, bias, scaling=self.scaling)
 
 
 ProductsLike = Products | Literal["float8"] | None

@@ -18,14 +18,14 @@ __all__ = ["tiled"]
 def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., Any]:
     """Apply a function of single tokens to `chunk` tokens at a time, in the forward and in the backward pass.
 
-    An MLP, a norm or a head treats each token by itself, so parts of a sequence give parts of the result. Each part
-    saves only its input, and is computed again for the backward pass. So the activations of one part are alive.
-    Arguments besides x are passed whole to each part: a tree of weights that was gathered is gathered once.
+    An MLP, a norm or a head treats each token by itself, so tiles of a sequence give tiles of the result. Each tile
+    saves only its input, and is computed again for the backward pass. So the activations of one tile are alive.
+    Arguments besides x are passed whole to each tile: a tree of weights that was gathered is gathered once.
 
     Args:
         f: `(x, *args) -> y`, where x has tokens along `dim`, and y is a tensor with as many, or a tree of such tensors.
             It must treat tokens alike and by themselves. Weights must be arguments, as for `fzero.remat`.
-        chunk: the number of tokens of a part; the last part may be smaller.
+        chunk: the number of tokens of a tile; the last tile may be smaller.
         dim: the dimension of tokens, of x and of the results.
 
     Returns:
@@ -33,7 +33,7 @@ def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., 
 
     Raises:
         ValueError: if `chunk` is not positive; at a call, if x has no such dimension, or a result has another number of
-            tokens than its part.
+            tokens than its tile.
 
     Example:
         >>> params = {"up": torch.randn(4, 16), "down": torch.randn(16, 4)}
@@ -47,33 +47,33 @@ def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., 
     """
     check_int("chunk", chunk, 1)
 
-    def numbered(number: int, x: torch.Tensor, *args: Any) -> Any:
+    def run_tile(number: int, x: torch.Tensor, *args: Any) -> Any:
         with in_chunk(number):  # in both passes
             return f(x, *args)
 
-    part_of: Callable[..., Any] = remat(numbered)
+    run_tile_again: Callable[..., Any] = remat(run_tile)
 
     @api_boundary
     def call(x: torch.Tensor, *args: Any) -> Any:
         if not is_int(dim) or not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim!r}: x is {list(x.shape)}, and has no such dimension of tokens")
-        parts = x.split(chunk, dim)
-        if len(parts) == 1:
+        tiles = x.split(chunk, dim)
+        if len(tiles) == 1:
             return f(x, *args)
         results = []
-        for i, part in enumerate(parts):
-            results.append(part_of(i, part, *args))
-            tree.map_with_path(lambda path, y, part=part: _check_part(path, y, part, dim), results[-1])
+        for i, tile in enumerate(tiles):
+            results.append(run_tile_again(i, tile, *args))
+            tree.map_with_path(lambda path, y, tile=tile: _check_tile(path, y, tile, dim), results[-1])
         return tree.map(lambda *ys: torch.cat(ys, dim), *results)
 
     return call
 
 
-def _check_part(path: str, y: Any, part: torch.Tensor, dim: int) -> None:
-    tokens = part.shape[dim]
+def _check_tile(path: str, y: Any, tile: torch.Tensor, dim: int) -> None:
+    tokens = tile.shape[dim]
     if not isinstance(y, torch.Tensor) or not -y.ndim <= dim < y.ndim or y.shape[dim] != tokens:
         kind = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
         raise ValueError(
-            f"{tree.leaf_name('result', path)} is {kind} for a part of {tokens} tokens: expected as many along "
-            f"dimension {dim}, since f is applied to parts"
+            f"{tree.leaf_name('result', path)} is {kind} for a tile of {tokens} tokens: expected {tokens} "
+            f"along dimension {dim}, since f is applied to one tile at a time"
         )

@@ -170,7 +170,7 @@ CAPACITY = 1.25  # positions at an expert, relative to even routing
 def _moe(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
     x = tp.gather(x) if options.sequence else x
-    routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalise=True)
+    routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
     y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=CAPACITY)
     return tp.leave(y, sequence=options.sequence)

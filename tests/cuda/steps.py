@@ -168,7 +168,7 @@ def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x, balance = batch["x"].to(dtype), 0.0
         for p in tree.map(lambda w: w.to(dtype), params["layers"]):
-            routes = experts.route(x @ p["router"], k=2, normalise=True)
+            routes = experts.route(x @ p["router"], k=2, normalize=True)
             x = x + experts.layer(ffn, p["experts"], x, routes, axis="ep", capacity=capacity)
             balance = balance + experts.balance_loss(routes)
         return (x.float() @ params["out"] - batch["y"]).square().mean() + 0.1 * balance
@@ -251,7 +251,7 @@ def offloaded(ranks: int, update: str) -> Task:
     return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
 
 
-ROWWISE = partial(fzero.nn.float8_linear, scales="rowwise")
+ROWWISE = partial(fzero.nn.float8_linear, scaling="rowwise")
 CODES = fzero.Precision(torch.float32, gather=fzero.codecs.int8(), reduce=fzero.codecs.int4(rounding="stochastic"))
 TASKS: dict[str, Callable[[int], Task]] = {
     "dense": perceptron,

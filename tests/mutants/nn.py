@@ -14,13 +14,13 @@ MUTANTS = [
         Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
         Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
     ),
-    *File("codecs/_blocks.py", FLOAT8).faults(
+    *File("codecs/_quantize.py", FLOAT8).faults(
         Fault("scales of float8 are no powers of two", "scales_of", never("A.is_float")),
         Fault(
             "scales are rounded down, so that large numbers saturate", "power_of_two", becomes("A + B & ~B", "A & ~B")
         ),
     ),
-    *File("codecs/_blocks.py", FLOAT8).faults(
+    *File("codecs/_quantize.py", FLOAT8).faults(
         Fault("a nan counts as a zero", "largest_magnitudes", dropped("nan=A")),
     ),
     *File("nn/_float8.py", FLOAT8).faults(
@@ -61,7 +61,7 @@ MUTANTS = [
         Fault("the last layer without blocks multiplies in float8", "_default", becomes("A[1:-1]", "A[1:]")),
         Fault("layers of other sizes are chosen", "_default", dropped("_divides(A)")),
         Fault("transposed weights are not transposed back", "_forward", becomes("A if B else C", "C")),
-        Fault("products forget their scales", "Products.linear", dropped("scales=A")),
+        Fault("products forget their scales", "Products.linear", dropped("scaling=A")),
         Fault("a weight that attention only reads is listed", "linear_layers", skipped("A.discard(B)")),
     ),
     *File("parallel/tensor/_forwards.py", ("tests/nn/test_products.py",)).faults(
@@ -70,10 +70,10 @@ MUTANTS = [
     *File("nn/_tiled.py", ("tests/nn/test_tiled.py",)).faults(
         Fault("the activations of all tiles are kept", "tiled", bare("remat(A)")),
         Fault("tiles come back in another order", "tiled", becomes("torch.cat(ys, dim)", "torch.cat(ys[::-1], dim)")),
-        Fault("a tile's result may have any number of tokens", "_check_part", never("A or B or C")),
+        Fault("a tile's result may have any number of tokens", "_check_tile", never("A or B or C")),
     ),
     *File("nn/_linear_cross_entropy.py", CHUNKS).faults(
-        Fault("logits are kept for the backward pass", "_combined", bare("remat(A)")),
+        Fault("logits are kept for the backward pass", "_sums_of_chunks", bare("remat(A)")),
         Fault("a chunk's labels are those of the first chunk", "_of_chunk", bare("A - B * C")),
         Fault("the sums of half precision are taken in half precision", "_of_chunk", bare("at_least_float32(A)")),
         Fault("logits are not capped again", "_of_chunk", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
@@ -120,7 +120,7 @@ MUTANTS = [
             "a function's globals are not searched for the module", "_globals_of", never("A.opname == 'LOAD_GLOBAL'")
         ),
     ),
-    *File("nn/_blocks.py", REMAT).faults(
+    *File("nn/_remat_blocks.py", REMAT).faults(
         Fault("remat updates statistics twice", "_Forward.body", bare("A.clone()")),
     ),
     *File("nn/_copy.py", WRITTEN).faults(

@@ -94,7 +94,7 @@ MUTANTS = [
         Fault(
             "blocks run twice in a module that has its weights again",
             "put_back",
-            skipped("undo_rematerialise(apply.module, apply.blocks)"),
+            skipped("undo_remat_blocks(apply.module, apply.blocks)"),
         ),
         Fault(
             "a recurrent module in place keeps no weights",

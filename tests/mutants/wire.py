@@ -7,7 +7,7 @@ CODECS = ("tests/codecs/test_codecs.py",)
 CODED = ("tests/sharding/test_coded.py",)
 
 MUTANTS = [
-    *File("codecs/_blocks.py", CODECS).faults(
+    *File("codecs/_quantize.py", CODECS).faults(
         Fault(
             "a block has the scale of the next one",
             "quantize",

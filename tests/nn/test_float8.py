@@ -17,7 +17,7 @@ from tests.helpers import cases, examples
 
 vjp: Any = torch.func.vjp
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALES = st.sampled_from(["tensorwise", "rowwise"])
+SCALINGS = st.sampled_from(["tensorwise", "rowwise"])
 ROWS = st.sampled_from([1, 3, 16, 40])
 SIZES = st.sampled_from([16, 48, 64])
 SEEDS = st.integers(0, 99)
@@ -52,25 +52,25 @@ def error_bound(x: torch.Tensor, dtype: torch.dtype, rowwise: bool) -> torch.Ten
 
 
 @examples(30, 300)
-@given(m=ROWS, k=SIZES, n=SIZES, dtype=DTYPES, scales=SCALES, seed=SEEDS)
-def test_the_error_is_within_the_bound_of_its_codes(m, k, n, dtype, scales, seed):
+@given(m=ROWS, k=SIZES, n=SIZES, dtype=DTYPES, scaling=SCALINGS, seed=SEEDS)
+def test_the_error_is_within_the_bound_of_its_codes(m, k, n, dtype, scaling, seed):
     x, w = spread((m, k), seed, dtype), spread((n, k), seed + 1, dtype)
-    y, exact = float8_linear(x, w, scales=scales).double(), x.double() @ w.double().mT
-    ex, ew = (error_bound(z, E4M3, scales == "rowwise") for z in (x, w))
+    y, exact = float8_linear(x, w, scaling=scaling).double(), x.double() @ w.double().mT
+    ex, ew = (error_bound(z, E4M3, scaling == "rowwise") for z in (x, w))
     bound = ex @ w.double().abs().mT + x.double().abs() @ ew.mT + ex @ ew.mT
     assert ((y - exact).abs() <= bound + exact.abs() * torch.finfo(dtype).eps + bound * 1e-3).all()
 
 
 @examples(30, 300)
-@given(m=ROWS, k=SIZES, n=SIZES, scales=SCALES, seed=SEEDS)
-def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scales, seed):
+@given(m=ROWS, k=SIZES, n=SIZES, scaling=SCALINGS, seed=SEEDS)
+def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scaling, seed):
     x, w, g = spread((m, k), seed), spread((n, k), seed + 1), spread((m, n), seed + 2, decades=4)
-    rowwise, gradient = scales == "rowwise", E4M3 if scales == "rowwise" else E5M2
+    rowwise, gradient = scaling == "rowwise", E4M3 if scaling == "rowwise" else E5M2
 
     def product(a: torch.Tensor, a_kind: torch.dtype, b: torch.Tensor, b_kind: torch.dtype) -> torch.Tensor:
         return rounded(a, a_kind, rowwise) @ rounded(b, b_kind, rowwise).mT
 
-    y, back = vjp(lambda x, w: float8_linear(x, w, scales=scales), x, w)
+    y, back = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), x, w)
     expected = (
         product(x, E4M3, w, E4M3),
         product(g, gradient, w.mT, E4M3),
@@ -81,79 +81,79 @@ def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scales, seed):
 
 
 @examples(20, 100)
-@given(dtype=DTYPES, scales=SCALES, seed=SEEDS, lead=st.sampled_from([(), (5,), (2, 3)]))
-def test_leading_dimensions_and_a_bias_are_those_of_a_linear_layer(dtype, scales, seed, lead):
+@given(dtype=DTYPES, scaling=SCALINGS, seed=SEEDS, lead=st.sampled_from([(), (5,), (2, 3)]))
+def test_leading_dimensions_and_a_bias_are_those_of_a_linear_layer(dtype, scaling, seed, lead):
     x, w, b = spread((*lead, 32), seed, dtype), spread((16, 32), 1, dtype), spread((16,), 2, dtype)
-    y = float8_linear(x, w, b, scales=scales)
+    y = float8_linear(x, w, b, scaling=scaling)
     assert (y.shape, y.dtype) == (F.linear(x, w, b).shape, dtype)
-    assert torch.equal(y, (float8_linear(x.reshape(-1, 32), w, scales=scales) + b).view(y.shape))
-    of_bias = torch.func.grad(lambda b: float8_linear(x, w, b, scales=scales).float().sum())(b)
+    assert torch.equal(y, (float8_linear(x.reshape(-1, 32), w, scaling=scaling) + b).view(y.shape))
+    of_bias = torch.func.grad(lambda b: float8_linear(x, w, b, scaling=scaling).float().sum())(b)
     assert torch.equal(of_bias, torch.full_like(b, math.prod(lead)))
 
 
 @examples(10, 50)
-@given(scales=SCALES, seed=SEEDS, in_dims=st.sampled_from([(0, None), (None, 0), (0, 0), (1, 2)]))
-def test_vmap_is_a_loop_to_the_last_bit(scales, seed, in_dims):
+@given(scaling=SCALINGS, seed=SEEDS, in_dims=st.sampled_from([(0, None), (None, 0), (0, 0), (1, 2)]))
+def test_vmap_is_a_loop_to_the_last_bit(scaling, seed, in_dims):
     sizes = [(5, 32), (16, 32)]
     args = [
         spread(s if d is None else (*s[:d], 3, *s[d:]), seed + i)
         for i, (s, d) in enumerate(zip(sizes, in_dims, strict=True))
     ]
-    take = torch.func.grad(lambda x, w: float8_linear(x, w, scales=scales).tanh().sum(), (0, 1))
+    take = torch.func.grad(lambda x, w: float8_linear(x, w, scaling=scaling).tanh().sum(), (0, 1))
     mapped = torch.vmap(take, in_dims)(*args)
     for i in range(3):
         sample = [x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
         assert all(torch.equal(x[i], y) for x, y in zip(mapped, take(*sample), strict=True))
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("m", [40, 48])
-def test_second_derivatives_are_near_those_of_the_exact_layer(scales, m):
+def test_second_derivatives_are_near_those_of_the_exact_layer(scaling, m):
     x, w = spread((m, 64), 0, decades=0), spread((48, 64), 1, decades=0) / 8
 
     def penalty(f: Any) -> Any:
         grads = torch.func.grad(lambda x, w: f(x, w).tanh().sum(), (0, 1))
         return torch.func.grad(lambda x, w: sum(g.square().sum() for g in grads(x, w)), (0, 1))(x, w)
 
-    for found, exact in zip(penalty(lambda x, w: float8_linear(x, w, scales=scales)), penalty(F.linear), strict=True):
+    for found, exact in zip(penalty(lambda x, w: float8_linear(x, w, scaling=scaling)), penalty(F.linear), strict=True):
         assert (found - exact).norm() < 0.15 * exact.norm()
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_zeros_and_nothing(scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_zeros_and_nothing(scaling):
     w = spread((16, 32), 0)
-    take = vjp(lambda x, w: float8_linear(x, w, scales=scales), torch.zeros(3, 32), w)
+    take = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), torch.zeros(3, 32), w)
     assert not take[0].any()
     of_x, of_w = take[1](torch.zeros(3, 16))
     assert not of_x.any() and not of_w.any()
-    y, back = vjp(lambda x, w: float8_linear(x, w, scales=scales), torch.zeros(2, 0, 32), w)
+    y, back = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), torch.zeros(2, 0, 32), w)
     assert y.shape == (2, 0, 16)
     of_x, of_w = back(y)
     assert of_x.shape == (2, 0, 32) and of_w.shape == w.shape and not of_w.any()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_what_is_not_finite_makes_all_that_shares_its_scale_nan(value, scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_what_is_not_finite_makes_all_that_shares_its_scale_nan(value, scaling):
     """A loss scale then finds it. A cast alone would make infinity the largest code."""
     x, w = spread((3, 32), 0), spread((16, 32), 1)
     x[1, 5] = value
-    y = float8_linear(x, w, scales=scales)
-    assert y[1].isnan().all() and (scales == "rowwise" or y.isnan().all())
-    assert scales == "tensorwise" or y[::2].isfinite().all()
-    of_x, of_w = vjp(lambda x, w: float8_linear(x, w, scales=scales), spread((3, 32), 0), w)[1](
+    y = float8_linear(x, w, scaling=scaling)
+    assert y[1].isnan().all() and (scaling == "rowwise" or y.isnan().all())
+    assert scaling == "tensorwise" or y[::2].isfinite().all()
+    of_x, of_w = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), spread((3, 32), 0), w)[1](
         torch.full((3, 16), value)
     )
     assert of_x.isnan().all() and of_w.isnan().all()
 
 
 @examples(20, 100)
-@given(power=st.integers(-100, 60), scales=SCALES)
-def test_a_power_of_two_passes_the_product(power, scales):
+@given(power=st.integers(-100, 60), scaling=SCALINGS)
+def test_a_power_of_two_passes_the_product(power, scaling):
     """Scales are powers of two: what is multiplied by one has the same codes."""
     x, w = spread((5, 32), 0), spread((16, 32), 1)
-    y = float8_linear(x * 2.0**power, w, scales=scales)
-    assert torch.equal(y, float8_linear(x, w, scales=scales) * 2.0**power)
+    y = float8_linear(x * 2.0**power, w, scaling=scaling)
+    assert torch.equal(y, float8_linear(x, w, scaling=scaling) * 2.0**power)
 
 
 @pytest.mark.parametrize("shape", [(24, 32), (32, 24)])
@@ -165,7 +165,7 @@ def test_sizes_that_do_not_divide_are_named(shape):
 @pytest.mark.parametrize(
     "changed,error,message",
     [
-        ({"scales": "blockwise"}, ValueError, "scales='blockwise': expected 'tensorwise' or 'rowwise'"),
+        ({"scaling": "blockwise"}, ValueError, "scaling='blockwise': expected 'tensorwise' or 'rowwise'"),
         ({"x": torch.ones(2, 16)}, ValueError, "x is [2, 16], and weight [16, 32]: expected [.., k] and [n, k]"),
         ({"bias": torch.ones(3)}, ValueError, "bias is [3]: expected [16]"),
         ({"x": torch.ones(2, 32, dtype=torch.bfloat16)}, TypeError, "x is torch.bfloat16, and weight torch.float32"),
@@ -186,16 +186,16 @@ def test_forward_mode_is_refused():
         torch.func.jvp(lambda x: float8_linear(x, w), (x,), (x,))
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("m", [5, 16])
-def test_every_product_has_a_form_that_cards_multiply(scales, m):
+def test_every_product_has_a_form_that_cards_multiply(scaling, m):
     """Row-major times column-major, sizes of 16, at most one factor in e5m2; also in derivatives of gradients.
 
     Only products of the forward pass add in fewer bits.
     """
 
     def gradients(x: torch.Tensor, w: torch.Tensor) -> Any:
-        y, back = vjp(lambda x, w: float8_linear(x, w, scales=scales), x, w)
+        y, back = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), x, w)
         return y, back(y.tanh())
 
     second = torch.func.grad(lambda x, w: sum(g.square().sum() for g in gradients(x, w)[1]), (0, 1))
@@ -207,8 +207,8 @@ def test_every_product_has_a_form_that_cards_multiply(scales, m):
         a, b, scale_a, scale_b = [n.meta["val"] for n in node.args[:4]]
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert not any(size % 16 for size in (a.shape[1], *b.shape))
-        assert {a.dtype, b.dtype} != {E5M2} and (scales == "tensorwise" or {a.dtype, b.dtype} == {E4M3})
-        sizes = (torch.Size(()),) * 2 if scales == "tensorwise" else ((a.shape[0], 1), (1, b.shape[1]))
+        assert {a.dtype, b.dtype} != {E5M2} and (scaling == "tensorwise" or {a.dtype, b.dtype} == {E4M3})
+        sizes = (torch.Size(()),) * 2 if scaling == "tensorwise" else ((a.shape[0], 1), (1, b.shape[1]))
         assert (scale_a.shape, scale_b.shape) == sizes and scale_a.is_contiguous() and scale_b.is_contiguous()
         if i < 3:
             assert len(node.args) == (8 if i == 0 else 7)  # the eighth argument is `use_fast_accum`
@@ -248,10 +248,10 @@ def test_a_traced_step_keeps_the_codes_of_the_input_and_not_the_input():
 # ---------------------------------------------------------------- sharded
 
 
-def layer_loss(params: Any, x: torch.Tensor, scales: str) -> torch.Tensor:
+def layer_loss(params: Any, x: torch.Tensor, scaling: str) -> torch.Tensor:
     """Two layers and a tanh."""
     return float8_linear(
-        torch.tanh(float8_linear(x, params["up"], scales=scales)), params["down"], scales=scales
+        torch.tanh(float8_linear(x, params["up"], scaling=scaling)), params["down"], scaling=scaling
     ).mean()
 
 
@@ -259,18 +259,18 @@ PARAMS = {"up": spread((48, 32), 3), "down": spread((16, 48), 4)}
 
 
 @examples(16, 64)
-@given(n=st.integers(1, 8), scales=SCALES, seed=SEEDS)
-def test_a_gathered_weights_product_does_not_depend_on_the_number_of_ranks(n, scales, seed):
+@given(n=st.integers(1, 8), scaling=SCALINGS, seed=SEEDS)
+def test_a_gathered_weights_product_does_not_depend_on_the_number_of_ranks(n, scaling, seed):
     """A shard may begin anywhere in the weight; the scale is the whole weight's."""
     x, w = spread((5, 32), seed), spread((48, 32), seed + 1)
     mesh = fzero.mesh(dp=n)
-    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scales=scales))(w)
-    assert torch.equal(y, float8_linear(x, w, scales=scales))
+    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scaling=scaling))(w)
+    assert torch.equal(y, float8_linear(x, w, scaling=scaling))
 
 
 @examples(10, 50)
-@given(n=st.integers(1, 8), block=st.sampled_from([16, 100, 256]), seed=SEEDS, scales=SCALES)
-def test_a_weight_that_is_sent_in_float8_is_rounded_once(n, block, seed, scales):
+@given(n=st.integers(1, 8), block=st.sampled_from([16, 100, 256]), seed=SEEDS, scaling=SCALINGS)
+def test_a_weight_that_is_sent_in_float8_is_rounded_once(n, block, seed, scaling):
     """The codec's scales are powers of two, as the product's: what it sends, the product does not round again.
 
     So training with `Precision(gather=float8())` beside float8 products has the numbers of these products alone. A
@@ -280,16 +280,16 @@ def test_a_weight_that_is_sent_in_float8_is_rounded_once(n, block, seed, scales)
     coarse = w.abs() < w.abs().max() / 8192
     sent = torch.where(coarse, w, fzero.codecs.float8(block=block).round(w))
     x, mesh = spread((5, 32), seed + 1), fzero.mesh(dp=n)
-    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scales=scales))(sent)
-    assert torch.equal(y, float8_linear(x, w, scales=scales))
+    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scaling=scaling))(sent)
+    assert torch.equal(y, float8_linear(x, w, scaling=scaling))
 
 
 STAGES = cases([(0, 2), (1, 3), (2, 4), (3, 5), (3, 8)], [(s, n) for s in range(4) for n in range(1, 9)])
 
 
 @pytest.mark.parametrize("stage,n", STAGES)
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_every_stage_equals_unsharded_training(stage, n, scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_every_stage_equals_unsharded_training(stage, n, scaling):
     """All ranks have the same examples, so all scales are those of the unsharded step.
 
     A rank's gradient is divided by the number of ranks before it is rounded, so the unsharded step divides it, too.
@@ -298,7 +298,7 @@ def test_every_stage_equals_unsharded_training(stage, n, scales):
 
     def make(parts: int) -> Any:
         def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
-            loss, grads = fzero.value_and_grad(lambda p, x: layer_loss(p, x, scales) / parts)(params, x)
+            loss, grads = fzero.value_and_grad(lambda p, x: layer_loss(p, x, scaling) / parts)(params, x)
             grads = fzero.tree.map(lambda g: g * parts, grads)
             updates, opt_state = opt.update(grads, opt_state, params)
             return fzero.optim.apply_updates(params, updates), opt_state, loss * parts

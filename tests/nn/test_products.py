@@ -48,18 +48,18 @@ def model(blocks: int = 2) -> Model:
 INPUTS = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
     module = model(1)
-    apply, params, buffers = functional(module, products=Products("float8", scales=scales))
+    apply, params, buffers = functional(module, products=Products("float8", scaling=scaling))
 
     def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
         def exact(name: str, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
         x = exact("input", x)
-        y = float8_linear(x, p["blocks.0.up.weight"], p["blocks.0.up.bias"], scales=scales)
-        y = float8_linear(torch.tanh(y), p["blocks.0.down.weight"], scales=scales)
+        y = float8_linear(x, p["blocks.0.up.weight"], p["blocks.0.up.bias"], scaling=scaling)
+        y = float8_linear(torch.tanh(y), p["blocks.0.down.weight"], scaling=scaling)
         x = x + y * exact("blocks.0.router", x).amax(-1, keepdim=True)
         return exact("head", x + exact("blocks.0.odd", x).mean(-1, keepdim=True))
 
@@ -109,14 +109,14 @@ def test_transformers_layers_with_transposed_weights():
         assert (grads[name] - g).norm() < 0.25 * g.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_layers_may_be_split_over_an_axis(scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_layers_may_be_split_over_an_axis(scaling):
     """A part's scale is a power of two, as the whole's: the products are equal but for the order of sums."""
     module = model()
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     layers = tp.layers(module, plan)
-    apply, params, buffers = functional(module, tp=layers, products=Products("float8", scales=scales))
-    whole, *_ = functional(module, products=Products("float8", scales=scales))
+    apply, params, buffers = functional(module, tp=layers, products=Products("float8", scaling=scaling))
+    whole, *_ = functional(module, products=Products("float8", scaling=scaling))
     mesh = fzero.mesh(dp=1, tp=2)
     take = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().mean())
     step = fzero.shard(lambda p, s, x: (p, s, take(p, x)[0]), stage=0, mesh=mesh, axis="dp", split=layers.split)
@@ -131,7 +131,7 @@ def test_layers_may_be_split_over_an_axis(scales):
 @pytest.mark.parametrize("remat", [False, True])
 def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     """Rowwise scales belong to a token, so ranks with different tokens have the scales of one rank with all of them."""
-    apply, params, buffers = functional(model(), remat=remat, products=Products("float8", scales="rowwise"))
+    apply, params, buffers = functional(model(), remat=remat, products=Products("float8", scaling="rowwise"))
     opt = fzero.optim.sgd(1e-2)
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -148,8 +148,8 @@ def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     assert abs(loss - exact) > 1e-6
 
 
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_a_plan_counts_the_work_of_the_exact_step(scales):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_plan_counts_the_work_of_the_exact_step(scaling):
     """The same floating-point operations and collectives; the products of blocks are of float8."""
 
     def planned(products: Any) -> Any:
@@ -164,7 +164,7 @@ def test_a_plan_counts_the_work_of_the_exact_step(scales):
         step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
         return fzero.plan(step, *step.init(params, opt), step.mesh.split(torch.zeros(64, 16)))
 
-    exact, float8 = planned(None), planned(Products("float8", scales=scales))
+    exact, float8 = planned(None), planned(Products("float8", scaling=scaling))
     assert float8.flops == exact.flops > 0
     assert sum("_scaled_mm" in o.name for o in float8.operations) == 2 * 2 * 3  # blocks, layers, products
     assert [(c.kind, c.bytes) for c in float8.collectives] == [(c.kind, c.bytes) for c in exact.collectives]
@@ -187,8 +187,8 @@ def test_a_plan_counts_the_work_of_the_exact_step(scales):
 def test_bad_products_are_named(products, error, message):
     with pytest.raises(error, match=re.escape(message)):
         functional(model(), products=products)
-    with pytest.raises(ValueError, match="scales='columnwise': expected"):
-        Products("float8", scales="columnwise")
+    with pytest.raises(ValueError, match="scaling='columnwise': expected"):
+        Products("float8", scaling="columnwise")
     with pytest.raises(TypeError, match="expected a rule"):
         Products("float8", layers=["1.weight"])  # pyright: ignore[reportArgumentType]
     for wrong, text in (

@@ -83,7 +83,7 @@ def test_wrong_tiles_are_refused():
         nn.tiled(mlp, 0)
     with pytest.raises(ValueError, match=r"dim=3: x is \[2, 6, 4\]"):
         nn.tiled(mlp, 2, dim=3)(x, {})
-    with pytest.raises(ValueError, match=r"result leaf 'mean' is \[2, 1, 4\] for a part of 4 tokens"):
+    with pytest.raises(ValueError, match=r"result leaf 'mean' is \[2, 1, 4\] for a tile of 4 tokens"):
         nn.tiled(lambda x: {"mean": x.mean(1, keepdim=True)}, 4)(x)
-    with pytest.raises(ValueError, match="is int for a part of 4 tokens"):
+    with pytest.raises(ValueError, match="is int for a tile of 4 tokens"):
         nn.tiled(lambda x: 3, 4)(x)

@@ -82,7 +82,7 @@ def route(
     k: int,
     *,
     score: Literal["softmax", "sigmoid"] = "softmax",
-    normalise: bool = False,
+    normalize: bool = False,
     scale: float = 1.0,
     bias: torch.Tensor | None = None,
     groups: tuple[int, int] | None = None,
@@ -97,7 +97,7 @@ def route(
         logits: `[.., E]`, floating-point.
         k: the number of experts per token.
         score: the function from logits to scores.
-        normalise: whether a token's gates are divided by their sum; gates that are all zero stay zero.
+        normalize: whether a token's gates are divided by their sum; gates that are all zero stay zero.
         scale: the factor by which the gates are multiplied in the end.
         bias: `[E]`, added to the scores for the choice of experts only, not in the gates; see `balance_bias`.
         groups: `(n, k)`: the experts form n equal groups, such as machines, and a token's experts lie in its k best
@@ -112,7 +112,7 @@ def route(
             `bias` or `groups` is invalid.
 
     Example:
-        >>> routing = route(torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), k=2, normalise=True)
+        >>> routing = route(torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), k=2, normalize=True)
         >>> routing.experts
         tensor([[[0, 2],
                  [1, 2]]])
@@ -133,7 +133,7 @@ def route(
         scores = _in_best_groups(scores, *groups)
     experts = scores.topk(k, -1).indices
     gates = probs.gather(-1, experts)  # topk takes nan as the largest score, so the gate of such a token is nan
-    if normalise:
+    if normalize:
         gates = gates / gates.sum(-1, keepdim=True).clamp(min=_TINY)
     has_nan = probs.isnan().any(-1, keepdim=True)
     return Routing(torch.where(has_nan, logits.shape[-1], experts), gates * scale, probs, logits)

@@ -55,7 +55,7 @@ def loss_for(
     **routing: Any,
 ) -> Callable[..., torch.Tensor]:
     def block(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        routed = moe.route(x @ p["router"], k, **{"normalise": True, **routing})
+        routed = moe.route(x @ p["router"], k, **{"normalize": True, **routing})
         y = call(ffn, p["experts"], x, routed, capacity=capacity)
         return x + y, 0.1 * moe.balance_loss(routed, over) + 0.01 * moe.z_loss(routed)
 

@@ -37,7 +37,7 @@ def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str,
             chosen[i, e] += 1 / (t * k)
             taken[e] += 1
             if taken[e] <= positions:
-                whole = sum(scores[i, j, other] for other in best[j]) if options.get("normalise", True) else 1
+                whole = sum(scores[i, j, other] for other in best[j]) if options.get("normalize", True) else 1
                 gate = options.get("scale", 1.0) * scores[i, j, e] / whole
                 h = torch.tanh(x[i, j] @ p["experts"]["up"][e] + p["experts"]["bias"][e])
                 y[i, j] = y[i, j] + gate * (h @ p["experts"]["down"][e])
@@ -58,8 +58,8 @@ def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str,
     st.booleans(),
     st.integers(0, 99),
 )
-def test_a_layer_with_its_losses_is_the_formulas_and_their_gradients(k, count, capacity, over, score, normalise, seed):
-    options = {"score": score, "normalise": normalise, "scale": 2.5}
+def test_a_layer_with_its_losses_is_the_formulas_and_their_gradients(k, count, capacity, over, score, normalize, seed):
+    options = {"score": score, "normalize": normalize, "scale": 2.5}
     params, batch = params_of(count, seed), batch_of(2, 4, seed)
 
     def loops(params: Any) -> torch.Tensor:

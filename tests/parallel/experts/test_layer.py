@@ -15,12 +15,12 @@ from tests.parallel.experts.model import D, batch_of, by_hand, experts_params, f
 @given(
     st.integers(1, 3), st.integers(0, 6), st.sampled_from([1, 2, 4, 8]), st.data(), st.booleans(), st.integers(0, 99)
 )
-def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data, normalise, seed):
+def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data, normalize, seed):
     """By positions and by sorting; with more experts than tokens, as many choices as experts, and no token at all."""
     k = data.draw(st.integers(1, count))
     g = torch.Generator().manual_seed(seed)
     x, p = normal(g, s, t, D), experts_params(count, seed)
-    routing = moe.route(normal(g, s, t, count), k, normalise=normalise)
+    routing = moe.route(normal(g, s, t, count), k, normalize=normalize)
     expected = by_hand(p, x, routing) if t else x
     for capacity in (None, float(count)):
         if t or capacity is None:
@@ -39,7 +39,7 @@ def test_sorting_and_positions_for_all_have_the_same_gradients(k, over, seed):
 def test_experts_without_tokens_have_gradients_of_exactly_zero(capacity):
     """A router that sends all tokens to expert 2: the others starve, and nothing diverges."""
     params, batch = params_of(), batch_of()
-    loss = loss_for(1, capacity, score="sigmoid", normalise=False, bias=torch.tensor([0.0, 0, 9, 0]).double())
+    loss = loss_for(1, capacity, score="sigmoid", normalize=False, bias=torch.tensor([0.0, 0, 9, 0]).double())
     grads = torch.func.grad(loss)(params, batch)["layer"]
     for leaf in grads["experts"].values():
         assert [bool(part.any()) for part in leaf] == [False, False, True, False] and leaf.isfinite().all()

@@ -110,7 +110,7 @@ def test_permuting_the_experts_permutes_their_gradients(k, capacity, seed):
     router, order = rows_of(6, 4, seed=seed + 1), torch.randperm(4, generator=torch.Generator().manual_seed(seed))
 
     def loss(p, router):
-        r = moe.route(x @ router, k, normalise=True)
+        r = moe.route(x @ router, k, normalize=True)
         return moe.layer(ffn, p, x, r, capacity=capacity).square().sum() + moe.balance_loss(r)
 
     mine, routers = torch.func.grad(loss, (0, 1))(p, router)

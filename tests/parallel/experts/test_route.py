@@ -22,15 +22,15 @@ def logits_of(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(st.sampled_from(["softmax", "sigmoid"]), st.booleans(), st.booleans(), st.integers(1, 6), st.integers(0, 99))
-def test_a_token_goes_to_the_likeliest_and_the_bias_moves_the_choice_alone(score, normalise, biased, k, seed):
+def test_a_token_goes_to_the_likeliest_and_the_bias_moves_the_choice_alone(score, normalize, biased, k, seed):
     logits = logits_of(2, 3, 6, seed=seed)
     bias = logits_of(6, seed=seed + 1) if biased else None
-    r = moe.route(logits, k, score=score, normalise=normalise, scale=2.5, bias=bias)
+    r = moe.route(logits, k, score=score, normalize=normalize, scale=2.5, bias=bias)
     probs = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     order = (probs if bias is None else probs + bias).argsort(-1, descending=True)
     gates = probs.gather(-1, order[..., :k])
     assert torch.equal(r.experts, order[..., :k]) and torch.equal(r.probs, probs) and torch.equal(r.logits, logits)
-    torch.testing.assert_close(r.gates, 2.5 * (gates / gates.sum(-1, keepdim=True) if normalise else gates))
+    torch.testing.assert_close(r.gates, 2.5 * (gates / gates.sum(-1, keepdim=True) if normalize else gates))
 
 
 @settings(max_examples=30)
@@ -63,14 +63,14 @@ def test_a_token_with_a_nan_goes_nowhere_and_hides_nothing(score, capacity):
     logits[0, 1, 2] = torch.nan
 
     def run(logits: torch.Tensor) -> tuple[moe.Routing, torch.Tensor]:
-        r = moe.route(logits, 2, score=score, normalise=True)
+        r = moe.route(logits, 2, score=score, normalize=True)
         return r, moe.layer(lambda p, rows, linear: linear(rows, p), up, x, r, capacity=capacity)
 
     r, y = run(logits)
     assert (r.experts[0, 1] == 4).all() and y[0, 1].isnan().all()
     kept = torch.tensor([0, 2, 3])
     assert y[0, kept].isfinite().all() and y[1].isfinite().all()
-    cut = moe.route(logits[:1, kept], 2, score=score, normalise=True)
+    cut = moe.route(logits[:1, kept], 2, score=score, normalize=True)
     if capacity is None:
         torch.testing.assert_close(y[:1, kept], moe.layer(lambda p, r, linear: linear(r, p), up, x[:1, kept], cut))
     else:
@@ -153,6 +153,6 @@ def test_the_bias_moves_the_load_towards_equal():
 def test_scores_that_are_all_zero_are_divided_by_no_zero(score):
     """Sigmoids of -200 are zeros in float32: such a token gets gates of zero, and gradients that are finite."""
     logits = torch.full((1, 2, 4), -200.0)
-    gates, grad = torch.func.vjp(lambda x: moe.route(x, 2, score=score, normalise=True).gates, logits)
+    gates, grad = torch.func.vjp(lambda x: moe.route(x, 2, score=score, normalize=True).gates, logits)
     assert torch.equal(gates, torch.full((1, 2, 2), 0.5 if score == "softmax" else 0.0))
     assert grad(torch.ones(1, 2, 2))[0].isfinite().all()

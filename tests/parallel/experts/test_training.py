@@ -59,7 +59,7 @@ def test_more_experts_than_tokens(mesh, capacity):
 def test_starved_experts_on_ranks_of_their_own(capacity):
     """All tokens go to one rank's expert; the other ranks' experts have none, and with little room most are dropped."""
     bias = torch.tensor([0.0, 0, 9, 0]).double()
-    loss = loss_for(1, capacity, score="sigmoid", normalise=False, bias=bias)
+    loss = loss_for(1, capacity, score="sigmoid", normalize=False, bias=bias)
     check(loss, fzero.mesh(ep=4, simulate="lockstep"), (0, 3))
 
 

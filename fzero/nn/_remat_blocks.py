@@ -9,7 +9,7 @@ import torch
 from fzero.sharding import is_box, sharded_units, traced_spec
 from fzero.transforms import gather, remat
 
-__all__ = ["boxes_to_blocks", "rematerialise", "repeated_blocks", "undo_rematerialise"]
+__all__ = ["boxes_to_blocks", "remat_blocks", "repeated_blocks", "undo_remat_blocks"]
 
 Save = str | Callable[[Any], bool] | None
 
@@ -25,7 +25,7 @@ def repeated_blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return blocks
 
 
-def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
+def remat_blocks(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
     """Make each repeated block of a module run again in the backward pass, and return the blocks' names.
 
     The repeated blocks are the outermost numbered children that hold parameters or modules, as in
@@ -46,7 +46,7 @@ def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) 
     return tuple(blocks)
 
 
-def undo_rematerialise(module: torch.nn.Module, blocks: Sequence[str]) -> None:
+def undo_remat_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> None:
     """Let blocks run once again."""
     for name in blocks:
         m = module.get_submodule(name)
