@@ -1,7 +1,7 @@
 """Collectives: linear maps over ranks, each a row of one table with its transpose."""
 
 from fzero.collectives import gloo
-from fzero.collectives._copies import DeferredCheck, check_copies
+from fzero.collectives._check_copies import DeferredCheck, check_copies
 from fzero.collectives._messages import StageMessages, receive, send
 from fzero.collectives._moves import (
     all_to_all,

@@ -23,7 +23,7 @@ from fzero._torch import c10d
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives import gloo
-from fzero.collectives._copies import note_call
+from fzero.collectives._check_copies import note_call
 from fzero.collectives._table import (
     COPIES,
     INVARIANT,

@@ -25,11 +25,11 @@ MUTANTS = [
             LAYOUT + ATTENTION,
         ),
     ),
-    *File("parallel/context/_meeting.py", ATTENTION).faults(
+    *File("parallel/context/_ring_pattern.py", ATTENTION).faults(
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
         Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
-        Fault("late queries do not meet early keys", "Meeting.pairs", dropped("HalfPair(LATE, EARLY)")),
-        Fault("keys of later ranks count as earlier", "Meeting.pairs", swapped("A < B", ">")),
+        Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("HalfPair(LATE, EARLY)")),
+        Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("A < B", ">")),
         Fault("documents stay where they are", "Ring.shift_keys", bare("self._shift(A)")),
         Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
         Fault("a tile misses its last keys", "Mask.tiles", becomes("min(s, A + B - 1)", "min(s, b)")),

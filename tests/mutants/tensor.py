@@ -112,7 +112,7 @@ MUTANTS = [
         Fault("a norm on part of a sequence does not enter", "install", never("A == 'norm'")),
         Fault("a module that needs all tokens gets part of them", "_kind", always("is_norm")),
     ),
-    *File("collectives/_copies.py", COPIES).faults(
+    *File("collectives/_check_copies.py", COPIES).faults(
         Fault("calls on copies are not recorded", "note_call", skipped("A.has_calls |= bool(B)")),
         Fault(
             "copies of equal values are refused",

@@ -11,8 +11,8 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import from_rank_order, to_rank_order
-from fzero.parallel.context._meeting import AttentionOptions
 from fzero.parallel.context._ring import dropout_attention, ring_attention
+from fzero.parallel.context._ring_pattern import AttentionOptions
 
 __all__ = ["attention"]
 

@@ -21,7 +21,7 @@ from fzero._torch import allow_in_graph, attention_block, attention_block_grad
 from fzero.axes import Axis, Binding, index_on
 from fzero.collectives import DimOptions, apply, in_front, mapped_binding
 from fzero.parallel.context._layout import from_rank_order, positions_of
-from fzero.parallel.context._meeting import AttentionOptions, Half, Mask, Meeting, Ring
+from fzero.parallel.context._ring_pattern import AttentionOptions, Half, Mask, Ring, RingPattern
 from fzero.random import apply_mask, keep_mask_at
 
 __all__ = ["dropout_attention", "ring_attention"]
@@ -35,10 +35,10 @@ def _merged(x: torch.Tensor) -> torch.Tensor:
 
 
 def _block(
-    m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
+    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys: `[.., h, t, e]` and `[.., h, t]`, in float32 at least."""
-    lead, scale = q.shape[:-3], m.options.scale
+    lead, scale = q.shape[:-3], pattern.options.scale
     qs, ks, vs = _merged(q), _merged(k), _merged(v)
     if mask is None:
         results = [attention_block(qs, ks, vs, None, causal, scale)]
@@ -60,7 +60,7 @@ class _Result(NamedTuple):
 
 
 def _block_grad(
-    m: Meeting,
+    pattern: RingPattern,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -69,7 +69,7 @@ def _block_grad(
     causal: bool,
 ) -> list[torch.Tensor]:
     """Return what a block adds to the gradients of q, k and v, in float32 at least."""
-    lead, scale = q.shape[:-3], m.options.scale
+    lead, scale = q.shape[:-3], pattern.options.scale
     qs, ks, vs, grad, out = (_merged(x) for x in (q, k, v, result.grad, result.out))
     log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
     if mask is None:
@@ -90,25 +90,28 @@ def _block_grad(
 # ---------------------------------------------------------------- the way round
 
 
-def _attend(m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of attention to the keys of all ranks, and the logs of the sums of exponentials."""
-    theirs = m.documents
+    key_documents = pattern.documents
     outs: list[torch.Tensor] = []
     log_sums: list[torch.Tensor] = []
-    for step in range(m.ring.size):
-        following = m.ring.shift_keys(k, v, theirs) if step + 1 < m.ring.size else None
-        for pair in m.pairs(step):
-            queries, keys, values = m.take(q, pair.queries, -2), m.take(k, pair.keys, -2), m.take(v, pair.keys, -2)
-            causal = m.options.causal and step == 0 and not m.masked
-            out, log_sum = _block(m, queries, keys, values, m.mask(pair, step, theirs), causal)
+    for step in range(pattern.ring.size):
+        following = pattern.ring.shift_keys(k, v, key_documents) if step + 1 < pattern.ring.size else None
+        for pair in pattern.pairs(step):
+            queries, keys, values = pattern.take_pair(pair, q, k, v)
+            causal = pattern.options.causal and step == 0 and not pattern.masked
+            out, log_sum = _block(pattern, queries, keys, values, pattern.mask(pair, step, key_documents), causal)
             if step == 0:
-                outs, log_sums = list(out.chunk(m.halves, -2)), list(log_sum.chunk(m.halves, -1))
+                outs, log_sums = list(out.chunk(pattern.halves, -2)), list(log_sum.chunk(pattern.halves, -1))
                 continue
-            for i, where in m.targets(pair.queries):
-                here = log_sum if where is None else torch.where(m.ring.like(where, log_sum.ndim), log_sum, -math.inf)
+            for i, where in pattern.targets(pair.queries):
+                chosen = None if where is None else pattern.ring.like(where, log_sum.ndim)
+                here = log_sum if chosen is None else torch.where(chosen, log_sum, -math.inf)
                 outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, here)
         if following is not None:
-            k, v, theirs = following
+            k, v, key_documents = following
     return torch.cat(outs, -2).to(q.dtype), torch.cat(log_sums, -1)
 
 
@@ -121,50 +124,51 @@ def _combine(
 
 
 def _attend_grad(
-    m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: _Result
+    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: _Result
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Those of keys travel with the keys, and end at the rank that has them."""
-    size, theirs = m.ring.size, m.documents
+    size, key_documents = pattern.ring.size, pattern.documents
     dtypes = q.dtype, k.dtype, v.dtype
     to_q, own, sent = [], [], []
     for step in range(size):
-        following = m.ring.shift_keys(k, v, theirs) if step + 1 < size else None
+        following = pattern.ring.shift_keys(k, v, key_documents) if step + 1 < size else None
         if step > 1:
-            sent = _in_parts(m, m.ring.shift(*(torch.cat(xs, -2) for xs in sent)))
+            sent = _in_parts(pattern, pattern.ring.shift(*(torch.cat(xs, -2) for xs in sent)))
         elif step == 1:
             sent = [[torch.zeros_like(x) for x in xs] for xs in own]
-        for pair in m.pairs(step):
-            queries, keys, values = m.take(q, pair.queries, -2), m.take(k, pair.keys, -2), m.take(v, pair.keys, -2)
+        for pair in pattern.pairs(step):
+            queries, keys, values = pattern.take_pair(pair, q, k, v)
             of_pair = _Result(
-                m.take(result.grad, pair.queries, -2),
-                m.take(result.out, pair.queries, -2),
-                m.take(result.log_sum, pair.queries, -1),
+                pattern.take(result.grad, pair.queries, -2),
+                pattern.take(result.out, pair.queries, -2),
+                pattern.take(result.log_sum, pair.queries, -1),
             )
-            causal = m.options.causal and step == 0 and not m.masked
-            grads = _block_grad(m, queries, keys, values, of_pair, m.mask(pair, step, theirs), causal)
+            causal = pattern.options.causal and step == 0 and not pattern.masked
+            mask = pattern.mask(pair, step, key_documents)
+            grads = _block_grad(pattern, queries, keys, values, of_pair, mask, causal)
             if step == 0:
-                to_q, *own = _in_parts(m, grads)
+                to_q, *own = _in_parts(pattern, grads)
                 continue
-            _add(m, to_q, grads[0], pair.queries)
+            _add(pattern, to_q, grads[0], pair.queries)
             for total, grad in zip(sent, grads[1:], strict=True):
-                _add(m, total, grad, pair.keys)
+                _add(pattern, total, grad, pair.keys)
         if following is not None:
-            k, v, theirs = following
+            k, v, key_documents = following
     to_k, to_v = (torch.cat(xs, -2) for xs in own)
     if size > 1:
-        home = m.ring.shift(*(torch.cat(xs, -2) for xs in sent))
+        home = pattern.ring.shift(*(torch.cat(xs, -2) for xs in sent))
         to_k, to_v = to_k + home[0], to_v + home[1]
     return torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
 
 
-def _in_parts(m: Meeting, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return [list(x.chunk(m.halves, -2)) for x in xs]
+def _in_parts(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return [list(x.chunk(pattern.halves, -2)) for x in xs]
 
 
-def _add(m: Meeting, total: list[torch.Tensor], x: torch.Tensor, half: Half) -> None:
+def _add(pattern: RingPattern, total: list[torch.Tensor], x: torch.Tensor, half: Half) -> None:
     """Add a gradient to the parts of a total that it belongs to."""
-    for i, where in m.targets(half):
-        total[i] = total[i] + (x if where is None else torch.where(m.ring.like(where, x.ndim), x, 0.0))
+    for i, where in pattern.targets(half):
+        total[i] = total[i] + (x if where is None else torch.where(pattern.ring.like(where, x.ndim), x, 0.0))
 
 
 # ---------------------------------------------------------------- derivatives
@@ -248,7 +252,7 @@ def _run(
     v: torch.Tensor,
     documents: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(Meeting(ring, options, q.shape[-2], documents), q, k, v)
+    return _attend(RingPattern(ring, options, q.shape[-2], documents), q, k, v)
 
 
 def _run_grad(
@@ -262,7 +266,7 @@ def _run_grad(
     out: torch.Tensor,
     log_sum: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _attend_grad(Meeting(ring, options, q.shape[-2], documents), q, k, v, _Result(grad, out, log_sum))
+    return _attend_grad(RingPattern(ring, options, q.shape[-2], documents), q, k, v, _Result(grad, out, log_sum))
 
 
 def _mapped(

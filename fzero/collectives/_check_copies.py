@@ -22,7 +22,7 @@ __all__ = ["DeferredCheck", "check_copies", "note_call"]
 Edge = tuple[Any, int]
 """A node of an autograd graph, and the index of one of its results."""
 
-_INVARIANT = {
+_REMEDIES = {
     "psum": "fzero.collectives.psum_invariant(x, {axis!r})",
     "pmean": "fzero.collectives.psum_invariant(x / n, {axis!r})",
     "all_gather": "fzero.collectives.all_gather_invariant(x, {axis!r}, dim=)",
@@ -167,10 +167,10 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
 def _message(row: str, axis: str, node: Any, notes: Sequence[LossCollective]) -> str:
     note = getattr(node, "note", None) or next((n for n in notes if axis in n.axes), None)
     name, line = (row, "") if note is None else (note.name, f"{note.source_line}: ")
-    invariant = _INVARIANT.get(name, "the invariant collective").format(axis=axis)
+    remedy = _REMEDIES.get(name, "the invariant collective").format(axis=axis)
     return (
         f"{line}{name} over {axis!r} gives each rank a copy, and the loss, which is not a mean over {axis!r}, uses the "
-        f"copies as one value: its gradient would be counted once for each rank, and be too large. Use {invariant}, "
+        f"copies as one value: its gradient would be counted once for each rank, and be too large. Use {remedy}, "
         f"and then fzero.collectives.pvary(x, {axis!r}) where each rank uses the result in its own way. If the loss is "
         f"the sum of the ranks' losses, name {axis!r} among the axes of value_and_grad(axis=)"
     )

@@ -1,4 +1,4 @@
-"""Which queries meet which keys on the way round the ranks, and by which mask."""
+"""The pattern of ring attention: which queries attend to which keys at each step, and under which mask."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Meeting", "Ring"]
+__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingPattern"]
 
 MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 MOST_TILES = 64  # of a block; each is a few operations of a graph
@@ -79,7 +79,7 @@ class Ring(NamedTuple):
         k, v = self.shift(k, v)
         return k, v, None if documents is None else self._shift(documents)
 
-    def spread(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
+    def broadcast_mask(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
         """Give a mask `[t, s]` or `[n, t, s]` dimensions of size 1 before the last two, `ndim` in all."""
         return x.reshape(x.shape[0], *[1] * (ndim - 3), *x.shape[-2:]) if self.stacked else x
 
@@ -96,14 +96,14 @@ Half = str | torch.Tensor  # a tensor: the early half where it is true, else the
 
 
 class HalfPair(NamedTuple):
-    """Queries of this rank and keys of another one that meet."""
+    """Queries of this rank, and keys of another one to which they attend."""
 
     queries: Half
     keys: Half
 
 
-class Meeting(NamedTuple):
-    """What this rank's queries meet on the way round.
+class RingPattern(NamedTuple):
+    """Which keys this rank's queries attend to at each step of the ring.
 
     Attributes:
         ring: the ranks.
@@ -148,36 +148,42 @@ class Meeting(NamedTuple):
             return early if half == EARLY else late
         return torch.where(self.ring.like(half, x.ndim), early, late)
 
+    def take_pair(
+        self, pair: HalfPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take the queries, keys and values of a pair."""
+        return self.take(q, pair.queries, -2), self.take(k, pair.keys, -2), self.take(v, pair.keys, -2)
+
     def targets(self, half: Half) -> list[tuple[int, torch.Tensor | None]]:
         """List the parts to which results of a half belong, each with the ranks where they do: None for all."""
         if isinstance(half, torch.Tensor):
             return [(0, half), (1, ~half)]
         return [(int(half == LATE), None)]
 
-    def mask(self, pair: HalfPair, step: int, theirs: torch.Tensor | None) -> "Mask | None":
-        """Return the mask of a pair; None if it needs none. `theirs` are the documents of the keys."""
+    def mask(self, pair: HalfPair, step: int, key_documents: torch.Tensor | None) -> "Mask | None":
+        """Return the mask of a pair; None if it needs none. `key_documents` are those of all keys."""
         if not self.masked:
             return None
         queries = self.take(positions_of(self.ring.index, self.ring.size, self.tokens), pair.queries, -1)
         keys = self.take(positions_of(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
-        if self.documents is None or theirs is None:
+        if self.documents is None or key_documents is None:
             return Mask(self, queries, keys, None, None)
-        own, theirs = self.take(self.documents, pair.queries, -1), self.take(theirs, pair.keys, -1)
-        return Mask(self, queries, keys, own, theirs)
+        query_documents = self.take(self.documents, pair.queries, -1)
+        return Mask(self, queries, keys, query_documents, self.take(key_documents, pair.keys, -1))
 
 
 class Mask(NamedTuple):
     """Which queries attend to which keys, by their positions `[t]` or `[n, t]` and documents `[.., t]`."""
 
-    meeting: Meeting
+    pattern: RingPattern
     queries: torch.Tensor
     keys: torch.Tensor
-    own: torch.Tensor | None
-    theirs: torch.Tensor | None
+    query_documents: torch.Tensor | None
+    key_documents: torch.Tensor | None
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """List slices of queries, each with the slice of keys to which some of them may attend."""
-        t, s, (ring, options) = self.queries.shape[-1], self.keys.shape[-1], self.meeting[:2]
+        t, s, (ring, options) = self.queries.shape[-1], self.keys.shape[-1], self.pattern[:2]
         window = options.window if ring.size == 1 else None
         reach = s if window is None else min(window, s)
         rows = max(MASK_ELEMENTS // (2 * max(reach, 1)), -(-t // MOST_TILES), 1)
@@ -193,12 +199,12 @@ class Mask(NamedTuple):
 
     def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:
         """Return bool `[1 or b, 1, t, s]` for a tile of values with leading dimensions `[..]` that hold b elements."""
-        kept = self.meeting.options.keep(self.queries[..., rows], self.keys[..., columns])
-        if self.own is not None and self.theirs is not None:
-            same = self.own[..., rows].unsqueeze(-1) == self.theirs[..., columns].unsqueeze(-2)
-            kept = same & self.meeting.ring.spread(kept, same.ndim)
-        elif self.meeting.ring.stacked:
-            kept = self.meeting.ring.spread(kept, len(lead) + 2)
+        kept = self.pattern.options.keep(self.queries[..., rows], self.keys[..., columns])
+        if self.query_documents is not None and self.key_documents is not None:
+            same = self.query_documents[..., rows].unsqueeze(-1) == self.key_documents[..., columns].unsqueeze(-2)
+            kept = same & self.pattern.ring.broadcast_mask(kept, same.ndim)
+        elif self.pattern.ring.stacked:
+            kept = self.pattern.ring.broadcast_mask(kept, len(lead) + 2)
         else:
             return kept[None, None]
         return kept.expand(*lead, *kept.shape[-2:]).reshape(lead.numel(), 1, *kept.shape[-2:])
