@@ -219,9 +219,39 @@ def run(
         (2, 15)
     """
     numbers = {"steps": steps, "global_batch": global_batch, "copy_every": copy_every, "save_every": save_every}
-    optional = {"micro_batch": micro_batch, "simulated_ranks": simulated_ranks}
-    for name, n in {**numbers, "min_ranks": min_ranks, **optional}.items():
-        if n is not None or name not in optional:
+    numbers |= {"min_ranks": min_ranks, "micro_batch": micro_batch, "simulated_ranks": simulated_ranks}
+    _check_arguments(train, numbers, axes, axis)
+    data_axes = tuple(axes) if axis is None else _axis_tuple(axis)
+    world = None if simulate else find_world()
+    alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
+    shape: dict[str, Any] = {**choose_shape(alive, axes, data_axes, global_batch, micro_batch or 1, min_ranks)}
+    used_ranks, call_number = math.prod(shape.values()), next(_CALLS)
+    if world is not None and used_ranks < world.size:
+        _leave_spares(world, used_ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
+        if world.rank >= used_ranks:
+            _wait_as_spare(world, used_ranks, call_number)
+            return None
+    mesh = make_mesh(simulate=simulate, timeout=timeout, **shape)
+    _warn_of_no_restarts(world)
+    plan = batch_plan(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=1 if micro_batch is None else None,
+        mesh=mesh,
+        axis=data_axes,
+        model_axes=(),
+    )
+    elastic_run = ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies)
+    result = _train(elastic_run, train)
+    if world is not None and used_ranks < world.size and mesh.rank == 0:
+        connect_store(world, TIMEOUT).set(_end_key(call_number), "")
+    return result
+
+
+def _check_arguments(train: Any, numbers: Mapping[str, Any], axes: Mapping[str, int], axis: AxisName) -> None:
+    """Check the arguments of `run`, as far as this is possible without the world and the mesh."""
+    for name, n in numbers.items():
+        if n is not None or name not in ("micro_batch", "simulated_ranks"):
             check_int(name, n, 1)
     if not callable(train):
         raise TypeError(f"train is {train!r}: expected a function of an ElasticRun")
@@ -230,63 +260,41 @@ def run(
             "elastic.run needs the axes of its mesh: dp=-1 is an axis that grows and shrinks with the ranks"
         )
     check_axes(axes, None, [*inspect.signature(run).parameters])
-    _check_axis(axes, axis)
+    for name in _axis_tuple(axis):
+        if name not in axes:
+            raise ValueError(f"axis={axis!r}: {name!r} is not an axis of the mesh, which has {', '.join(axes)}")
+    global_batch, micro_batch = numbers["global_batch"], numbers["micro_batch"]
     if micro_batch is not None and global_batch % micro_batch:
         raise ValueError(
             f"micro_batch={micro_batch} does not divide global_batch={global_batch}: no number of ranks can share it"
         )
-    world = None if simulate else find_world()
-    alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
-    data_axes = tuple(axes) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    shape = choose_shape(alive, axes, data_axes, global_batch, micro_batch or 1, min_ranks)
-    ranks = math.prod(shape.values())
-    number = next(_CALLS)
-    if world is not None and ranks < world.size:
-        _leave_spares(world, ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
-        if world.rank >= ranks:
-            _wait_as_spare(world, ranks, number)
-            return None
-    sizes: dict[str, Any] = {**shape}
-    mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
-    _warn_of_no_restarts(world)
-    accumulation = 1 if micro_batch is None else None
-    plan = batch_plan(
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        mesh=mesh,
-        axis=data_axes,
-        model_axes=(),
-    )
-    this = ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies)
-    with _leaving_at_a_kept_step(this):
+
+
+def _axis_tuple(axis: AxisName) -> tuple[str, ...]:
+    """Return the names of axes as a tuple; none for None."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], T]) -> T:
+    """Call the user's function, and release the hosts' memory if it came to the end of the run."""
+    with _leaving_at_a_saved_step(elastic_run):
         try:
-            result = train(this)
-            if this.step < steps:
+            result = train(elastic_run)
+            if elastic_run.step < elastic_run.steps:
                 warn_once(
-                    f"fzero.elastic.run: the function returned after step {max(this.step, 0)} of {steps}, as far as "
-                    "run.save was told: call run.save(i + 1, state) after each step"
+                    f"fzero.elastic.run: the function returned after step {max(elastic_run.step, 0)} of "
+                    f"{elastic_run.steps}, as far as run.save was told: call run.save(i + 1, state) after each step"
                 )
-            this._end()
+            elastic_run._end()
+            return result
         except LostRankError:
-            log.error("rank %d ends after step %d, to be started again", mesh.rank, this.step)
+            log.error("rank %d ends after step %d, to be started again", elastic_run.mesh.rank, elastic_run.step)
             raise
-    if world is not None and ranks < world.size and mesh.rank == 0:
-        connect_store(world, TIMEOUT).set(_end_key(number), "")
-    return result
 
 
-def _check_axis(axes: Mapping[str, int], axis: AxisName) -> None:
-    """Check that `axis` names axes of the mesh, which does not exist yet."""
-    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    for name in names:
-        if name not in axes:
-            raise ValueError(f"axis={axis!r}: {name!r} is not an axis of the mesh, which has {', '.join(axes)}")
-
-
-def _end_key(number: int) -> str:
+def _end_key(call_number: int) -> str:
     """Return the key of the store that says that a process's run of some number has ended."""
-    return f"fzero/elastic/ended/{number}"
+    return f"fzero/elastic/ended/{call_number}"
 
 
 def _leave_spares(
@@ -310,12 +318,12 @@ def _leave_spares(
         os.environ.update({name: str(value) for name, value in own.items()})
 
 
-def _wait_as_spare(world: World, ranks: int, number: int) -> None:
+def _wait_as_spare(world: World, ranks: int, call_number: int) -> None:
     """Wait until the run has ended. torchrun ends this process if it starts all again."""
     log.warning("rank %d is a spare: %d of %d ranks share the global batch equally", world.rank, ranks, world.size)
     try:
         store = connect_store(world, TIMEOUT)
-        while not store.check([_end_key(number)]):
+        while not store.check([_end_key(call_number)]):
             time.sleep(POLL)
     except DistError:  # rank 0 has served the store, and has ended
         log.warning("rank %d, a spare, ends, since the store is gone", world.rank)
@@ -328,19 +336,19 @@ def _warn_of_no_restarts(world: World | None) -> None:
 
 
 @contextmanager
-def _leaving_at_a_kept_step(this: ElasticRun) -> Iterator[None]:
-    """Let SIGTERM end this process after the next step that is kept in memory, as torchrun sends it when a host joins.
+def _leaving_at_a_saved_step(elastic_run: ElasticRun) -> Iterator[None]:
+    """Let SIGTERM end this process after the next step that is saved in memory, as torchrun sends it when a host joins.
 
     After 30 s torchrun kills. Without heartbeats a rank could wait so long for one that died, so it ends at once.
     """
-    never_waits_long = current_heart() is not None or this.mesh.size == 1
+    never_waits_long = current_heart() is not None or elastic_run.mesh.size == 1
     is_main = threading.current_thread() is threading.main_thread()
-    if not (this.mesh.distributed and never_waits_long and is_main):
+    if not (elastic_run.mesh.distributed and never_waits_long and is_main):
         yield
         return
 
     def leave(*_: Any) -> None:
-        this._is_leaving = True
+        elastic_run._is_leaving = True
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
