@@ -79,6 +79,13 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
         ValueError: if the optimizer's class or an option has no counterpart in `fzero.optim`, or if it has state. Also
             if it holds an unknown tensor or lacks a trainable parameter, or if there is none.
     """
+    _check_optimizer(opt, names, source)
+    groups = [_group_names(opt, i, names, source) for i in range(len(opt.param_groups))]
+    _check_complete(groups, names, source)
+    return ParamGroups(type(opt).__name__, tuple(groups), _hyperparams(opt, source))
+
+
+def _check_optimizer(opt: torch.optim.Optimizer, names: Mapping[int, str], source: str) -> None:
     kind = type(opt).__name__
     if not names:
         raise ValueError("the model has no trainable parameter: set requires_grad_(True) on those to train")
@@ -89,18 +96,25 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
         )
     if any(state.get("step", 1) > 0 for state in opt.state.values()):  # Adagrad's sums begin with the optimizer
         raise ValueError(f"{source}: {kind} has state of earlier steps, which would be lost: pass a new optimizer")
-    groups = []
-    for i, group in enumerate(opt.param_groups):
-        unknown = [p for p in group["params"] if p.requires_grad and id(p) not in names]
-        if unknown:
-            raise ValueError(
-                f"{source}: group {i} holds a tensor {list(unknown[0].shape)} that is no parameter of the model: build "
-                "the optimizer from the parameters of the model that the trainer has"
-            )
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option):
-                raise ValueError(f"{source}: {kind}({option}=True) has no counterpart in fzero.optim: leave it out")
-        groups.append(tuple([names[id(p)] for p in group["params"] if p.requires_grad]))
+
+
+def _group_names(opt: torch.optim.Optimizer, i: int, names: Mapping[int, str], source: str) -> tuple[str, ...]:
+    """Return the names of the trainable parameters of a group."""
+    group = opt.param_groups[i]
+    unknown = [p for p in group["params"] if p.requires_grad and id(p) not in names]
+    if unknown:
+        raise ValueError(
+            f"{source}: group {i} holds a tensor {list(unknown[0].shape)} that is no parameter of the model: build "
+            "the optimizer from the parameters of the model that the trainer has"
+        )
+    for option in ("amsgrad", "maximize", "differentiable"):
+        if group.get(option):
+            kind = type(opt).__name__
+            raise ValueError(f"{source}: {kind}({option}=True) has no counterpart in fzero.optim: leave it out")
+    return tuple([names[id(p)] for p in group["params"] if p.requires_grad])
+
+
+def _check_complete(groups: Sequence[Sequence[str]], names: Mapping[int, str], source: str) -> None:
     missing = sorted(set(names.values()) - {name for group in groups for name in group})
     if missing:
         raise ValueError(
@@ -108,6 +122,10 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
             + (f" and {len(missing) - 1} other trainable parameters" if missing[1:] else ", a trainable parameter")
             + ": add them to a group, or freeze them with requires_grad_(False)"
         )
+
+
+def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[Group, ...]:
+    """Return the hyperparameters of each group but for the rates, which are alike but for the weight decay."""
     hyperparams = [{k: group[k] for k in opt.defaults if k != "lr"} for group in opt.param_groups]
     for i, group in enumerate(hyperparams):
         differing = [k for k, v in group.items() if k != "weight_decay" and v != hyperparams[0].get(k)]
@@ -116,8 +134,8 @@ def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: s
                 f"{source}: groups 0 and {i} have different {differing[0]} ({hyperparams[0].get(differing[0])!r} and "
                 f"{group[differing[0]]!r}): groups may differ in lr and weight_decay only"
             )
-    OPTIMIZERS[kind](hyperparams[0])  # so that an option without a counterpart is refused now
-    return ParamGroups(kind, tuple(groups), tuple(hyperparams))
+    OPTIMIZERS[type(opt).__name__](hyperparams[0])  # so that an option without a counterpart is refused now
+    return tuple(hyperparams)
 
 
 def hold_stand_ins(opt: torch.optim.Optimizer, names: Mapping[int, str], model: torch.nn.Module) -> None:

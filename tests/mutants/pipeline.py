@@ -1,6 +1,6 @@
 """Faults in fzero/parallel/pipeline, in messages, and in a graph's regions."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File
 
 LAWS = ("tests/parallel/pipeline/test_equivalence.py",)
@@ -116,7 +116,7 @@ MUTANTS = [
         Fault("an idle slot runs a block", "_run_stages", becomes("A[B] < 0", "A[B] < -1")),
         Fault("the ticks do not check what a block returns", "_run_stages", skipped("A('block', B, C)"), ERRORS),
         Fault("the last tick is left out", "_run_stages", becomes("range(A + B)", "range(A + B - 1)")),
-        Fault("a block gets the next block's number", "_block", constant(0, 1)),
+        Fault("a block gets the next block's number", "_run_stages", becomes("A.clamp(min=0)", "A.clamp(min=1)")),
     ),
     *File("parallel/pipeline/_checks.py", ERRORS).faults(
         Fault("a tie between blocks is not refused", "check_untied", never("block != A")),

@@ -15,7 +15,7 @@ from fzero import tree
 from fzero._torch import allow_in_graph
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
-from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
+from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall
 from fzero.parallel.pipeline._stage_functions import Stages, check_same_form
 from fzero.parallel.schedules import PipelineSchedule
 
@@ -60,26 +60,29 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
     count, last = schedule.micro_batches, schedule.stages - 1
     columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
     rank = axis_index(axis)
-    stage = [_own_entry(column, rank) for column in columns]  # by chunk, this rank's stage
-    number = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
-    index = [_own_entry(column, rank) for column in number]  # by slot, the number of this rank's block
+    own_stages = [_own_entry(column, rank) for column in columns]  # by chunk
+    block_columns = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
+    own_blocks = [_own_entry(column, rank) for column in block_columns]  # by slot, the block's number
     inputs: list[Any] = [None] * len(columns)
     for t in range(count + last):
-        first_x = _first(model, rest, call_of(min(t, count - 1)))
+        first_call = call_of(min(t, count - 1))
+        first_x = first_call.run(model.run_first, rest, first_call)  # on any rank
         check_same_form("first", first_x, first_x)
         outputs = []
         for k, slots in enumerate(placement.chunks):
-            m = t - stage[k]
+            m = t - own_stages[k]
             call = call_of(m.clamp(0, count - 1))
-            is_active = (stage[k] >= 0) & (m >= 0) & (m < count)
-            use_first = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on the first stage's input
+            is_active = (own_stages[k] >= 0) & (m >= 0) & (m < count)
+            use_first = (
+                (own_stages[k] <= 0) | (m < 0) | (m >= count)
+            )  # in a bubble a stage runs on the first stage's input
             x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
             for slot in slots:
-                is_used = is_active & (index[slot] >= 0)
+                is_used = is_active & (own_blocks[slot] >= 0)
                 p, block_x = _mask_gradients(is_used, blocks[slot]), _mask_gradients(is_used, x)
-                y = _block(model, p, block_x, index[slot], call)
+                y = call.run(model.run_block, p, block_x, own_blocks[slot].clamp(min=0), call, True)
                 check_same_form("block", x, y)
-                x = _where(index[slot] < 0, x, y)
+                x = _where(own_blocks[slot] < 0, x, y)
             outputs.append(x)
         if t >= last:
             yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
@@ -90,15 +93,6 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
 def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
     """Return this rank's entry of a list over all ranks, as a tensor. Under vmap it differs by rank."""
     return torch.tensor(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
-
-
-def _first(model: Model, rest: Any, call: MicroBatchCall) -> Any:
-    """Run the part before the blocks, on any rank."""
-    return call.run(model.run_first, rest, call)
-
-
-def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: MicroBatchCall) -> Any:
-    return call.run(model.run_block, p, x, index.clamp(min=0), call, True)
 
 
 def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
