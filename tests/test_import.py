@@ -111,7 +111,8 @@ from torch._inductor.utils import IndentedBuffer
 """
 
 
-@pytest.mark.parametrize("name", cases(("start_import",), ("start_cpu_probe",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["start_import", "start_cpu_probe"])
 def test_inductor_is_imported_beside_a_first_trace(name):
     """Dynamo and Inductor import each other, so a trace and the thread must not begin at the two ends."""
     run(BESIDE.format(name=name))

@@ -32,12 +32,10 @@ def test_a_rank_that_is_gone_is_named_at_once(what, timeout, reason, wait):
     assert "done" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what,reason",
-    [
-        ("raises", "it raised ValueError: planted"),
-        pytest.param("ends", "its script ended while others wait for it", marks=pytest.mark.slow),
-    ],
+    [("raises", "it raised ValueError: planted"), ("ends", "its script ended while others wait for it")],
 )
 def test_how_a_script_ends_is_told(what, reason):
     """The ranks are real processes: a forked one skips the end of the interpreter."""

@@ -16,6 +16,7 @@ from torch.utils import _python_dispatch
 import fzero
 from fzero._torch.state import settings, write_settings
 from fzero.axes._run import process_threads
+from tests.helpers import either
 
 
 def lockstep(size: int = 3) -> fzero.ranks.Mesh:
@@ -191,10 +192,10 @@ def test_two_threads_may_each_run_ranks():
                 )
         return x
 
-    expected, found = lockstep().spmd(program)(x), []
+    expected, found, count = lockstep().spmd(program)(x), [], either(4, 10)
 
     def work() -> None:
-        for _ in range(10):
+        for _ in range(count):
             try:
                 found.append(torch.equal(lockstep().spmd(program)(x), expected))
             except Exception as error:
@@ -205,7 +206,7 @@ def test_two_threads_may_each_run_ranks():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [True] * 20
+    assert found == [True] * 2 * count
     assert state() == BASE and process_threads().runs == 0
     with torch.autograd.forward_ad.dual_level():  # no level is open
         pass

@@ -63,6 +63,7 @@ def test_a_wrong_number_is_a_failed_check(one_process, monkeypatch):
     assert tried("checks", case).outcome == "wrong"
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_stage_and_stays_above_the_formula(one_of_eight):
     names = [f"bert-large, stage {stage}, fx" for stage in (0, 3)]
     rows = rows_of(memory, one_of_eight, *names)

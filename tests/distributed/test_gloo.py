@@ -84,6 +84,7 @@ def test_a_rank_that_raises_in_its_stage_ends_the_others_in_time():
     assert "rank 0 ended with 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
     """On other ranks along its axis, by another schedule, at another stage, and with the numbers of no pipeline."""
     runs = ((6, 2, "1f1b", 2, 3), (5, 2, "interleaved", 3, -1), (6, 1, "gpipe", 1, -1))

@@ -24,6 +24,7 @@ from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE,
 
 # each takes the processor 7 to 25 seconds, and other tests plan, train pipelines and run the plugs
 SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
+SLOW += ("4_axes", "6_testing", "7_pipelines")
 
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:

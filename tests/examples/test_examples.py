@@ -111,6 +111,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_train_gpt_goes_on_where_it_was_killed(tmp_path):
     """On the same ranks to the same bits, from another stage; on other ranks to the same losses up to rounding."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")

@@ -32,6 +32,7 @@ def test_stages_give_the_same_in_float16(tmp_path):
     assert [row["scale"] for row in first + last] == [256.0] * 8  # none overflowed
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_stage_and_starts_from_the_folder_that_it_saved(tmp_path):
     whole, rest, again = (tmp_path / name for name in ("whole", "rest", "again"))
     words = [*SMALL, "--precision", "float32", "--every", "2"]

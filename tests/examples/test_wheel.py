@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.launch import ROOT, environment
 
 
+@pytest.mark.slow
 def test_a_wheel_has_them(tmp_path):
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]

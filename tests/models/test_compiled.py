@@ -10,7 +10,6 @@ import pytest
 
 import fzero
 from tests.graph.helpers import needs_compiler
-from tests.helpers import cases
 from tests.sweep.cases import Case
 from tests.sweep.families import MODELS, of_transformers
 from tests.sweep.run import ERRORS, Task, difference
@@ -27,7 +26,8 @@ CASES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", cases(["mixtral"], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_trains_compiled(name, monkeypatch):
     model = MODELS[name]
     build = of_transformers(name, model.kind, **ONE.get(name, {"num_hidden_layers": 1}))

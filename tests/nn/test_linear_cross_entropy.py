@@ -14,7 +14,7 @@ import fzero
 from fzero import PerRank, optim
 from fzero.nn import linear_cross_entropy
 from fzero.testing import assert_equivalent
-from tests.helpers import examples, train_step_for
+from tests.helpers import cases, either, examples, train_step_for
 
 CLASSES, WIDTH = 11, 5
 
@@ -139,13 +139,13 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
 def test_sharded_training_with_a_tied_head_is_exact(micro_batches):
     opt = optim.adamw(1e-2)
     step = train_step_for(loss_fn, opt, micro_batches=micro_batches)
-    assert_equivalent(step, {"embed": WEIGHT}, opt, [batch_of(8, i) for i in range(3)])
+    assert_equivalent(step, {"embed": WEIGHT}, opt, [batch_of(8, i) for i in range(3)], either((0, 3), range(4)))
 
 
 TOKENS, MANY, CHUNK = 64, 4096, 256
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", cases((3,), [0]))
 def test_a_jitted_step_holds_a_few_chunks_of_logits(stage):
     """The parts of softmax and its gradient are a chunk each. All logits would be 16 of them, in each pass."""
     opt = optim.sgd(0.1)

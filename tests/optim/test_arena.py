@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 COUNTERS = 64  # bytes of numbers, which may lie in either memory
 
 
-@examples(3, 8)
+@examples(0, 8)
 @given(
     name=st.sampled_from(sorted(ROWS)),
     option=st.sampled_from(sorted(OPTIONS)),

@@ -152,6 +152,7 @@ def test_callbacks_of_lightning(tmp_path):
     assert_alike(plain_again, again)
 
 
+@pytest.mark.slow
 def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
     done = world(2, "-m", "tests.plugs.train_lightning", str(tmp_path), "3", "2", "0.0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

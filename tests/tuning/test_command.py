@@ -46,6 +46,7 @@ def test_it_says_what_fits_and_what_to_paste(files):
     assert re.search(r"fzero.jit\(fzero.shard\(train_step, stage=[23], mesh=fzero.mesh\(dp=-1\)\)\)", lines)
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_reaches_each_row_and_the_lines_to_paste(capsys):
     assert main([*WORDS, "--memory", "1GB", "--chunked-loss", "--stages", "3", "--micro-batches", "1"]) == 0
     said = capsys.readouterr().out

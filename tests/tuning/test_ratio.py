@@ -47,7 +47,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
     assert len(asked) <= 5
 
 
-@examples(1, 4)
+@examples(0, 4)
 @given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
 @example((2, False, "host"), 8, 0.0)
 def test_a_ratio_is_that_of_trying_all(way, n, share):

@@ -43,7 +43,7 @@ def peaks() -> list[int]:
 
 def test_a_row_is_the_plan_of_its_configuration():
     assert len(tried().rows) == len(STAGES) * 2 * 3 * 2 and not tried().skipped
-    for row in tried().rows:
+    for row in tried().rows[:: either(5, 1)]:
         plan = planned(row.config)
         assert row.peak_bytes == plan.peak_bytes and row.in_full
         assert row.device_bytes == {k: n for k in row.device_bytes if (n := plan.live_of(k)[plan.peak_at])}

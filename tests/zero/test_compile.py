@@ -38,7 +38,8 @@ def check_compiled(stage: int, n: int, opt: Any, backend: str, k: int = 1) -> No
     assert_trees_close(step.gather(list(other)), step.gather(list(state)))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_compiled_step_equals_eager(stage):
     """Everything at once: schedule, clipping, decay mask, micro-batches."""
     rate = optim.warmup_cosine(1e-2, 1, 10)

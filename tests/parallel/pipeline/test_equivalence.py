@@ -416,7 +416,7 @@ def test_optimizers_see_each_block_by_itself(simulate):
         (1, optim.lion(1e-2)),
         (3, optim.muon(0.1, fallback=optim.sgd(0.1), ns_dtype=None)),
     ]
-    for stage, opt in either(few, few + more):
+    for stage, opt in either(few[::2], few + more):
         loss, params = loss_of(2, depth=5), params_of(5)
         found = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
         close(found, trained(loss, params, 8, opt=opt))
