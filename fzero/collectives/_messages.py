@@ -102,7 +102,7 @@ add_rows(
 )
 
 
-def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
+def _message_options(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
     (bound,) = resolve_axes(axis)
     if not is_int(peer) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
@@ -147,8 +147,8 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
         tensor([[3.],
                 [6.]])
     """
-    bound, post = _checked("send", x, to, axis, tag)
-    return apply(bound.token, "send", bound.binding, post, x)[0]
+    bound, options = _message_options("send", x, to, axis, tag)
+    return apply(bound.token, "send", bound.binding, options, x)[0]
 
 
 def receive(
@@ -184,13 +184,13 @@ def receive(
         >>> grads(torch.tensor(3.0), mesh.split(torch.tensor([1.0, 1.0]))).value  # w x = 3; its gradient is 2 x 3 x 3
         tensor([18.,  9.])
     """
-    bound, post = _checked("receive", like, source, axis, tag)
+    bound, options = _message_options("receive", like, source, axis, tag)
     x = like.new_zeros(()) if ticket is None else ticket
     if x.ndim:
         raise ValueError(
             f"fzero.collectives.receive: the ticket is {list(x.shape)}: expected a tensor of shape [], such as x.sum()"
         )
-    return apply(bound.token, "receive", bound.binding, post, x)[0]
+    return apply(bound.token, "receive", bound.binding, options, x)[0]
 
 
 # Messages between pipeline stages, in the order of a schedule.

@@ -267,19 +267,21 @@ def functional(
     context_axis = None if context is None else check_model(module, context)
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
-    constants, copied, mutable = {**buffers, **frozen}, copy_module(module, stand_ins(module)), mutable_buffers(module)
+    buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
+    copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
     policy = products_of(products)
     linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
-        params, constants = tp.unpack(params), tp.unpack(constants)
+        params, buffers_and_frozen = tp.unpack(params), tp.unpack(buffers_and_frozen)
         install(copied, tp, linears)
     install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
     if context_axis is not None:
         install_context(copied, context_axis)
     blocks = remat_blocks(copied, None if remat is True else remat, mutable) if remat else ()
-    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp, tuple(ignore_writes))
-    return Functional(apply, params, constants)
+    names = frozenset(params), frozenset(buffers_and_frozen)
+    apply = Apply(copied, *names, mutable, blocks, tp, tuple(ignore_writes))
+    return Functional(apply, params, buffers_and_frozen)
 
 
 def tensors_of(module: torch.nn.Module, is_copied: bool = True) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
@@ -312,9 +314,9 @@ class Apply:
 
     Attributes:
         module: the module without storage.
-        params: the names of its trainable parameters.
-        buffers: the names of its buffers and frozen parameters.
-        mutable: the names of the buffers that its forward pass may write in place.
+        param_names: the names of its trainable parameters.
+        buffer_names: the names of its buffers and frozen parameters.
+        mutable_names: the names of the buffers that its forward pass may write in place.
         blocks: the names of the submodules that run again in the backward pass.
         tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
         ignore_writes: patterns of the attributes that forward may write although the writes are lost.
@@ -323,9 +325,9 @@ class Apply:
     """
 
     module: torch.nn.Module
-    params: frozenset[str]
-    buffers: frozenset[str]
-    mutable: frozenset[str]
+    param_names: frozenset[str]
+    buffer_names: frozenset[str]
+    mutable_names: frozenset[str]
     blocks: tuple[str, ...] = ()
     tp: Layers | None = None
     ignore_writes: tuple[str, ...] = ()
@@ -356,9 +358,10 @@ class Apply:
                 `fzero.value_and_grad` does.
             ValueError: if names are missing or unknown, or a buffer lies on another device than the parameters. If
                 layers are split over an axis, also if the arguments of forward are known to differ by rank along it.
-            RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in `mutable`.
-                Also if it applies an `autograd.Function` that `torch.func` cannot differentiate. Also if it left a
-                tensor that depends on parameters in an attribute, or in a trace changed a number, string or flag there.
+            RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in
+                `mutable_names`. Also if it applies an `autograd.Function` that `torch.func` cannot differentiate. Also
+                if it left a tensor that depends on parameters in an attribute, or in a trace changed a number, string
+                or flag there.
         """
         return self._call(None, params, buffers, args, kwargs)
 
@@ -391,12 +394,12 @@ class Apply:
         self, f: Callable[..., Any] | None, params: NamedTensors, buffers: NamedTensors, args: Any, kwargs: Any
     ) -> tuple[Any, NamedTensors]:
         """Run `f` on the module, or by default its forward pass, with these tensors."""
-        check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
-        check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
+        check_tensors(params, self.param_names, "params", type(self.module).__name__, boxes=bool(self.blocks))
+        check_tensors(buffers, self.buffer_names, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
         check_one_device(params, buffers, type(self.module).__name__)
         if self.tp is not None:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
-        copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}
+        copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names)}
         with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
             out = self._run(f, state, args, kwargs)
         return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
@@ -415,7 +418,7 @@ class Apply:
         stand_ins = module_states(module)
         try:
             out = _call_on(module, f, state, args, kwargs)
-            check_writes(versions, state, self.params, self.mutable)
+            check_writes(versions, state, self.param_names, self.mutable_names)
             if before is not None:
                 kind = type(module).__name__
                 check = LeftoverCheck(kind, self.prefix, self.ignore_writes, is_traced, has_program=f is not None)

@@ -34,9 +34,9 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
     refresh_flat_weights(module)
     use_differentiable(module)
     blocks = remat_blocks(module, None, mutable) if repeated_blocks(module) else ()
-    constants = {**buffers, **frozen}
-    apply = Apply(module, frozenset(params), frozenset(constants), mutable, blocks, is_own=True)
-    return Functional(apply, params, constants)
+    buffers_and_frozen = {**buffers, **frozen}
+    apply = Apply(module, frozenset(params), frozenset(buffers_and_frozen), mutable, blocks, is_own=True)
+    return Functional(apply, params, buffers_and_frozen)
 
 
 def put_back(apply: Apply, tensors: NamedTensors) -> None:

@@ -394,7 +394,7 @@ def _read_only(apply: Apply, prefix: str = "") -> Apply:
     `tp` is removed because the pipeline checks the whole batch for differences along that axis. A block's input cannot
     be checked: it may be its rank's part of the tokens.
     """
-    return replace(apply, mutable=frozenset(), tp=None, prefix=prefix)
+    return replace(apply, mutable_names=frozenset(), tp=None, prefix=prefix)
 
 
 def _check_constants(before: NamedTensors, after: NamedTensors, prefix: str) -> None:

@@ -187,7 +187,7 @@ class LoopStep:
         self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch, items: Any, count: int
     ) -> tuple[torch.Tensor, Any, Any]:
         """Return the loss, the gradients and the new buffers of stacked micro-batches, of `count` in the step."""
-        is_mutable = bool(self.models.apply.mutable)
+        is_mutable = bool(self.models.apply.mutable_names)
 
         def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
             one = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
@@ -257,7 +257,7 @@ class Engine:
 
     def train(self, batches: Sequence[dict[str, Any]], items: Any, rates: Sequence[float]) -> dict[str, torch.Tensor]:
         """Run a step on this rank's micro-batches; `items` is the number of items in them, or None."""
-        stacked = stack(batches, together=self.is_jitted and not self.models.apply.mutable)
+        stacked = stack(batches, together=self.is_jitted and not self.models.apply.mutable_names)
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         if isinstance(items, torch.Tensor):
             items = self.mesh.local(lambda rank: items)

@@ -30,9 +30,9 @@ __all__ = [
     "check_train_step",
     "check_tree",
     "check_unwritten",
+    "explain_error",
     "is_like",
     "is_sharded",
-    "notes_of",
 ]
 
 # Checks of arguments and results. Each message names the bad input.
@@ -233,40 +233,49 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
         raise ValueError("train_step returned None: return the new params, opt_state and loss")
     results = out if isinstance(out, tuple) else (out,)
     for i in param_argnums:
-        label = f"result {i} is not like argument {i} (parameters)"
         if i >= len(results):
             raise ValueError(
                 f"param_argnums={tuple(param_argnums)}: the step returned {len(results)} results; expected the new "
                 "parameters at the positions of the old ones"
             )
-        if is_opt_state(results[i]) or (isinstance(results[i], torch.Tensor) and not isinstance(args[i], torch.Tensor)):
-            shown = _type_name(results[i]) if is_opt_state(results[i]) else tree.show(results[i])
-            raise ValueError(
-                f"result {i} is {shown}, where the new parameters belong: return params, opt_state, loss, in the order "
-                "of the arguments"
-            )
-        if (role := role_of(results[i])) in ("gradients", "updates"):
-            raise ValueError(
-                f"result {i} holds {role}, where the new parameters belong: return optim.apply_updates(params, updates)"
-            )
+        _check_is_params(i, results[i], args[i])
         # a step may have gathered its parameters itself: then compare them with the full parameters
         old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]
-        try:
-            tree.leaves_up_to(old, results[i], names=("the old tree", "the new tree"))
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from error
-        paths, before, _ = tree.flatten_with_paths(old, is_box)
-        after = tree.leaves_up_to(old, results[i], is_box)
-        for path, x, y in zip(paths, before, after, strict=True):
-            x, y = (v.data if isinstance(v, Shard) else v for v in (x, y))
-            if isinstance(x, torch.Tensor) and not (
-                isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
-            ):
-                raise ValueError(
-                    f"{label}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
-                    "fzero.optim.apply_updates keeps dtypes and shapes"
-                )
+        _check_like(f"result {i} is not like argument {i} (parameters)", old, results[i])
     _check_state_is_returned(args, out, param_argnums)
+
+
+def _check_is_params(i: int, result: Any, old: Any) -> None:
+    """Check that a result may be new parameters, and is no optimizer state, metric, gradient or update."""
+    if is_opt_state(result) or (isinstance(result, torch.Tensor) and not isinstance(old, torch.Tensor)):
+        shown = _type_name(result) if is_opt_state(result) else tree.show(result)
+        raise ValueError(
+            f"result {i} is {shown}, where the new parameters belong: return params, opt_state, loss, in the order "
+            "of the arguments"
+        )
+    if (role := role_of(result)) in ("gradients", "updates"):
+        raise ValueError(
+            f"result {i} holds {role}, where the new parameters belong: return optim.apply_updates(params, updates)"
+        )
+
+
+def _check_like(label: str, old: Any, new: Any) -> None:
+    """Check that a tree has the structure, shapes and dtypes of another."""
+    try:
+        tree.leaves_up_to(old, new, names=("the old tree", "the new tree"))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
+    paths, before, _ = tree.flatten_with_paths(old, is_box)
+    after = tree.leaves_up_to(old, new, is_box)
+    for path, x, y in zip(paths, before, after, strict=True):
+        x, y = (v.data if isinstance(v, Shard) else v for v in (x, y))
+        if isinstance(x, torch.Tensor) and not (
+            isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
+        ):
+            raise ValueError(
+                f"{label}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
+                "fzero.optim.apply_updates keeps dtypes and shapes"
+            )
 
 
 def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -> None:
@@ -316,14 +325,14 @@ def _check_both_are_new(states: Sequence[Any], is_unchanged: bool) -> None:
         )
 
 
-def notes_of(
-    error: Exception, args: Sequence[Any], positions: Sequence[int], stage: int, simulated: bool = False
+def explain_error(
+    error: Exception, args: Sequence[Any], param_argnums: Sequence[int], stage: int, simulated: bool = False
 ) -> list[str]:
     """List what explains an error that a step raised and that does not name the step's wrong argument."""
     notes = []
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
-    if isinstance(error, DiffersByRankError) and str(error).startswith(tuple([f"result {i}," for i in positions])):
+    if isinstance(error, DiffersByRankError) and str(error).startswith(tuple([f"result {i}," for i in param_argnums])):
         notes.append(
             "The new parameters differ by rank if their gradients were not averaged: take them by "
             "fzero.value_and_grad, or average them by fzero.collectives.pmean(grads)"
@@ -331,7 +340,7 @@ def notes_of(
     if "sharded differently" in str(error):
         shards_state = stage_layouts(stage).shards_state
         for i, x in enumerate(args):
-            if i not in positions and is_opt_state(x) and is_sharded(x) != shards_state:
+            if i not in param_argnums and is_opt_state(x) and is_sharded(x) != shards_state:
                 given, expected = ("plain", "sharded") if shards_state else ("sharded", "plain")
                 notes.append(
                     f"Argument {i} (optimizer state) is {given}, and stage {stage} takes it {expected}: params, "

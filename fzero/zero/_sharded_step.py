@@ -39,8 +39,8 @@ from fzero.zero._checks import (
     check_train_step,
     check_tree,
     check_unwritten,
+    explain_error,
     is_like,
-    notes_of,
 )
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
@@ -135,7 +135,7 @@ class ShardedStep:
         try:
             return self.program(self.rank_step)(*args, **kwargs)
         except Exception as error:
-            for note in notes_of(error, args, self.param_argnums, self.stage, self.mesh.simulated):
+            for note in explain_error(error, args, self.param_argnums, self.stage, self.mesh.simulated):
                 error.add_note(note)
             raise
 

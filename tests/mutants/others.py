@@ -55,8 +55,8 @@ MUTANTS = [
         ),
     ),
     *File("zero/_checks.py", ("tests/test_remedies.py",)).faults(
-        Fault("a plain state is not named as the argument", "notes_of", never("is_opt_state(A)")),
-        Fault("a metric that differs by rank is taken for a parameter", "notes_of", always("A.startswith(B)")),
+        Fault("a plain state is not named as the argument", "explain_error", never("is_opt_state(A)")),
+        Fault("a metric that differs by rank is taken for a parameter", "explain_error", always("A.startswith(B)")),
     ),
     *File("_donated.py", ("tests/test_remedies.py",)).faults(
         Fault("a tensor that init took names a step's results", "donated_message", never("A.startswith(B)")),

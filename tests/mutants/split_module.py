@@ -24,7 +24,7 @@ MUTANTS = [
             negated("is_equal"),
         ),
         Fault("a block may return further tensors", "_one_tensor", dropped("has_more")),
-        Fault("a block may write its buffers", "_read_only", dropped("mutable=frozenset()")),
+        Fault("a block may write its buffers", "_read_only", dropped("mutable_names=frozenset()")),
         Fault(
             "some blocks may be left out",
             "SplitModule._record",

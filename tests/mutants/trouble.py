@@ -21,7 +21,7 @@ MUTANTS = [
         Fault("a step that returns its old parameters trains on", "_check_both_are_new", never("A and B in C and D")),
         Fault("a step that returns its old state trains on", "_check_both_are_new", never("not A and B in C")),
         Fault("a step that skips an update is refused", "_check_both_are_new", becomes('"state" in A', "True")),
-        Fault("updates are returned as parameters", "check_results", never("(A := role_of(B)) in C")),
+        Fault("updates are returned as parameters", "_check_is_params", never("(A := role_of(B)) in C")),
         Fault("what a rank got is shown with all simulated ranks", "_batch_text", becomes("int(A)", "0")),
     ),
     *File("graph/trace/_python_state.py", MESSAGES).faults(

@@ -36,7 +36,7 @@ MUTANTS = [
             "_check_state_is_returned",
             becomes("all(A is B for C, D in E)", "False"),
         ),
-        Fault("a loss in the place of the parameters is not named", "check_results", never("is_opt_state(A) or B")),
+        Fault("a loss in the place of the parameters is not named", "_check_is_params", never("is_opt_state(A) or B")),
         Fault("a step without results is not named", "check_results", never("A is None")),
         Fault(
             "a module passed as parameters is not refused", "check_params", never("isinstance(A[B], torch.nn.Module)")

@@ -73,9 +73,8 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
             m = t - own_stages[k]
             call = call_of(m.clamp(0, count - 1))
             is_active = (own_stages[k] >= 0) & (m >= 0) & (m < count)
-            use_first = (
-                (own_stages[k] <= 0) | (m < 0) | (m >= count)
-            )  # in a bubble a stage runs on the first stage's input
+            # in a bubble a stage runs on the first stage's input
+            use_first = (own_stages[k] <= 0) | (m < 0) | (m >= count)
             x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
             for slot in slots:
                 is_used = is_active & (own_blocks[slot] >= 0)
