@@ -846,7 +846,7 @@ for _stage in STAGES:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_is_taken_for_something_else_is_named(name):
+def test_arguments_in_the_wrong_place_are_named(name):
     check(TAKEN[name])
 
 

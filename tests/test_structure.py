@@ -416,3 +416,14 @@ def test_no_test_module_is_imported():
                 shared = [m for m in modules if m.rpartition(".")[2].startswith("test_") and m != itself]
                 shared = [m for m in shared if tests.parent.joinpath(*m.split(".")).with_suffix(".py").is_file()]
                 assert not shared, f"{path} imports {shared}"
+
+
+RIDDLES = 46  # tests whose names begin what they say with "what is"; no new ones
+
+
+def test_names_of_tests_have_articles_and_subjects():
+    names = re.findall(
+        r"^def (test_\w+)", "\n".join([p.read_text() for p in (ROOT.parent / "tests").rglob("*.py")]), re.M
+    )
+    assert not [name for name in names if re.search(r"_a_(?!one|once|uni|use|eu|ufunc)[aeiou]", name)]
+    assert len([name for name in names if "what_is" in name]) <= RIDDLES, "name the subject in place of 'what is'"

@@ -48,7 +48,7 @@ def test_it_ends_at_the_line_that_raised(jit, simulate, capfd):
 
 
 @pytest.mark.parametrize("simulate", [True, "lockstep"])
-def test_that_of_a_rank_program_ends_at_its_line(simulate):
+def test_an_error_of_a_rank_program_ends_at_its_line(simulate):
     def program(x: torch.Tensor) -> torch.Tensor:
         raise KeyError("mine")
 
@@ -56,7 +56,7 @@ def test_that_of_a_rank_program_ends_at_its_line(simulate):
     with pytest.raises(KeyError) as caught:
         mesh.spmd(program)(mesh.split(torch.ones(4)))
     frames = traceback.extract_tb(caught.value.__traceback__)
-    assert [f.name for f in frames] == ["test_that_of_a_rank_program_ends_at_its_line", "program"]
+    assert [f.name for f in frames] == ["test_an_error_of_a_rank_program_ends_at_its_line", "program"]
 
 
 def test_an_error_of_fzero_is_at_the_users_call():
@@ -72,7 +72,7 @@ def test_an_error_of_fzero_is_at_the_users_call():
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "step"
 
 
-def test_so_do_those_that_caused_it():
+def test_causes_of_an_error_end_at_the_users_line_too():
     """What torch says of a value that is read in a trace, and what fzero makes of it, have no frames of their own."""
 
     def reading(params: Any, batch: Any) -> torch.Tensor:

@@ -20,6 +20,6 @@ def test_metadata_of_this_torch_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps(3), pickle.dumps(print), pickle.dumps(torch.load)])
-def test_what_is_no_metadata_is_refused(data):
+def test_other_files_than_metadata_are_refused(data):
     with pytest.raises(pickle.UnpicklingError):
         load_metadata(data)

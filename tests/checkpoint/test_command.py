@@ -63,7 +63,7 @@ def test_ls_says_why_one_is_not_whole(tmp_path, capsys):
     assert "it has no file manifest.json" in capsys.readouterr().out
 
 
-def test_verify_finds_what_is_damaged(run, tmp_path, capsys):
+def test_verify_finds_damage(run, tmp_path, capsys):
     assert main(["verify", str(run[0])]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 2 and all(": whole, " in line and line.endswith(" bytes") for line in out)

@@ -145,7 +145,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(saved, tmp_path, nonce, monkey
 
 
 @pytest.mark.parametrize("use", [load, fzero.checkpoint.verify, lambda p: fzero.checkpoint.read(p, "params.b")])
-def test_nothing_is_allocated_from_what_a_manifest_says(saved, tmp_path, use):
+def test_sizes_in_a_manifest_allocate_nothing(saved, tmp_path, use):
     damaged = copied(saved[0], tmp_path)
     body = body_of(damaged)
     for leaf in body["leaves"]:

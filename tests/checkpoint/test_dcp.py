@@ -95,7 +95,7 @@ def module() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_torch_saved_is_read_into_boxes(layout, tmp_path):
+def test_dcp_folders_of_torch_are_read_into_boxes(layout, tmp_path):
     values = {"model": module().state_dict(), "epoch": 4, "lists": [{"a": [1, 2]}, {"a": []}], "seen": {"x": (1, 2.5)}}
     torch_saved(tmp_path / "torch", values)
     step = sharded(layout)

@@ -39,7 +39,7 @@ def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
     assert runs.restore(numbered(99))["step"] == 6
 
 
-def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch):
+def test_old_checkpoints_stay_until_a_newer_one_is_committed(tmp_path, monkeypatch):
     runs, seen = fzero.checkpoint.checkpoints(tmp_path, keep=1), []
     runs.save(1, numbered(1)).wait()
     put = _files.LocalFolder.put
@@ -53,14 +53,14 @@ def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch
     assert seen == [[1]] and runs.steps() == [2]
 
 
-def test_without_a_checkpoint_the_state_is_what_was_given(tmp_path):
+def test_without_a_checkpoint_restore_returns_like(tmp_path):
     state = numbered(0)
     assert fzero.checkpoint.checkpoints(tmp_path / "none").restore(state) is state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_must_be_finite_stops_a_save_and_lets_go_of_nothing(bad, dtype, tmp_path):
+def test_a_value_that_is_not_finite_stops_a_save_and_removes_nothing(bad, dtype, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
     runs.save(1, numbered(1), finite={"loss": torch.tensor(1.0, dtype=dtype), "norm": 0.5, "steps": 3}).wait()
     message = rf"finite leaf 'loss' is {bad} after step 2, so the checkpoint is not saved.*#nan-on-one-rank"
@@ -104,7 +104,7 @@ def spoil(path: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["no manifest", "a torn manifest", "no data", "short data", "a flipped bit"])
-def test_what_is_not_whole_is_passed_over(how, tmp_path, caplog):
+def test_incomplete_checkpoints_are_skipped(how, tmp_path, caplog):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=9)
     for i in (8, 9, 10):
         runs.save(i, numbered(i)).wait()
@@ -147,7 +147,7 @@ def test_leftovers_of_saves_that_died_go_with_the_next(tmp_path):
 # ---------------------------------------------------------------- in the background
 
 
-def test_what_is_saved_is_what_was_given_and_not_what_became_of_it(tmp_path, monkeypatch):
+def test_a_save_holds_the_values_at_the_call(tmp_path, monkeypatch):
     gate = threading.Event()
     write = _files.LocalFolder.write
 
@@ -171,7 +171,7 @@ def test_what_is_saved_is_what_was_given_and_not_what_became_of_it(tmp_path, mon
     assert same_bits(whole_of(step, runs.restore(state)), whole)
 
 
-def test_what_is_saved_may_be_donated_at_once(tmp_path):
+def test_a_saved_tree_may_be_donated_at_once(tmp_path):
     """Nobody holds on to it, in the background or after a save."""
     f = fzero.jit(lambda s: tree.map(lambda x: x + 1, s), donate=0, backend="fx")
     state = {"w": torch.zeros(5), "v": torch.zeros(3).t()}
@@ -307,7 +307,7 @@ def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
     assert runs.restore({"w": torch.ones(2), "at": None})["at"] == {"epoch": 1, "seen": [1]}
 
 
-def test_what_was_damaged_in_memory_is_not_taken_for_a_beginning(tmp_path):
+def test_damage_in_memory_is_not_taken_for_a_new_run(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     runs.save_in_memory(5, numbered(5)).wait()
     (data,) = (tmp_path / "memory").rglob("*.safetensors")
@@ -318,7 +318,7 @@ def test_what_was_damaged_in_memory_is_not_taken_for_a_beginning(tmp_path):
     assert runs.restore(numbered(0))["step"] == 4
 
 
-def test_a_link_to_a_checkpoint_is_let_go_without_it(tmp_path):
+def test_a_link_to_a_checkpoint_is_removed_without_it(tmp_path):
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
     fzero.save(elsewhere, numbered(1))
     root.mkdir()
@@ -343,14 +343,14 @@ def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, 
     assert fzero.load(tmp_path, numbered(0))["w"].tolist() == [2.0] * 5
 
 
-def test_a_run_that_goes_back_is_told_of_the_newer_steps(tmp_path, caplog):
+def test_a_run_that_goes_back_gets_a_notice_of_the_newer_steps(tmp_path, caplog):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (5, 9, 6):
         runs.save(step, numbered(step)).wait()
     assert [r.message.split(": ")[1] for r in caplog.records] == [f"{str(tmp_path)!r} holds step 9, and saves step 6"]
 
 
-def test_a_save_that_fails_beside_the_training_is_told_even_if_nobody_waits(tmp_path, caplog, monkeypatch):
+def test_a_background_save_that_fails_is_logged_even_if_nobody_waits(tmp_path, caplog, monkeypatch):
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -391,7 +391,7 @@ def test_a_copy_of_a_run_has_memory_of_its_own(tmp_path):
     assert runs.restore(numbered(0))["step"] == 2
 
 
-def test_of_what_is_let_go_the_manifest_goes_first(tmp_path, monkeypatch):
+def test_removal_begins_with_the_manifest(tmp_path, monkeypatch):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
     runs.save(1, numbered(1)).wait()
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # a kill
@@ -423,7 +423,7 @@ def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path
     os.waitpid(child, 0)
 
 
-def test_checkpoints_that_are_let_go_meanwhile_are_no_damage(tmp_path, monkeypatch, capsys):
+def test_checkpoints_that_are_removed_meanwhile_are_no_damage(tmp_path, monkeypatch, capsys):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (1, 2):
         runs.save(step, numbered(step)).wait()

@@ -44,7 +44,7 @@ def saved_own(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to itself"])
-def test_what_is_no_plain_file_is_not_opened_for_ever(kind, tmp_path):
+def test_pipes_and_devices_are_not_opened_for_ever(kind, tmp_path):
     file = saved_own(tmp_path)
     file.unlink()
     os.mkfifo(file) if kind == "a pipe" else file.symlink_to("/dev/zero" if kind == "a device" else file.name)
@@ -114,7 +114,7 @@ def test_metadata_of_dcp_cannot_lead_out_of_its_folder(name, tmp_path):
     refused(r".metadata is damaged, or not DCP's: 'w' is in '.*': expected a file of", load_dcp, tmp_path / "a")
 
 
-def test_nothing_is_allocated_from_what_metadata_of_dcp_says(tmp_path):
+def test_sizes_in_metadata_of_dcp_allocate_nothing(tmp_path):
     file, metadata = saved_dcp(tmp_path)
     for info in metadata.storage_data.values():
         info.length = 1 << 45

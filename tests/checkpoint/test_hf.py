@@ -201,7 +201,7 @@ def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
     assert loaded["a"].eq(1).all() and list(loaded) == ["n", "a", "c"]
 
 
-def test_what_a_folder_cannot_hold_is_refused(tmp_path):
+def test_values_that_a_folder_cannot_hold_are_refused(tmp_path):
     mesh = fzero.mesh(dp=2)
     with pytest.raises(TypeError, match=r"params leaf 'step' is '7', but a folder of safetensors holds tensors only"):
         fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(1), "step": 7})

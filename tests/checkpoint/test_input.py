@@ -32,7 +32,7 @@ def test_the_first_three_leaves_that_differ_are_named(saved):
     )
 
 
-def test_a_part_is_read_if_it_is_said(saved):
+def test_partial_reads_a_part(saved):
     part = {"b": {"c": torch.ones(3, 2)}}
     with pytest.raises(fzero.errors.CheckpointError, match=r"no leaf 'a' \(float32 \[4\]\); .*; give partial=True"):
         fzero.load(saved, like=part)
@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_part_of_a_checkpoint_is_named(name, tmp_path):
+def test_leaves_that_a_checkpoint_cannot_hold_are_named(name, tmp_path):
     values, kind, text = BAD[name]
     with pytest.raises(kind, match=text):
         fzero.save(tmp_path / "new", values)
@@ -100,7 +100,7 @@ def test_a_box_needs_the_mesh_that_it_was_cut_for(tmp_path):
         fzero.save(tmp_path, {"c": state_in(Layout({"dp": 2}, 3), whole)[1]["params"]["b"]["c"]}, step.mesh)
 
 
-def test_what_was_donated_is_neither_saved_nor_loaded_into(saved, tmp_path):
+def test_donated_tensors_are_neither_saved_nor_loaded_into(saved, tmp_path):
     x = tree.map(torch.clone, PARAMS)
     fzero.jit(lambda x: tree.map(lambda y: y + 1, x), donate=0, backend="fx")(x)
     with pytest.raises(fzero.errors.DonatedError):
@@ -167,7 +167,7 @@ def test_a_leaf_that_is_not_there_is_named(saved):
         fzero.checkpoint.read(saved, "x")
 
 
-def test_memory_is_made_for_what_has_none(tmp_path):
+def test_meta_tensors_get_memory(tmp_path):
     opt = optim.adamw(1e-3)
     for stage in range(4):
         step = sharded(Layout({"dp": 2}, stage))
@@ -190,7 +190,7 @@ def test_a_box_that_was_overwritten_has_no_origin(tmp_path):
     assert whole._version > version
 
 
-def test_what_is_on_the_meta_device_has_no_values(tmp_path):
+def test_meta_tensors_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"the tree leaf 'b.c' is on the meta device, and has no values to save"):
         fzero.save(tmp_path, {"a": torch.zeros(2), "b": {"c": torch.zeros(2, device="meta")}})
 

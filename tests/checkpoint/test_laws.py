@@ -47,7 +47,7 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
 
 @examples(15, 60)
 @given(params=params_of(), layout=LAYOUTS)
-def test_what_the_ranks_write_is_each_leaf_once(params, layout):
+def test_the_ranks_write_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
     mine = local_tree("state", state, step.mesh)
     tree_layout = mine.layout

@@ -95,7 +95,7 @@ def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str,
 
 @examples(3, 20)
 @given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "none", "offload"]))
-def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, target, tied, name):
+def test_another_pipeline_loads_a_save(tmp_path_factory, depth, source, target, tied, name):
     """Bit for bit the state of training without a pipeline, and on the disk under the same names."""
     folder = tmp_path_factory.mktemp("saved")
     policy = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: name == "none" or path.endswith("b"))
@@ -125,7 +125,7 @@ def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, 
 
 @examples(6, 30)
 @given(st.integers(2, 6), PLACED, st.booleans())
-def test_what_ranks_write_is_each_block_once(depth, placed, tied):
+def test_the_ranks_write_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))

@@ -18,7 +18,7 @@ def here() -> int:
 
 
 @given(st.integers(2, 5), st.data())
-def test_what_is_sent_arrives_by_its_tag_whatever_the_order(n, data):
+def test_messages_arrive_by_their_tag_in_any_order(n, data):
     messages = data.draw(
         st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9)
     )
@@ -52,7 +52,7 @@ def test_messages_of_one_tag_arrive_in_their_order():
     assert lockstep(2).spmd(program)().value[1].tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_sent_may_be_written_afterwards():
+def test_a_sent_tensor_may_be_written_afterwards():
     def program() -> PerRank:
         x = torch.ones(2)
         if here() == 0:

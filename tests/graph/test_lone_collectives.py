@@ -16,7 +16,7 @@ from tests.helpers import train_step_for
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 
 
-def test_what_is_gathered_lies_in_the_argument():
+def test_a_gathered_unit_lies_in_the_argument():
     b = Builder(1, [(16,), (1, 4)], [{}, {}], False)
     shard, x = b.inputs
     y = b(aten.mm.default, x, b(aten.t.default, b.fit(b.gather(shard), (4, 4))))

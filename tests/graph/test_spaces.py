@@ -163,7 +163,7 @@ def test_a_number_of_the_device_may_not():
 
 
 @pytest.mark.parametrize("clip_first", [False, True])
-def test_a_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
+def test_an_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
     def hidden(grads: Any, state: Any, params: Any = None) -> Any:
         total = sum([x.square().sum() for x in tree.tensors(grads)])
         return tree.map(lambda g: g / (1 + total), grads), state  # the line

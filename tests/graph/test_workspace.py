@@ -47,7 +47,7 @@ def test_workspaces_are_the_allocators(name):
     assert abs(measured - sum(map(workspace_bytes, nodes))) < 1024, measured
 
 
-def test_what_is_compiled_takes_nothing():
+def test_compiled_kernels_need_no_workspace():
     (node,) = [n for n in make_fx(lambda x: x + WIDE)(WIDE.to(BF16)).graph.nodes if n.op == "call_function"]
     assert workspace_bytes(node) == 4 * 128 * 128
     node.meta[COMPILED] = True

@@ -644,7 +644,7 @@ def test_a_lazy_buffer_is_refused_by_name():
         functional(nn.LazyBatchNorm1d(affine=False))
 
 
-def test_what_is_not_a_module_is_refused():
+def test_another_value_than_a_module_is_refused():
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         functional({"w": torch.ones(2)})  # pyright: ignore[reportArgumentType]
 

@@ -356,7 +356,7 @@ def tied() -> list[torch.nn.Module]:
         (torch.nn.Sequential(Stack(in_turn, linears()), Stack(in_turn)), "2 lists of blocks: '0.layers' with 3, '1.l"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(module, words):
+def test_models_that_cannot_be_cut_are_refused_by_name(module, words):
     if words.startswith("2 lists"):
         module = torch.nn.ModuleDict({"a": module[0], "b": module[1]})
         words = "ModuleDict has 2 lists of blocks: 'a.layers' with 3, 'b.layers' with 3"

@@ -50,7 +50,7 @@ PLANTED: dict[Loss, tuple[str, str, bool]] = {
     lockstep=st.booleans(),
 )
 @examples(4, 24)
-def test_what_is_planted_is_found(loss, stage, ranks, rank, micro_batches, lockstep):
+def test_planted_values_are_found(loss, stage, ranks, rank, micro_batches, lockstep):
     rank %= ranks
     mesh = fzero.mesh(dp=ranks, simulate="lockstep" if lockstep else "vmap")
     step = fzero.shard(train_step_of(loss, micro_batches), stage, mesh)
@@ -271,7 +271,7 @@ def test_of_many_the_first_is_named():
     assert found.origin is not None and (found.origin.operation, found.origin.line) == ("log", line_of(f)), found
 
 
-def test_what_is_refused():
+def test_refusals():
     with pytest.raises(TypeError, match="expected a function"):
         nonfinite(3)  # pyright: ignore[reportArgumentType]
 

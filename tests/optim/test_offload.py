@@ -349,7 +349,7 @@ def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
     assert same_bits(on(other, loaded, rest), expected)
 
 
-def test_the_state_of_a_optimizer_without_offload_becomes_one_with_it():
+def test_the_state_of_an_optimizer_without_offload_becomes_one_with_it():
     way, row = Way(2), POINTWISE["adamw"]
     step, state, rest = halfway(way, row, row.make(plain, small_params()))
     expected = on(step, state, rest)
@@ -399,7 +399,7 @@ def test_an_unknown_update_is_refused(update):
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_ONLY)
-def test_a_optimizer_that_reads_leaves_is_told_what_to_do(name):
+def test_an_optimizer_that_reads_leaves_is_told_what_to_do(name):
     with pytest.raises(ValueError, match=r'before offload, in a chain, or .*update="device"'):
         ON_DEVICE_ONLY[name].make(offloading(0.5), small_params())
 
@@ -414,7 +414,7 @@ def test_a_loss_scale_goes_around(update):
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.Adam, optim.adam, None, 3], ids=["a class", "a function", "None", "3"]
 )
-def test_what_is_no_optimizer_is_refused(optimizer):
+def test_another_value_than_an_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError):
         optim.offload(optimizer)
 

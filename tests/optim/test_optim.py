@@ -444,7 +444,7 @@ def test_a_hand_written_optimizer_in_a_chain_is_the_same_on_shards(stage):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_optimizer_unpacks_as_a_optimizer(stage):
+def test_an_optimizer_unpacks_as_an_init_update_pair(stage):
     init, update = optim.adamw(1e-2)
     opt = Pair(init, update)
     step = train_step_for(loss_of, opt)
@@ -488,7 +488,7 @@ def test_torchopt_is_the_same_on_shards(name, stage):
         assert_trees_close(sharded.gather(params), expected, 1e-12, f"dp={n}")
 
 
-def test_a_optimizer_that_flattens_trees_is_told_to_be_wrapped():
+def test_an_optimizer_that_flattens_trees_is_told_to_be_wrapped():
     step = fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2))
     with pytest.raises(fzero.errors.DiffersByRankError) as caught:
         step.init(params_of(), torchopt.adamw(1e-2))

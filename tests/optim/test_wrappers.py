@@ -307,7 +307,7 @@ def test_an_average_of_half_precision_parameters_may_be_float32(stage):
         optim.lion(0.1),
     ],
 )
-def test_a_optimizer_that_needs_the_parameters_says_what_to_pass(opt):
+def test_an_optimizer_that_needs_the_parameters_says_what_to_pass(opt):
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"opt.update\(grads, state, params\)"):
         opt.update(params, opt.init(params))

@@ -61,13 +61,13 @@ def test_all_keys_made_of_a_key_differ_from_each_other_and_from_its_draws():
 
 
 @pytest.mark.parametrize("wrong", [3, torch.ones(2, dtype=torch.int64), torch.ones(()), torch.Generator()])
-def test_what_is_no_key_is_refused(wrong):
+def test_another_value_than_a_key_is_refused(wrong):
     for f in (random.split, lambda k: random.fold_in(k, 0), lambda k: random.uniform(k, (2,)), random.seeded(len)):
         with pytest.raises(TypeError, match=r"expected an int64 tensor of shape \[\]"):
             f(wrong)
 
 
-def test_what_is_no_number_is_refused():
+def test_another_value_than_a_number_is_refused():
     k = random.key(0)
     for wrong in (1.5, "a", torch.tensor(1), True, None):
         with pytest.raises(TypeError, match=r"seed=.*expected an int"):

@@ -246,7 +246,7 @@ def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
     assert given == [[(3, 1), (1,)]] * 2
 
 
-def test_what_is_written_is_not_copied():
+def test_a_written_argument_keeps_the_traced_layout():
     graph = traced(lambda x: [x.sin()], [torch.ones(2, 3)])
     (x,) = [n for n in graph.nodes if is_input(n)]
     with graph.inserting_before(next(iter(reversed(graph.nodes)))):

@@ -53,7 +53,7 @@ def test_a_wrong_table_is_refused_in_words(wrong, words):
         check(wrong)
 
 
-def test_what_is_no_action_is_refused():
+def test_other_texts_than_actions_are_refused():
     with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; PipelineSchedule.parse reads texts"):
         check(PipelineSchedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
     for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
