@@ -576,7 +576,7 @@ def test_a_compile_error_names_the_segment_and_its_lines():
         f(torch.ones(4))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", cases((3,), (1, 2)))
 def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
     """The parts of a batch are arguments of the pieces, so all micro-batches after the first have equal ones."""
 

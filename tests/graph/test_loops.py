@@ -118,7 +118,7 @@ def test_a_sum_of_negative_zeros_is_negative():
     assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), [2]))
+@pytest.mark.parametrize("stage", cases((3,), (0, 2)))
 def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
     precision = fzero.Precision(param=torch.float16, grad=torch.float32)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision))
@@ -459,7 +459,7 @@ def test_a_batch_that_is_differentiated_is_unrolled():
 # ---------------------------------------------------------------- the plan
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
     step = fzero.jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"

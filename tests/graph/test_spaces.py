@@ -73,7 +73,7 @@ def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update,
         assert abs(bytes_ - ratio * state) <= 12 * ALIGN, (ratio, bytes_, state)
 
 
-@pytest.mark.parametrize("name,update", few([("clip before", "host"), ("masters", "device")], ROWS_AND_UPDATES))
+@pytest.mark.parametrize("name,update", few([("clip before", "host")], ROWS_AND_UPDATES))
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_element_crosses_once_a_step(name, update, stage, k):

@@ -230,7 +230,7 @@ def test_a_save_at_any_step_goes_on_to_the_same_bits(every, parts, delay, tmp_pa
         params, state, _ = step(params, state, step.mesh.split(x))
     expected = step.gather(state.anchor)
     other = make(stage=3, replica=2, dp=1)  # another stage and world within a replica
-    for count in either((2, 3), range(len(batches))):  # before a send, and while it waits
+    for count in either((3,), range(len(batches))):  # before a send, and while it waits
         for again, tolerance in ((step, 0), (other, 1e-12)):
             loaded, loaded_state = again.load(tmp_path / str(count), *again.init(start(), opt))
             assert loaded_state.count == count
@@ -325,7 +325,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
     assert not torch.equal(saved["int8"]["first.w"], saved["float32"]["first.w"])
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), [2]))
+@pytest.mark.parametrize("stage", cases((3,), (0, 2)))
 def test_tensor_parallelism_within_a_replica(stage):
     """Replicas of 2 x 2 ranks, over two of which matrices are split, learn what replicas of 2 ranks learn."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1))

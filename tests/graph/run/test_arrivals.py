@@ -61,7 +61,7 @@ def late(monkeypatch):
 
 
 MASTERS, PLAIN = ROWS
-SOME = [(PLAIN, "a step late", 2), (MASTERS, "parameters, too", 2)]
+SOME = [(MASTERS, "parameters, too", 2)]
 
 
 @pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))
