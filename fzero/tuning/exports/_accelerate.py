@@ -78,6 +78,10 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         )
     if run.hosts > 1:
         found.append("Each of the machines starts with its own --machine_rank, and all with --main_process_ip.")
+    if is_fsdp:
+        found.append(
+            "A model that is none of transformers' needs fsdp_transformer_layer_cls_to_wrap: the class of a block."
+        )
     if is_fsdp and c.stage < 3:
         found.append(
             f"Stage {c.stage}: FSDP2 shards parameters between steps, and keeps them gathered from the forward to the "

@@ -118,7 +118,7 @@ def _train_step(run: PlannedRun) -> str:
             *lines,
             "        loss = loss_fn(model, micro_batch) / len(micro_batches)",
             "        loss.backward()",
-            "        total += loss.detach()",
+            "        total += loss.detach().float()",
             "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
             "    opt.step()",
             "    opt.zero_grad()",
@@ -139,7 +139,10 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         "chunked_loss": "loss_fn computes it, such as by torch's chunks under checkpoint",
     }
     if c.offload:
-        rules["offload"] = "fully_shard offloads all or nothing, and here all of parameters, gradients and state"
+        rules["offload"] = (
+            "fully_shard offloads all or nothing, and here all of parameters, gradients and state. Make the process "
+            "group with 'cpu:gloo,cuda:nccl', since the norm of gradients is summed on hosts"
+        )
     found = list(without(c, rules))
     if c.stage in (1, 2):
         found.append(
