@@ -105,7 +105,7 @@ def work(name: str) -> None:
         trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=data, callbacks=[Clock()])
         if sharding is not None:
             stage, backend = sharding
-            trainer = plug.shard(trainer, stage=stage, backend=backend)
+            trainer = plug.shard_trainer(trainer, stage=stage, backend=backend)
         ends[0] = time.perf_counter()
         trainer.train()
     peak = most_bytes() - before

@@ -1,4 +1,4 @@
-"""shard: a sharded step in a loop of Accelerate, in place of the model and the optimizer that it would prepare."""
+"""shard_loop: a sharded step in a loop of Accelerate, in place of the model and the optimizer that it would prepare."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import hold_stand_ins, param_groups
 from fzero.ranks import mesh as make_mesh
 
-__all__ = ["Step", "full_model", "shard"]
+__all__ = ["Step", "full_model", "shard_loop"]
 
 FOLDER = "fzero"  # in a folder of save_state: the shards
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # of accelerate's DistributedType: processes with one device each
 
 
 class Step:
-    """A sharded step in a loop of Accelerate, returned by `shard`.
+    """A sharded step in a loop of Accelerate, returned by `shard_loop`.
 
     Attributes:
         optimizer: the torch optimizer, prepared by accelerate. It has the learning rates, and neither weights nor
@@ -83,7 +83,7 @@ class Step:
 
 
 @api_boundary
-def shard(
+def shard_loop(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -121,7 +121,7 @@ def shard(
         >>> import torch
         >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = shard(accelerator, model, optimizer, lambda model, x: model(x).square().mean(), stage=3)
+        >>> step = shard_loop(accelerator, model, optimizer, lambda model, x: model(x).square().mean(), stage=3)
         >>> for x in accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)):
         ...     with accelerator.accumulate():
         ...         loss = step(x)
@@ -159,16 +159,16 @@ def full_model(step: Step) -> torch.nn.Module:
     """Return a copy of a step's model with all its weights, on the host. All processes call it.
 
     Raises:
-        TypeError: if `step` is no step of `shard`.
+        TypeError: if `step` is no step of `shard_loop`.
 
     Example:
         >>> full_model(torch.nn.Linear(1, 1))
         Traceback (most recent call last):
         ...
-        TypeError: step is a Linear: expected what fzero.plugs.accelerate.shard returned
+        TypeError: step is a Linear: expected what fzero.plugs.accelerate.shard_loop returned
     """
     if not isinstance(step, Step):
-        raise TypeError(f"step is a {type(step).__name__}: expected what fzero.plugs.accelerate.shard returned")
+        raise TypeError(f"step is a {type(step).__name__}: expected what fzero.plugs.accelerate.shard_loop returned")
     return step._engine.full_model()
 
 
@@ -192,7 +192,7 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
     dynamo: Any = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         raise ValueError(
-            "Accelerator(dynamo_backend=...) cannot hold: the step is compiled, shard(..., backend='inductor')"
+            "Accelerator(dynamo_backend=...) cannot hold: the step is compiled, shard_loop(..., backend='inductor')"
         )
 
 
@@ -200,6 +200,6 @@ def _load(engine: Engine, folder: str) -> None:
     if not os.path.isdir(folder):
         raise ValueError(
             f"load_state: {os.path.dirname(folder)!r} has no folder {FOLDER!r}, so no sharded step saved its state "
-            "there: load the weights into the model before fzero.plugs.accelerate.shard"
+            "there: load the weights into the model before fzero.plugs.accelerate.shard_loop"
         )
     engine.load(folder)

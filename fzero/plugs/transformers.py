@@ -1,4 +1,4 @@
-"""Shard the Trainer of transformers, its subclasses and those of TRL: `trainer = shard(Trainer(...), stage=3)`."""
+"""shard_trainer: the Trainer of transformers, its subclasses and those of TRL, with sharded steps."""
 
 import copy
 import functools
@@ -18,14 +18,14 @@ from fzero.plugs._param_groups import hold_stand_ins, param_groups
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
-__all__ = ["full_model", "shard"]
+__all__ = ["full_model", "shard_trainer"]
 
 T = TypeVar("T", bound=Trainer)
 FOLDER = "fzero"  # in a checkpoint of Trainer: the shards
 
 
 @api_boundary
-def shard(
+def shard_trainer(
     trainer: T, *, stage: int, mesh: Mesh | None = None, backend: Backend | Literal["default"] | None = "default"
 ) -> T:
     """Return a trainer of the same class that trains, evaluates and saves with a ZeRO stage.
@@ -66,7 +66,9 @@ def shard(
         ...         return {"loss": (self.w * x).square().mean()}
         >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
         >>> args = args.set_save("no").set_logging("no")
-        >>> trainer = shard(Trainer(Square(), args, train_dataset=[{"x": torch.ones(3)}] * 8), stage=3, backend=None)
+        >>> trainer = shard_trainer(
+        ...     Trainer(Square(), args, train_dataset=[{"x": torch.ones(3)}] * 8), stage=3, backend=None
+        ... )
         >>> isinstance(trainer, Trainer), trainer.model.w.is_meta
         (True, True)
     """
@@ -119,7 +121,7 @@ def _check_settings(trainer: Trainer) -> None:
     refused = {
         "fsdp": "fzero shards in its place",
         "deepspeed": "fzero shards in its place",
-        "torch_compile": "the sharded step is compiled: pass backend= to fzero.plugs.transformers.shard",
+        "torch_compile": "the sharded step is compiled: pass backend= to fzero.plugs.transformers.shard_trainer",
         "auto_find_batch_size": "a step that ran out of memory cannot be repeated; fzero.plan tells what fits",
         "use_liger_kernel": "its kernels have no derivative under torch.func",
         "torch_empty_cache_steps": "a step runs as a whole",

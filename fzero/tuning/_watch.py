@@ -14,6 +14,7 @@ from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
+from fzero.ranks import is_leader
 from fzero.tuning._hint import Hint, straggler_hints
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
@@ -325,7 +326,7 @@ def watch(
         print_fn: a function that gets each line; None for silence.
 
     Returns:
-        A `WatchedStep` step. On a mesh of processes only rank 0 writes and reports.
+        A `WatchedStep`. On a mesh of processes only rank 0 writes and reports.
 
     Raises:
         TypeError: if `step` is not jitted, or a writer is no function.
@@ -358,8 +359,8 @@ class WatchedStep:
 
     Attributes:
         step: the jitted step.
-        last: the reading of the last measured call; None before the first.
-        hints: the hints of that reading.
+        last: the measurement of the last measured call; None before the first.
+        hints: the hints of that measurement.
     """
 
     last: StepMeasurement | None
@@ -377,13 +378,11 @@ class WatchedStep:
         self.step, self.last, self.hints = step, None, []
         self._writers, self._every, self._print = writers, every, print_fn
         self._machine, self._first = machine, first
-        mesh = getattr(step, "mesh", None)
-        self._is_leader = mesh is None or mesh.rank == 0
+        self._is_leader = is_leader(getattr(step, "mesh", None))
         self._meter: Meter | None = None
         self._calls = 0
-        self._has_compiled = (
-            False  # whether the last call was traced, so that the next one is the first without compilation
-        )
+        # whether the last call was traced, so that the next one is the first without compilation
+        self._has_compiled = False
         self._pending: list[StepMeasurement] = []  # measurements that are not written yet
         self._due_count = 0  # how many of them the next write covers
         self._plans: dict[int, Plan] = {}  # by the id of the step's plan: the same plan with the machine's seconds
@@ -396,7 +395,7 @@ class WatchedStep:
         return getattr(self.step, name)
 
     def __repr__(self) -> str:
-        return f"Watched({self.step!r}, every={self._every})"
+        return f"WatchedStep({self.step!r}, every={self._every})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and measure it.
@@ -414,11 +413,10 @@ class WatchedStep:
             self._write(self._due_count)
         if self._meter is None:
             self._meter = meter_of(tree.tensors((args, kwargs)))
-        traces, every = self.step.traces, self._calls % self._every == 0
-        memory = traces > 0 and (every or self._has_compiled)
-        plan = (
-            self.step.plan(*args, **kwargs) if traces > 1 else None
-        )  # with several plans, choose the one of these arguments
+        traces, is_due = self.step.traces, self._calls % self._every == 0
+        memory = traces > 0 and (is_due or self._has_compiled)
+        # with several plans, choose the one of these arguments
+        plan = self.step.plan(*args, **kwargs) if traces > 1 else None
         out, measurement = self._meter(lambda: self.step(*args, **kwargs), memory)
         self._has_compiled = self.step.traces > traces
         self._pending.append(
@@ -427,7 +425,7 @@ class WatchedStep:
             )
         )
         self._calls += 1
-        if memory or every:
+        if memory or is_due:
             self._due_count = len(self._pending)
         return out
 

@@ -77,7 +77,7 @@ MUTANTS = [
         ),
         Fault(
             "a loss of Accelerate is not divided",
-            "shard",
+            "shard_loop",
             becomes("loss(A, B) / accelerator.gradient_accumulation_steps", "loss(A, B)"),
         ),
         Fault("load_state loads no shards", "_load", skipped("engine.load(folder)")),

@@ -109,7 +109,7 @@ def with_fzero(
 ) -> Run:
     """Train with the sharded step in the same loop. `load` and `save` are folders, of states before and after it."""
     accelerator, model, optimizer, loader, schedule = make(dropout, **options)
-    step = plug.shard(accelerator, model, optimizer, loss_of, stage=stage, max_norm=0.5, backend=backend)
+    step = plug.shard_loop(accelerator, model, optimizer, loss_of, stage=stage, max_norm=0.5, backend=backend)
     loader, schedule = accelerator.prepare(loader, schedule)
     if load is not None:
         accelerator.load_state(load)

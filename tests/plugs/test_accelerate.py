@@ -69,30 +69,30 @@ def test_bf16_keeps_master_weights():
 def test_refusals(tmp_path):
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
 
-    def shard(*args: Any, **options: Any) -> Any:
-        return plug.shard(*args, loss_of, **{"stage": 3, **options})
+    def shard_loop(*args: Any, **options: Any) -> Any:
+        return plug.shard_loop(*args, loss_of, **{"stage": 3, **options})
 
     with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator"):
-        shard(None, model, optimizer)
+        shard_loop(None, model, optimizer)
     with pytest.raises(ValueError, match="backend='eager': expected"):
-        shard(accelerator, model, optimizer, backend="eager")
+        shard_loop(accelerator, model, optimizer, backend="eager")
     prepared = accelerator.prepare(optimizer)
     with pytest.raises(TypeError, match="optimizer is prepared by accelerate already"):
-        shard(accelerator, model, prepared)
+        shard_loop(accelerator, model, prepared)
     with pytest.raises(TypeError, match="model is prepared by accelerate already"):
-        shard(accelerator, accelerator.prepare(model), optimizer)
+        shard_loop(accelerator, accelerator.prepare(model), optimizer)
     with pytest.raises(ValueError, match=r"optimizer: torch\.optim\.rmsprop\.RMSprop owns its parameters"):
         _, other, _, _, _ = make(0.0, 8, 4)
-        shard(accelerator, other, torch.optim.RMSprop(other.parameters()))
+        shard_loop(accelerator, other, torch.optim.RMSprop(other.parameters()))
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4, dynamo_backend="eager")
     with pytest.raises(ValueError, match=r"dynamo_backend=\.\.\.\) cannot hold"):
-        shard(accelerator, model, optimizer)
+        shard_loop(accelerator, model, optimizer)
     assert not any(p.is_meta for p in model.parameters())  # nothing that was refused has used it up
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(*make(0.0, 8, 4)[1:3])
     accelerator.save_state(str(tmp_path))
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
-    shard(accelerator, model, optimizer)
+    shard_loop(accelerator, model, optimizer)
     with pytest.raises(ValueError, match=r"load_state: .* has no folder 'fzero'"):
         accelerator.load_state(str(tmp_path))

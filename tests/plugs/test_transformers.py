@@ -21,7 +21,7 @@ def assert_trains_alike(tmp_path: Any, stage: int = 3, backend: Any = "fx", atol
     plain = make_trainer(tmp_path, **options)
     plain.train()
     plain.evaluate()
-    sharded = plug.shard(make_trainer(tmp_path, **options), stage=stage, backend=backend)
+    sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=stage, backend=backend)
     sharded.train()
     sharded.evaluate()
     assert len(logged(plain, *NUMBERS)) > plain.state.max_steps
@@ -101,7 +101,7 @@ class ReadsNumbers(Trainer):
 
 
 def test_a_loss_that_reads_numbers_runs_at_each_step(tmp_path):
-    sharded = plug.shard(make_trainer(tmp_path, ReadsNumbers), stage=3)
+    sharded = plug.shard_trainer(make_trainer(tmp_path, ReadsNumbers), stage=3)
     assert not sharded._fzero.engine.is_jitted
     plain = make_trainer(tmp_path, ReadsNumbers)
     for trainer in (sharded, plain):
@@ -151,7 +151,7 @@ def test_optimizers_with_groups(tmp_path, name):  # masks select the groups with
         return {"model": model, "optimizers": (OPTIMIZERS[name](groups), None)}
 
     plain, sharded = make_trainer(tmp_path, **options()), make_trainer(tmp_path, **options())
-    sharded = plug.shard(sharded, stage=3, backend=None)
+    sharded = plug.shard_trainer(sharded, stage=3, backend=None)
     plain.train()
     sharded.train()
     torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
@@ -160,9 +160,9 @@ def test_optimizers_with_groups(tmp_path, name):  # masks select the groups with
 def test_resuming_is_going_on(tmp_path):
     options: dict[str, Any] = {"dropout": 0.1, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
     options |= {"save_strategy": "steps", "save_steps": 3}
-    whole = plug.shard(make_trainer(tmp_path, **options), stage=3, backend=either(None, "fx"))
+    whole = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=either(None, "fx"))
     whole.train()
-    resumed = plug.shard(make_trainer(tmp_path, **options), stage=1, backend=None)  # at another stage
+    resumed = plug.shard_trainer(make_trainer(tmp_path, **options), stage=1, backend=None)  # at another stage
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 6
     torch.testing.assert_close(logged(resumed, "loss"), logged(whole, "loss"), rtol=1e-6, atol=1e-6)
@@ -170,7 +170,7 @@ def test_resuming_is_going_on(tmp_path):
 
 
 def test_saved_folders_are_transformers_own(tmp_path):
-    trainer = plug.shard(make_trainer(tmp_path), stage=3, backend=either(None, "fx"))
+    trainer = plug.shard_trainer(make_trainer(tmp_path), stage=3, backend=either(None, "fx"))
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
@@ -184,7 +184,9 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
     options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the largest loss is the first
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
-    sharded = plug.shard(make_trainer(tmp_path / "sharded", bf16=bf16, **options), stage=3, backend=either(None, "fx"))
+    sharded = plug.shard_trainer(
+        make_trainer(tmp_path / "sharded", bf16=bf16, **options), stage=3, backend=either(None, "fx")
+    )
     sharded.train()
     assert plain.state.best_global_step == sharded.state.best_global_step == 2
     full = weights(plug.full_model(sharded))
@@ -199,7 +201,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
     done = either(world, torchrun)(2, "-m", "tests.plugs.train", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # one process goes on, with the same global batch
-    resumed = plug.shard(
+    resumed = plug.shard_trainer(
         make_trainer(tmp_path, save_strategy="steps", save_steps=3, per_device_train_batch_size=4),
         stage=2,
         backend=None,
@@ -211,7 +213,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
 
 def test_bf16_keeps_master_weights(tmp_path):
     plain = make_trainer(tmp_path)
-    sharded = plug.shard(make_trainer(tmp_path, bf16=True), stage=3, backend=either(None, "fx"))
+    sharded = plug.shard_trainer(make_trainer(tmp_path, bf16=True), stage=3, backend=either(None, "fx"))
     plain.train()
     sharded.train()
     engine = sharded._fzero.engine
@@ -227,7 +229,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow(tmp_path):
 
     calls: list[None] = []
     options: dict[str, Any] = {"fp16": True, "compute_loss_func": overflows_once, "lr_scheduler_type": "linear"}
-    sharded = plug.shard(make_trainer(tmp_path, **options), stage=3, backend=None)
+    sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=None)
     sharded.train()
     assert int(sharded._fzero.engine.metrics["skipped"]) == 1
     rates = logged(sharded, "learning_rate")
@@ -251,7 +253,7 @@ class Normalized(torch.nn.Module):
 
 def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
     plain = make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2)
-    sharded = plug.shard(
+    sharded = plug.shard_trainer(
         make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2), stage=2, backend="fx"
     )
     plain.train()
@@ -262,7 +264,7 @@ def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
 
 
 def test_predictions_are_trainers(tmp_path):
-    plain, sharded = make_trainer(tmp_path), plug.shard(make_trainer(tmp_path), stage=3)
+    plain, sharded = make_trainer(tmp_path), plug.shard_trainer(make_trainer(tmp_path), stage=3)
     expected, found = plain.predict(documents(5)), sharded.predict(documents(5))
     assert found.predictions.shape == (5, 8, 97)
     torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-5, atol=1e-5)
@@ -281,7 +283,7 @@ class FailsOnce(Trainer):
 
 
 def test_an_error_in_a_step_loses_nothing(tmp_path):
-    sharded = plug.shard(make_trainer(tmp_path, FailsOnce, gradient_accumulation_steps=2), stage=3)
+    sharded = plug.shard_trainer(make_trainer(tmp_path, FailsOnce, gradient_accumulation_steps=2), stage=3)
     with pytest.raises(RuntimeError, match="a bad batch"):
         sharded.train()
     before = weights(plug.full_model(sharded))
@@ -338,29 +340,29 @@ REFUSED = {
 def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        plug.shard(make(tmp_path), stage=3)
+        plug.shard_trainer(make(tmp_path), stage=3)
 
 
 def test_other_refusals(tmp_path):
     trainer = make_trainer(tmp_path)
     with pytest.raises(ValueError, match="has 2 ranks, and Trainer runs in 1 processes"):
-        plug.shard(trainer, stage=3, mesh=fzero.mesh(dp=2))
+        plug.shard_trainer(trainer, stage=3, mesh=fzero.mesh(dp=2))
     with pytest.raises(TypeError, match="expected a transformers"):
-        plug.shard(llama(), stage=3)
+        plug.shard_trainer(llama(), stage=3)
     with pytest.raises(TypeError, match="not sharded"):
         plug.full_model(trainer)
     with pytest.raises(ValueError, match="backend='eager': expected"):
-        plug.shard(trainer, stage=3, backend="eager")
+        plug.shard_trainer(trainer, stage=3, backend="eager")
     with pytest.raises(ValueError, match="no trainable parameter"):
-        plug.shard(make_trainer(tmp_path, model=llama().requires_grad_(False)), stage=3)
+        plug.shard_trainer(make_trainer(tmp_path, model=llama().requires_grad_(False)), stage=3)
     model = trainer.model
     assert not any(p.is_meta for p in model.parameters())  # nothing that was refused has used it up
-    sharded = plug.shard(trainer, stage=3)
+    sharded = plug.shard_trainer(trainer, stage=3)
     assert all(p.is_meta for p in model.parameters())  # whoever holds the model holds no memory
     with pytest.raises(TypeError, match="sharded already"):
-        plug.shard(sharded, stage=3)
+        plug.shard_trainer(sharded, stage=3)
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
     trainer.train()
-    sharded = plug.shard(make_trainer(tmp_path), stage=3)
+    sharded = plug.shard_trainer(make_trainer(tmp_path), stage=3)
     with pytest.raises(ValueError, match="no sharded trainer saved"):
         sharded.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

@@ -62,7 +62,7 @@ def make(kind: str, lora: bool, folder: Any) -> Any:
 def test_numbers_are_those_of_the_trainer(tmp_path, kind, lora, stage):
     plain = make(kind, lora, tmp_path)
     before = [p.clone() for p in weights(plain.model)]
-    sharded = plug.shard(make(kind, lora, tmp_path), stage=stage)
+    sharded = plug.shard_trainer(make(kind, lora, tmp_path), stage=stage)
     for trainer in (plain, sharded):
         trainer.train()
         trainer.evaluate()

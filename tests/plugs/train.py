@@ -16,7 +16,7 @@ def main(folder: pathlib.Path) -> None:
     plain = make_trainer(folder / "plain", gradient_accumulation_steps=1)
     plain.train()
     plain.evaluate()
-    sharded = plug.shard(make_trainer(folder, **options), stage=3, backend="fx")
+    sharded = plug.shard_trainer(make_trainer(folder, **options), stage=3, backend="fx")
     sharded.train()
     sharded.evaluate()
     for name in ("loss", "grad_norm", "eval_loss"):

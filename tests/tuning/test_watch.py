@@ -55,7 +55,7 @@ def test_the_measured_peak_is_the_plans_and_the_step_is_the_step():
     args, watched = trained(print_fn=said.append, every=3)
     again, plain = trained()
     assert run(watched, args, 5) == run(plain.step, again, 5)
-    assert watched.stage == 3 and watched.traces == 1 and "Watched(Jitted(" in repr(watched)
+    assert watched.stage == 3 and watched.traces == 1 and "WatchedStep(Jitted(" in repr(watched)
     assert watched.last.step == 3 and not watched.last.has_compilation and watched.last.plan == watched.plans()[0]
     assert watched.last.peak_bytes == pytest.approx(watched.last.plan.peak_bytes, rel=0.01)
     assert [line.split(":")[0] for line in said] == ["step 1", "step 3"] and not watched.hints
