@@ -2,7 +2,7 @@
 
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import DeferredCheck, check_copies
-from fzero.collectives._messages import StageMessages, receive, send
+from fzero.collectives._messages import receive, send
 from fzero.collectives._moves import (
     all_to_all,
     broadcast,
@@ -14,6 +14,7 @@ from fzero.collectives._moves import (
     wait_to_host,
 )
 from fzero.collectives._record import Log, record
+from fzero.collectives._stage_messages import StageMessages
 from fzero.collectives._sums import (
     ALL_GATHER,
     REDUCE_SCATTER,

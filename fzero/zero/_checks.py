@@ -1,8 +1,7 @@
-"""Checks of a sharded step: its arguments and results, the optimizer, and the optimizer's state."""
+"""Checks of a call of a sharded step: its arguments and results."""
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from fzero._torch import is_tracing
 from fzero._torch.levels import is_wrapped
 from fzero._tracebacks import is_message
 from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules, StackedList
-from fzero.graph import Jitted, other_memory, refuse_writes_into
-from fzero.optim import Optimizer, OptimizerLike, has_role, is_opt_state, role_of, torch_optimizer_message
+from fzero.graph import other_memory, refuse_writes_into
+from fzero.optim import has_role, is_opt_state, role_of
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, abstract, check_sharded_for, is_box, sharded_units, spaces, traced_spec
 from fzero.tree import Tree
@@ -23,11 +22,8 @@ from fzero.zero._stages import stage_layouts
 __all__ = [
     "as_value",
     "check_arguments",
-    "check_not_meta",
-    "check_optimizer",
     "check_params",
     "check_results",
-    "check_train_step",
     "check_tree",
     "check_unwritten",
     "explain_error",
@@ -360,67 +356,6 @@ def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:
     more = [f"and {len(parts) - 8} more"] if len(parts) > 9 else []
     shown = ", ".join([*(parts[:8] if more else parts), *more])
     return f"Each rank got, as argument {i}, a {type(batch.value).__name__}: {shown}"
-
-
-# Checks of the optimizer, and of its new state.
-
-
-def check_optimizer(opt: OptimizerLike, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
-    """Check that the stage can run an optimizer: on shards, it must be exact there. A notice names the `opt`."""
-    if not on_shards:
-        return
-    if optimizer.exact_on_shards is None:
-        warn_once(
-            f"fzero: {type(opt).__name__} does not declare whether it is exact on shards, and is assumed to be: "
-            "fzero.testing.is_exact_on_shards(opt) checks it"
-        )
-    if optimizer.exact_on_shards is False:
-        raise ValueError(
-            f"stage={stage} runs the optimizer on flat shards, and this optimizer declares exact_on_shards=False: "
-            "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
-        )
-
-
-def check_not_meta(name: str, values: Any) -> None:
-    """Check that no leaf of a tree is on the meta device, given that the parameters have values.
-
-    Raises:
-        ValueError: if a leaf is on the meta device. The message names it.
-    """
-    if not any(x.is_meta for x in tree.tensors(values)):
-        return
-    paths, leaves, _ = tree.flatten_with_paths(values)
-    path = next(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor) and x.is_meta)
-    raise ValueError(
-        f"{name} leaf {path!r} is on the meta device, and the parameters have values: give step.init the module "
-        "itself, or a function that makes zeros, and then load the parameters into its result"
-    )
-
-
-def check_train_step(train_step: Callable[..., Any]) -> None:
-    """Check that a train step is a plain function that runs no optimizer of torch.optim, which would change nothing.
-
-    Raises:
-        TypeError: if it is jitted or a module. Also if the step's globals or closure hold an optimizer of torch.optim,
-            and the step calls a `step` or an `update`.
-    """
-    if isinstance(train_step, Jitted):
-        raise TypeError(
-            f"train_step is {train_step.name}, jitted already, and a jitted step is not compiled within another: "
-            "shard first, then jit, step = fzero.jit(fzero.shard(train_step, stage=2, mesh=mesh))"
-        )
-    if isinstance(train_step, torch.nn.Module):
-        raise TypeError(
-            f"train_step is a module, {type(train_step).__name__}: fzero.shard takes a function, (params, opt_state, "
-            "batch) -> (params, opt_state, loss); apply = fzero.nn.functional(module).apply makes a function of the "
-            "module, for the loss"
-        )
-    if not inspect.isfunction(train_step) or not {"step", "update"} & set(train_step.__code__.co_names):
-        return
-    closure = inspect.getclosurevars(train_step)
-    for name, x in {**closure.globals, **closure.nonlocals}.items():
-        if isinstance(x, torch.optim.Optimizer):
-            raise TypeError(f"train_step calls {name!r}: {torch_optimizer_message(x)}")
 
 
 # Tensors at the border of a step: without `requires_grad`, in memory that nothing else shares, and alike across steps.

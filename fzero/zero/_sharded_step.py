@@ -32,11 +32,8 @@ from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
     check_arguments,
-    check_not_meta,
-    check_optimizer,
     check_params,
     check_results,
-    check_train_step,
     check_tree,
     check_unwritten,
     explain_error,
@@ -44,6 +41,7 @@ from fzero.zero._checks import (
 )
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
+from fzero.zero._setup_checks import check_not_meta, check_optimizer, check_train_step
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
 from fzero.zero._unit_buffers import in_unit_buffers

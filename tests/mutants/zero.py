@@ -22,10 +22,12 @@ UNIT_BUFFERS = ("tests/zero/test_unit_buffers.py",)
 SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 
 MUTANTS = [
-    *File("zero/_checks.py", ERRORS).faults(
+    *File("zero/_setup_checks.py", ERRORS).faults(
         Fault("a step with torch.optim is not refused", "check_train_step", never("isinstance(A, torch.optim.B)")),
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),
         Fault("a module is taken for a train step", "check_train_step", never("isinstance(A, torch.nn.Module)")),
+    ),
+    *File("zero/_checks.py", ERRORS).faults(
         Fault(
             "a forgotten state is not noticed",
             "_check_state_is_returned",

@@ -1,0 +1,72 @@
+"""Checks when a sharded step is made, and its state: the train step, the optimizer, and leaves without values."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._notice import warn_once
+from fzero.graph import Jitted
+from fzero.optim import Optimizer, OptimizerLike, torch_optimizer_message
+
+__all__ = ["check_not_meta", "check_optimizer", "check_train_step"]
+
+
+def check_optimizer(opt: OptimizerLike, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
+    """Check that the stage can run an optimizer: on shards, it must be exact there. A notice names the `opt`."""
+    if not on_shards:
+        return
+    if optimizer.exact_on_shards is None:
+        warn_once(
+            f"fzero: {type(opt).__name__} does not declare whether it is exact on shards, and is assumed to be: "
+            "fzero.testing.is_exact_on_shards(opt) checks it"
+        )
+    if optimizer.exact_on_shards is False:
+        raise ValueError(
+            f"stage={stage} runs the optimizer on flat shards, and this optimizer declares exact_on_shards=False: "
+            "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
+        )
+
+
+def check_not_meta(name: str, values: Any) -> None:
+    """Check that no leaf of a tree is on the meta device, given that the parameters have values.
+
+    Raises:
+        ValueError: if a leaf is on the meta device. The message names it.
+    """
+    if not any(x.is_meta for x in tree.tensors(values)):
+        return
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    path = next(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor) and x.is_meta)
+    raise ValueError(
+        f"{name} leaf {path!r} is on the meta device, and the parameters have values: give step.init the module "
+        "itself, or a function that makes zeros, and then load the parameters into its result"
+    )
+
+
+def check_train_step(train_step: Callable[..., Any]) -> None:
+    """Check that a train step is a plain function that runs no optimizer of torch.optim, which would change nothing.
+
+    Raises:
+        TypeError: if it is jitted or a module. Also if the step's globals or closure hold an optimizer of torch.optim,
+            and the step calls a `step` or an `update`.
+    """
+    if isinstance(train_step, Jitted):
+        raise TypeError(
+            f"train_step is {train_step.name}, jitted already, and a jitted step is not compiled within another: "
+            "shard first, then jit, step = fzero.jit(fzero.shard(train_step, stage=2, mesh=mesh))"
+        )
+    if isinstance(train_step, torch.nn.Module):
+        raise TypeError(
+            f"train_step is a module, {type(train_step).__name__}: fzero.shard takes a function, (params, opt_state, "
+            "batch) -> (params, opt_state, loss); apply = fzero.nn.functional(module).apply makes a function of the "
+            "module, for the loss"
+        )
+    if not inspect.isfunction(train_step) or not {"step", "update"} & set(train_step.__code__.co_names):
+        return
+    closure = inspect.getclosurevars(train_step)
+    for name, x in {**closure.globals, **closure.nonlocals}.items():
+        if isinstance(x, torch.optim.Optimizer):
+            raise TypeError(f"train_step calls {name!r}: {torch_optimizer_message(x)}")
