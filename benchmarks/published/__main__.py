@@ -108,7 +108,7 @@ class Result:
     def tokens(self) -> float:
         """The predicted tokens a second of one card."""
         c = self.run.config
-        return c.micro_batch * c.accumulation * self.run.length / c.tp / c.pp / self.row.seconds
+        return c.global_batch * self.run.length / c.world / self.row.seconds
 
     @property
     def error(self) -> float:

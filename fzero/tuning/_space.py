@@ -40,6 +40,7 @@ class Configuration:
         cp: the size of the mesh axis along which each rank holds part of the tokens of every sequence. Parameters and
             state are sharded over it too.
         schedule: the name of the pipeline schedule.
+        stages_per_rank: the number of pipeline stages on a rank; None for as few as the schedule takes.
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
 
     Example:
@@ -63,6 +64,7 @@ class Configuration:
     schedule: str = "1f1b"
     chunked_loss: bool = False
     cp: int = 1
+    stages_per_rank: int | None = None
 
     @property
     def global_batch(self) -> int:
@@ -93,7 +95,12 @@ class Configuration:
     @property
     def pipeline_stages(self) -> int:
         """How many pipeline stages a rank holds: `stages_per_rank=` of `fzero.pipeline`."""
-        return max(NAMES[self.schedule].min_stages, 1)
+        return self.stages_per_rank or NAMES[self.schedule].min_stages
+
+    @property
+    def schedule_setting(self) -> str:
+        """The schedule as `fzero.tune(schedule=)` takes it, such as "1f1b" or "interleaved:4"."""
+        return self.schedule if self.stages_per_rank is None else f"{self.schedule}:{self.stages_per_rank}"
 
     @property
     def policy(self) -> Precision:
@@ -106,7 +113,7 @@ class Configuration:
         parts += [f"offload {self.offload:g}"] if self.offload else []
         parts += ["chunked loss"] if self.chunked_loss else []
         parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if n > 1]
-        return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
+        return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule_setting}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
@@ -121,7 +128,7 @@ class Configuration:
 
     @property
     def _dims(self) -> "ParallelDims":
-        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp)
+        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp, self.stages_per_rank)
 
 
 class ParallelDims(NamedTuple):
@@ -133,6 +140,12 @@ class ParallelDims(NamedTuple):
     pp: int
     schedule: str
     cp: int
+    stages_per_rank: int | None = None
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline; 1 without a pipeline."""
+        return self.pp * (self.stages_per_rank or NAMES[self.schedule].min_stages) if self.pp > 1 else 1
 
 
 class TuneOptions(NamedTuple):
@@ -216,7 +229,8 @@ def make_space(options: TuneOptions) -> Space:
     for word in PARALLEL:
         values = getattr(options, word)
         _check_values(word, values, lambda x: _is_count(x) and world % x == 0, f"ints that divide world_size={world}")
-    _check_values("schedule", options.schedule, NAMES.__contains__, f"names of {', '.join(map(repr, NAMES))}")
+    schedules = f"names of {', '.join(map(repr, NAMES))}, and the stages of a rank as in 'interleaved:4'"
+    _check_values("schedule", options.schedule, _is_schedule, schedules)
     micro_batches = USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
     parallel_dims = _parallel_dims(options)
@@ -246,7 +260,8 @@ def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
     for ep, tp, pp, cp, schedule in product(options.ep, options.tp, options.pp, options.cp, options.schedule):
         ranks, remainder = divmod(world, tp * pp * cp)
         if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
-            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule, cp))
+            name, stages_per_rank = _schedule_of(schedule) if pp > 1 else (Configuration.schedule, None)
+            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, name, cp, stages_per_rank))
     _check_each(
         options, parallel_dims, f"world_size={world} is no multiple of cp x tp x pp, or the rest is no multiple of ep"
     )
@@ -256,9 +271,23 @@ def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
     _check_each(options, even, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
     if options.depth is None:
         return even
-    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].min_stages, 1) <= options.depth]
+    deep = [x for x in even if x.stages <= options.depth]
     _check_each(options, deep, f"a model of {options.depth} blocks has fewer blocks than its pipeline has stages")
     return deep
+
+
+def _schedule_of(setting: str) -> tuple[str, int | None]:
+    """Return the name of a schedule, and the number of stages on a rank; None if the setting leaves it open."""
+    name, _, stages = setting.partition(":")
+    return name, int(stages) if stages else None
+
+
+def _is_schedule(setting: str) -> bool:
+    name, _, stages = setting.partition(":")
+    if name not in NAMES or (":" in setting and not stages.isdecimal()):
+        return False
+    least, most = NAMES[name].min_stages, NAMES[name].max_stages
+    return not stages or least <= int(stages) <= (most or int(stages))
 
 
 def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], reason: str) -> None:

@@ -113,7 +113,7 @@ def axes_shown(table: "Table") -> list[str]:
     """List the axes that have a column: those that a row uses, and the schedule if there are several."""
     configs = [r.config for r in table.rows]
     axes = [name for name in PARALLEL if any(getattr(c, name) > 1 for c in configs)]
-    return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
+    return axes + (["schedule"] if len({c.schedule_setting for c in configs if c.pp > 1}) > 1 else [])
 
 
 def moved_shown(table: "Table") -> list[str]:
@@ -128,7 +128,7 @@ def moved_shown(table: "Table") -> list[str]:
 
 def format_axis(config: "Configuration", name: str) -> str:
     """Format the size of an axis of a configuration, or its schedule."""
-    return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
+    return str(getattr(config, name)) if name != "schedule" else config.schedule_setting if config.pp > 1 else "-"
 
 
 def cells(row: "TableRow") -> list[str]:

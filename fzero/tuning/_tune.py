@@ -23,7 +23,8 @@ from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
 
 __all__ = ["Best", "Table", "tune"]
 
-AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b"}  # shown only if some row has another value than this default
+# settings that are shown only if some row has another value than this default
+AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
 SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -312,7 +313,8 @@ def tune(
         pp: sizes of the axis of a pipeline. It runs as many micro-batches as `accumulation`.
         cp: sizes of the axis along which each rank holds part of the tokens of every sequence. Parameters and state are
             sharded over it too.
-        schedule: names of pipeline schedules: "gpipe", "1f1b", "interleaved", "zb", "zbv".
+        schedule: names of pipeline schedules: "gpipe", "1f1b", "interleaved", "zb", "zbv". "interleaved:4" has four
+            stages on a rank, in place of the fewest that the schedule takes.
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
         depth: the number of blocks. With it, `make_step` must build `config.depth` blocks. Every second block may be of

@@ -162,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each sequence")
     plan.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
     plan.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
-    plan.add_argument("--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,zb", help="pipeline schedules")
+    plan.add_argument(
+        "--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4", help="pipeline schedules"
+    )
     plan.add_argument("--depth", type=int, help="number of blocks; with module:make_step, it must build config.depth")
     plan.add_argument(
         "--explicit-attention",

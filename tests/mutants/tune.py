@@ -349,6 +349,10 @@ MUTANTS = [
         Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
+    *File("tuning/_space.py", PARALLELISM).faults(
+        Fault("all pipelines have the fewest stages", "Configuration.pipeline_stages", dropped("self.stages_per_rank")),
+        Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),
+    ),
     *File("tuning/_goodput.py", GOODPUT).faults(
         Fault("a run of many devices fails like one device", "_Run._lifetime", becomes("A / self.devices", "A")),
         Fault("a failure loses no steps", "_Run._stop", becomes("self.work - A", "0.0")),

@@ -10,7 +10,7 @@ import torch
 
 import fzero
 from fzero import tuning
-from fzero.parallel.schedules import NAMES
+from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._extrapolation import depths_of
 from fzero.tuning._models import PRESETS
@@ -245,6 +245,31 @@ RECIPES = [
 def test_the_lines_to_paste_name_the_stages_of_a_rank():
     config = replace(Configuration(2, 2, 4, ranks=2, depth=4, pp=2), schedule="interleaved")
     assert "stages_per_rank=2" in recipe(config) and "stages_per_rank" not in recipe(replace(config, schedule="1f1b"))
+    assert "stages_per_rank=3" in recipe(replace(config, stages_per_rank=3))
+
+
+def test_a_schedule_may_name_the_stages_of_a_rank():
+    """More stages leave a shorter bubble. Rows, tables and records name them."""
+    options = {"world_size": 4, "global_batch": 16, "machine": "h100", "stages": (1,), "remat": (True,), "pp": (4,)}
+    options |= {"micro_batches": (2,), "schedule": ("interleaved", "interleaved:4"), "depth": 16}
+    table = fzero.tune(tuning.model_step("gpt2", length=64), **options)
+    two, four = (next(r for r in table.rows if r.config.pipeline_stages == n) for n in (2, 4))
+    assert two.config.stages_per_rank is None and four.config.stages_per_rank == 4
+    assert "by interleaved:4" in str(four.config) and "interleaved:4" in str(table)
+    assert tuning.Table.from_json(table.to_json()).rows == table.rows
+
+    def bubble(config: Configuration) -> float:
+        return 1 - schedule(config.schedule, 4, config.accumulation, config.pipeline_stages).timing().efficiency
+
+    assert bubble(four.config) < 0.6 * bubble(two.config)
+    assert four.traffic_bytes["pp"] > two.traffic_bytes["pp"]
+
+
+@pytest.mark.parametrize("setting", ["interleaved:1", "1f1b:2", "interleaved:", "interleaved:x", "zbv:3"])
+def test_a_schedule_does_not_take_any_number_of_stages(setting):
+    options = {"world_size": 4, "global_batch": 16, "machine": "h100", "pp": (4,), "schedule": (setting,)}
+    with pytest.raises(ValueError, match=f"'{setting}' is not allowed: expected names .* as in 'interleaved:4'"):
+        fzero.tune(tuning.model_step("gpt2", length=64), **options)
 
 
 @pytest.mark.parametrize("changed", cases(RECIPES[1::2], RECIPES), ids=str)
