@@ -22,6 +22,7 @@ from tests.helpers import cases
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "number"), cases([([*FORMATS], 40)], [([name], 3500) for name in FORMATS]))
 def test_a_mutated_folder_is_refused_or_read_right(names, number):
     """In a process of its own, which may crash: no other error, hang, memory, file outside of it, or other values."""

@@ -172,6 +172,7 @@ def other_settings():
     compiler._set(before)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # an empty one takes longer: headers, too

@@ -237,6 +237,7 @@ def test_a_rank_holds_two_bytes_an_element():
     assert fzero.zero.state_bytes(state, step.mesh) - 8 == pytest.approx((2 * elements + scales) / 4, abs=16)
 
 
+@pytest.mark.slow
 def test_a_plan_holds_one_unit_in_float32():
     """Of 6 bytes an element that a rank saves between steps, its peak keeps 5: a twelfth of the moments is widened."""
     params = {"blocks": [{"w": normal((128, 128), i, torch.float32)} for i in range(12)]}

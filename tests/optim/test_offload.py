@@ -129,6 +129,7 @@ def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage
     )
 
 
+@pytest.mark.slow
 @examples(0, 4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(1, 3))
 @example("masters, clip before", 0.37, 3, 3)

@@ -61,6 +61,7 @@ def test_stage_1_accumulates_whole_gradients(gradient_peaks):
     assert gradient_peaks["once", 4] > 2 * WHOLE - FEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_peak_of_a_step_does_not_grow_from_stage_1_to_2(k):
     (params, batch), opt, peaks = inputs(), optim.adam(1e-3), []

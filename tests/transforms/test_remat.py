@@ -605,6 +605,7 @@ def test_a_tied_block_says_where_its_leaves_lie():
         step(params, opt_state, step.mesh.split(torch.ones(2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "stage,whole",

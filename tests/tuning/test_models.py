@@ -136,6 +136,7 @@ def test_experts_that_do_not_divide_are_refused(tiny, name, ep):
         tuning.model_step(name, length=16)(Configuration(1, 1, 1, ranks=8, ep=ep))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["masked"], ["causal"]))
 def test_a_chunked_loss_is_the_loss_without_its_logits(name):
     """Of a tied head and of one with a bias; and no plan holds the logits of all tokens."""

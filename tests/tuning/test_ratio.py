@@ -73,6 +73,7 @@ def test_a_ratio_is_that_of_trying_all(way, n, share):
     assert [t.ratio for t in found.tried] == sorted({t.ratio for t in found.tried} | {found.ratio})
 
 
+@pytest.mark.slow
 def test_a_step_and_its_arguments_are_planned_for_any_world():
     at = {n: [planned(r, world_size=n).peak_bytes for r in (0, 1)] for n in (2, 8)}
     for n in either((8,), (2, 8)):

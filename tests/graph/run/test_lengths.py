@@ -235,6 +235,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
     fzero.testing.assert_trees_close(params, whole, 1e-6)
 
 
+@pytest.mark.slow
 @needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)

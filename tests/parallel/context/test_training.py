@@ -57,6 +57,7 @@ def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, 
     assert_trains_as_whole(train_step, params, fzero.shard(train_step, stage=stage, mesh=mesh), batches, pad=pad)
 
 
+@pytest.mark.slow
 def test_the_program_of_a_long_run():
     """Offloaded inputs of blocks, an MLP in tiles and a loss in chunks, as docs/_plan_long_llama.py plans them."""
     params = {name: params_of()[name] for name in ("embed", "blocks")}

@@ -184,6 +184,7 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
 NO_AXIS = ({"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes,stage", cases([(NO_AXIS[1], 3)], itertools.product(NO_AXIS, range(4))), ids=str)
 def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
     mesh = fzero.mesh(**axes)

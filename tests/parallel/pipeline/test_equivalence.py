@@ -146,6 +146,7 @@ def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate,remat", cases([("lockstep", True)], itertools.product(SIMULATED, (False, True))))
 def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
     key, params = fzero.random.key(3), params_of(4)

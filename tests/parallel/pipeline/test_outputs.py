@@ -66,6 +66,7 @@ def test_examples_are_those_without_a_pipeline(name, simulate):
         check(fzero.mesh(simulate=simulate, **axes), stage, name)
 
 
+@pytest.mark.slow
 def test_a_jitted_program_gives_the_same():
     check(fzero.mesh(dp=2, pp=2), 3, "interleaved", jit=True)
 

@@ -62,6 +62,7 @@ def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, st
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_all_ranks_start_the_same_collectives_in_one_order():
     for stage in either((3,), (0, 3)):
         said = {tuple((c.kind, c.bytes, c.unit) for c in planned("zbv", 4, r, stage).collectives) for r in range(4)}

@@ -99,6 +99,7 @@ def test_a_loss_of_logits_that_nobody_gathers():
         check(model, layers, mesh, stage, loss=loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
 def test_mixtral_with_experts_over_another_axis(cut, sequence):
@@ -120,6 +121,7 @@ def test_mixtral_with_each_expert_cut_and_no_axis_for_experts():
     check(model, tp.layers(model), fzero.mesh(dp=2, tp=2), 3, FLOAT32, dense=dense)
 
 
+@pytest.mark.slow
 def test_a_planned_graph_has_the_numbers():
     model = model_of("llama")
     expected, losses = losses_of(model)
