@@ -39,7 +39,7 @@ CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight,
 
 CONTEXT = [
     "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
-    "# or, for a transformers model, fzero.nn.functional(model, context=fzero.parallel.context.model(model))",
+    '# or, for a transformers model, fzero.nn.functional(model, context="cp")',
 ]
 
 
