@@ -366,6 +366,7 @@ def test_the_plan_frees_and_gathers_codes_again(k):
     assert peaks["coded"] <= peaks["exact"] + unit
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one():
     """Inductor on integers, where no sum rounds, so that codes are equal; with rounding at random."""
     params = {"w": torch.zeros(8, 40), "b": torch.zeros(7)}
