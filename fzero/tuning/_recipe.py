@@ -8,11 +8,12 @@ __all__ = ["recipe"]
 def recipe(config: Configuration) -> str:
     """Return the code of a train step in a configuration."""
     c = config
-    opt = "optim.master_weights(optim.adamw(3e-4), precision)"
+    moments = f", moments={_quote(c.moments)}" if c.moments else ""
+    opt = f"optim.master_weights(optim.adamw(3e-4{moments}), precision)"
     opt = f"optim.offload({opt}, {c.offload:g})" if c.offload else opt
     lines = [
         f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
-        f"precision = fzero.Precision(param=torch.{c.precision})",
+        f"precision = fzero.Precision(param=torch.{c.precision}{_codecs(c)})",
         f"opt = optim.chain(optim.clip_by_global_norm(1.0), {opt})",
         *_model_lines(c),
         "",
@@ -25,6 +26,12 @@ def recipe(config: Configuration) -> str:
         *_shard_lines(c),
     ]
     return "\n".join(lines)
+
+
+def _codecs(c: Configuration) -> str:
+    """Write the further arguments of `Precision`."""
+    kinds = (("gather", c.gather), ("reduce", c.reduce))
+    return "".join([f", {name}=fzero.codecs.{kind}()" for name, kind in kinds if kind is not None])
 
 
 def _rules(c: Configuration) -> list[str]:

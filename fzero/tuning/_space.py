@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fzero._arguments import check_int, is_int
+from fzero import codecs
+from fzero._arguments import check_choice, check_int, is_int
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["PARALLEL", "REMATS", "Configuration", "Space", "TuneOptions", "make_space"]
+__all__ = ["CODECS", "PARALLEL", "REMATS", "Configuration", "FixedSettings", "Space", "TuneOptions", "make_space"]
 
+CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
 USUAL = (1, 2, 4, 8, 16)
@@ -42,6 +44,9 @@ class Configuration:
         schedule: the name of the pipeline schedule.
         stages_per_rank: the number of pipeline stages on a rank; None for as few as the schedule takes.
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
+        gather: the codec by which parameters are gathered: "int8", "int4" or "float8"; None for their own dtype.
+        reduce: the codec by which gradients are summed over ranks; None for float32.
+        moments: the kind of the optimizer's moments: "int8", or None for float32.
 
     Example:
         >>> import fzero
@@ -65,6 +70,9 @@ class Configuration:
     chunked_loss: bool = False
     cp: int = 1
     stages_per_rank: int | None = None
+    gather: str | None = None
+    reduce: str | None = None
+    moments: Literal["int8"] | None = None
 
     @property
     def global_batch(self) -> int:
@@ -105,26 +113,34 @@ class Configuration:
     @property
     def policy(self) -> Precision:
         """The precision, for `fzero.value_and_grad` and `optim.master_weights`."""
-        return Precision(param=DTYPES[self.precision])
+        gather = None if self.gather is None else CODECS[self.gather]()
+        reduce = torch.float32 if self.reduce is None else CODECS[self.reduce]()
+        return Precision(param=DTYPES[self.precision], gather=gather, reduce=reduce)
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
         parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
         parts += [f"offload {self.offload:g}"] if self.offload else []
         parts += ["chunked loss"] if self.chunked_loss else []
+        words = (("gather", self.gather), ("reduce", self.reduce), ("moments", self.moments))
+        parts += [f"{name} {kind}" for name, kind in words if kind is not None]
         parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if n > 1]
         return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule_setting}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
         return (
-            (self.precision, self.depth, self.chunked_loss) == (other.precision, other.depth, other.chunked_loss)
+            (self.precision, self.depth, self._fixed) == (other.precision, other.depth, other._fixed)
             and self._dims == other._dims
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
             and self.offload <= other.offload
         )
+
+    @property
+    def _fixed(self) -> "FixedSettings":
+        return FixedSettings(self.chunked_loss, self.gather, self.reduce, self.moments)
 
     @property
     def _dims(self) -> "ParallelDims":
@@ -148,6 +164,15 @@ class ParallelDims(NamedTuple):
         return self.pp * (self.stages_per_rank or NAMES[self.schedule].min_stages) if self.pp > 1 else 1
 
 
+class FixedSettings(NamedTuple):
+    """The settings that all configurations of a search share. The fields are those of `Configuration`."""
+
+    chunked_loss: bool = False
+    gather: str | None = None
+    reduce: str | None = None
+    moments: Literal["int8"] | None = None
+
+
 class TuneOptions(NamedTuple):
     """The options of a search, unchecked. The fields are the arguments of `fzero.tune`."""
 
@@ -163,7 +188,7 @@ class TuneOptions(NamedTuple):
     pp: Sequence[int] = (1,)
     schedule: Sequence[str] = ("1f1b",)
     depth: int | None = None
-    chunked_loss: bool = False
+    fixed: FixedSettings = FixedSettings()
     cp: Sequence[int] = (1,)
 
 
@@ -180,7 +205,7 @@ class Space:
         parallel_dims: the sizes of the axes, and the schedule.
         global_batch: samples of one step, over all ranks.
         depth: the number of blocks; None if it is not known.
-        chunked_loss: as in `Configuration`.
+        fixed: the settings that all configurations share.
     """
 
     stages: tuple[int, ...]
@@ -191,7 +216,7 @@ class Space:
     parallel_dims: tuple[ParallelDims, ...]
     global_batch: int
     depth: int | None
-    chunked_loss: bool = False
+    fixed: FixedSettings
 
     def __iter__(self) -> Iterator[Configuration]:
         """Yield the configurations, the smallest first."""
@@ -206,7 +231,7 @@ class Space:
         for m, remat, stage, offload, precision, dims in product(*lean):
             k, remainder = divmod(self.global_batch // dims.ranks, m)
             if not remainder:
-                more = {"depth": self.depth, "chunked_loss": self.chunked_loss}
+                more = {"depth": self.depth, **self.fixed._asdict()}
                 yield Configuration(stage, m, k, remat, precision, offload, **dims._asdict(), **more)
 
 
@@ -230,6 +255,9 @@ def make_space(options: TuneOptions) -> Space:
         values = getattr(options, word)
         _check_values(word, values, lambda x: _is_count(x) and world % x == 0, f"ints that divide world_size={world}")
     schedules = f"names of {', '.join(map(repr, NAMES))}, and the stages of a rank as in 'interleaved:4'"
+    for word in ("gather", "reduce"):
+        check_choice(word, getattr(options.fixed, word), (None, *CODECS))
+    check_choice("moments", options.fixed.moments, (None, "int8"))
     _check_values("schedule", options.schedule, _is_schedule, schedules)
     micro_batches = USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
@@ -245,7 +273,7 @@ def make_space(options: TuneOptions) -> Space:
         parallel_dims=tuple(parallel_dims),
         global_batch=options.global_batch,
         depth=options.depth,
-        chunked_loss=options.chunked_loss,
+        fixed=options.fixed,
     )
 
 

@@ -308,7 +308,8 @@ class ModelStep:
         self._check(config, depth)
         axes: dict[str, Any] = {**config.axes}
         ranks = mesh(**axes)
-        opt = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config)), config.policy)
+        adamw = optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config), moments=config.moments)
+        opt = optim.master_weights(adamw, config.policy)
         opt = optim.offload(opt, config.offload) if config.offload else opt
         opt = optim.chain(optim.clip_by_global_norm(1.0), opt)
         grad_fn = self._gradients(shape, config, depth)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fzero._arguments import check_choice, check_int
 from fzero._format import format_bytes
@@ -16,7 +16,7 @@ from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
-from fzero.tuning._space import PARALLEL, Configuration, TuneOptions, make_space
+from fzero.tuning._space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_space
 from fzero.tuning._steps import ModelStep
 from fzero.tuning._verdicts import Verdict, verdicts
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
@@ -25,6 +25,7 @@ __all__ = ["Best", "Table", "tune"]
 
 # settings that are shown only if some row has another value than this default
 AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
+AXES |= dict.fromkeys(("gather", "reduce", "moments"))
 SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -281,6 +282,9 @@ def tune(
     links: Mapping[str, float] | None = None,
     depth: int | None = None,
     chunked_loss: bool = False,
+    gather: str | None = None,
+    reduce: str | None = None,
+    moments: Literal["int8"] | None = None,
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
@@ -321,6 +325,10 @@ def tune(
             another kind. If all are alike, give `make_step` a true attribute `blocks_alike`: rows then take less time.
         chunked_loss: the `chunked_loss` of all configurations. With it, models by name compute their loss by
             `fzero.nn.linear_cross_entropy`, without logits as a whole.
+        gather: the codec by which all configurations gather parameters, "int8", "int4" or "float8"; by default they are
+            sent in their own dtype. `config.policy` has it, as it has `reduce`.
+        reduce: the codec by which gradients are summed over ranks; by default they are sent in float32.
+        moments: "int8" for moments of 8 bits, which models by name then have: `moments=` of `optim.adamw`.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.
@@ -366,7 +374,8 @@ def tune(
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     batch = (world_size, global_batch, stages, micro_batches)
     check_choice("chunked_loss", chunked_loss, (False, True))
-    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, chunked_loss, cp))
+    fixed = FixedSettings(chunked_loss, gather, reduce, moments)
+    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, fixed, cp))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)

@@ -26,7 +26,7 @@ from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow, plan_step, step_at
-from fzero.tuning._space import PARALLEL, REMATS
+from fzero.tuning._space import CODECS, PARALLEL, REMATS
 from fzero.tuning._steps import model_step
 from fzero.tuning._table_views import axes_shown, duration, format_axis, headline, notes, render_comparison
 from fzero.tuning._tune import Table, tune
@@ -176,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute the loss from chunks of classes, without all logits at once",
     )
+    plan.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
+    plan.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
+    plan.add_argument("--moments", choices=["int8"], help="keep the optimizer's moments in 8 bits")
     plan.add_argument(
         "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
     )
@@ -355,6 +358,9 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             links=args.links,
             depth=depth,
             chunked_loss=args.chunked_loss,
+            gather=args.gather,
+            reduce=args.reduce,
+            moments=args.moments,
             workers=args.workers,
             cache=not args.no_cache,
             on_result=on_result,

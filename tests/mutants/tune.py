@@ -349,6 +349,12 @@ MUTANTS = [
         Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
+    *File("tuning/_space.py", MODELS).faults(
+        Fault("codes are planned as full numbers", "Configuration.policy", always("A.gather is None")),
+    ),
+    *File("tuning/_steps.py", MODELS).faults(
+        Fault("moments of 8 bits are planned as float32", "ModelStep.__call__", dropped("moments=A.moments")),
+    ),
     *File("tuning/_space.py", PARALLELISM).faults(
         Fault("all pipelines have the fewest stages", "Configuration.pipeline_stages", dropped("self.stages_per_rank")),
         Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),

@@ -201,3 +201,28 @@ def test_a_wrong_configuration_is_refused(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         tuning.model_step(str(path), length=16)
+
+
+def test_fewer_bytes_are_planned_and_pasted():
+    """Codes on the wire and moments in 8 bits, with the bytes that they save, and their lines in the recipe."""
+    make_step = tuning.model_step("gpt2", length=64)
+    options = {"world_size": 8, "global_batch": 8, "machine": "h100", "stages": (3,), "remat": (True,), "depth": 2}
+    plain = fzero.tune(make_step, **options, micro_batches=(1,)).rows[0]
+    coded = fzero.tune(make_step, **options, micro_batches=(1,), gather="int8", reduce="int4").rows[0]
+    small = fzero.tune(make_step, **options, micro_batches=(1,), moments="int8").rows[0]
+    # gathers send a byte and its scale for two, sums half a byte and its scale for four; some gather twice, some once
+    assert 1.56 / 6 < coded.traffic_bytes["dp"] / plain.traffic_bytes["dp"] < 2.6 / 8
+    numel = fzero.tree.numel(init(PRESETS["gpt2"], 2)) / 8
+    saved = plain.device_bytes["optimizer state"] - small.device_bytes["optimizer state"]
+    assert saved == pytest.approx(6 * numel, rel=0.02)
+    lines = recipe(coded.config)
+    assert "Precision(param=torch.bfloat16, gather=fzero.codecs.int8(), reduce=fzero.codecs.int4())" in lines
+    assert 'optim.adamw(3e-4, moments="int8")' in recipe(small.config) and "moments" not in lines
+    assert "gather int8, reduce int4" in str(coded.config) and "moments int8" in str(small.config)
+
+
+@pytest.mark.parametrize("word", ["gather", "reduce", "moments"])
+def test_unknown_numbers_are_refused(word):
+    options = {"world_size": 8, "global_batch": 8, "machine": "h100", "depth": 2}
+    with pytest.raises(ValueError, match=f"{word}='int3': expected "):
+        fzero.tune(tuning.model_step("gpt2", length=64), **options, **{word: "int3"})

@@ -131,6 +131,13 @@ def expected_bytes(
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
+BITS = {  # what no system takes from its file, and what it does instead
+    "gather": "parameters are sent in their own dtype",
+    "reduce": "gradients are sent in the dtype of the file",
+    "moments": "moments are in float32, unless the program makes another optimizer",
+}
+
+
 def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ...]:
     """List the settings of a configuration that a system does not take from its file, each with what to do instead.
 
@@ -148,4 +155,6 @@ def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ..
         "pp": f"pp {config.pp} by {config.schedule}" if config.pp > 1 else "",
         "chunked_loss": "chunked loss" if config.chunked_loss else "",
     }
-    return tuple([f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]])
+    lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
+    kinds = {name: getattr(config, name) for name in BITS}
+    return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in BITS.items() if kinds[name]])

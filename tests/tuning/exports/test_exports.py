@@ -353,6 +353,14 @@ def test_what_a_system_cannot_say_is_said(system):
     assert ["sync_each_batch=True" in text for text in sums] == [True, False]
 
 
+@pytest.mark.parametrize("system", EXPORTS)
+def test_no_system_takes_fewer_bits(system):
+    config = dataclasses.replace(USUAL, gather="int8", reduce="int4", moments="int8")
+    lines = " ".join(exported(system, config).differences)
+    assert all(f"{name}: " in lines for name in ("gather int8", "reduce int4", "moments int8"))
+    assert "moments" not in " ".join(exported(system, USUAL).differences)
+
+
 def test_a_model_of_the_users_own_has_no_sizes():
     row = TableRow(USUAL, {}, {}, 1.0, 0.0, 0.0, True, {})
     texts = {system: make(PlannedRun(row, H100)).text for system, make in EXPORTS.items()}
