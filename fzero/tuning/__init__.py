@@ -9,7 +9,7 @@ from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspee
 from fzero.tuning._ratio import OffloadRatio, RatioTrial, offload_ratio
 from fzero.tuning._row import TableRow
 from fzero.tuning._search import Skipped
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
 from fzero.tuning._watch import StepMeasurement, WatchedStep, watch

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from fzero.tuning._row import KindBytes, OperationKey, PlanSummary, ScheduleCost
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 
 __all__ = ["depths_of", "extrapolate", "extrapolate_line"]
 

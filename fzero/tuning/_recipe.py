@@ -1,6 +1,6 @@
 """The code of a train step in a configuration: the lines that `fzero plan` prints to paste."""
 
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 
 __all__ = ["recipe"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fzero.graph import KINDS, Hardware, Jitted, Plan, PlanSettings, ScheduleOptions, StepOfRank, jit, step_of_rank
 from fzero.ranks import Mesh
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 
 __all__ = [
     "KindBytes",

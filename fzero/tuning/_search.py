@@ -33,7 +33,7 @@ from fzero.tuning._row import (
     step_on,
     summarize,
 )
-from fzero.tuning._space import Configuration, Space
+from fzero.tuning._search_space import Configuration, SearchSpace
 
 __all__ = [
     "ConfigurationPlanner",
@@ -372,7 +372,7 @@ class Skipped(NamedTuple):
     smaller: Configuration
 
 
-def search_rows(space: Space, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
+def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
     A free process does not wait: it begins with a configuration that may be skipped later. The row of such a
@@ -409,7 +409,7 @@ def search_rows(space: Space, start: Start, workers: int, budget: float) -> Iter
 
 
 def in_order(
-    space: Space, results: Iterable[TableRow | Skipped], budget: float
+    space: SearchSpace, results: Iterable[TableRow | Skipped], budget: float
 ) -> tuple[list[TableRow], list[Skipped]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
     order_in_space = {c: i for i, c in enumerate(space)}

@@ -19,7 +19,7 @@ from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._models import TENSOR, ModelShape, Params, init, make_batch, shape_of
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 from fzero.zero import shard
 
 __all__ = ["ForwardOptions", "ModelStep", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]

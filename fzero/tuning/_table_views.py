@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._format import format_bytes
 from fzero._report import new_figure
-from fzero.tuning._space import PARALLEL
+from fzero.tuning._search_space import PARALLEL
 
 if TYPE_CHECKING:
     from fzero.tuning._row import TableRow
-    from fzero.tuning._space import PARALLEL, Configuration
+    from fzero.tuning._search_space import Configuration
     from fzero.tuning._tune import Table
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "render",
     "render_comparison",
     "text",
+    "warnings_of",
 ]
 
 # A table of configurations as text, with rich.
@@ -230,3 +231,20 @@ def draw(table: "Table") -> Any:
 def _edge(axes: Any) -> Any:
     """Return the transform whose x is a share of the axes, and whose y is in data units."""
     return axes.get_yaxis_transform()
+
+
+def warnings_of(table: "Table") -> list[str]:
+    """List the ways in which the numbers of a table are estimates."""
+    is_gpu = table.machine.kind == "cuda"
+    caveats = [
+        "peaks were not measured on a GPU: they are those of torch's operations with fused attention; the margin "
+        "covers a GPU's workspaces, context and fragmentation",
+        "seconds are those of unfused torch operations: Inductor's fused kernels take less",
+    ]
+    if any(r.config.offload for r in table.rows):
+        caveats.append(
+            "copies of offload count at their place in the step; the host's update overlaps with the work after it"
+        )
+    if any(r.config.precision == "float16" for r in table.rows):
+        caveats.append("float16 needs a loss scale, which the lines below lack: add fzero.optim.dynamic_loss_scale")
+    return caveats if is_gpu else caveats[1:]

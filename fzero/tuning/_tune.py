@@ -16,7 +16,7 @@ from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
-from fzero.tuning._space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_space
+from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space
 from fzero.tuning._steps import ModelStep
 from fzero.tuning._verdicts import Verdict, verdicts
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
@@ -375,7 +375,7 @@ def tune(
     batch = (world_size, global_batch, stages, micro_batches)
     check_choice("chunked_loss", chunked_loss, (False, True))
     fixed = FixedSettings(chunked_loss, gather, reduce, moments)
-    space = make_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, fixed, cp))
+    space = make_search_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, fixed, cp))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)

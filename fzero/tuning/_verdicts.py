@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fzero._format import format_bytes
 from fzero.parallel.schedules import schedule
 from fzero.tuning._row import TableRow
-from fzero.tuning._space import REMATS, Configuration
+from fzero.tuning._search_space import REMATS, Configuration
 
 __all__ = ["RULES", "ConfigurationRule", "RuleContext", "Verdict", "verdicts"]
 

@@ -1,11 +1,7 @@
 """fzero plan: the command that lists which settings fit a machine, how fast they are, and the code of the best."""
 
 import argparse
-import html
 import importlib
-import importlib.resources
-import itertools
-import json
 import math
 import os
 import pathlib
@@ -18,98 +14,21 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._format import format_bytes
-from fzero.graph import KINDS, Plan, phase_spans
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import Reliability, goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
+from fzero.tuning._page import page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
-from fzero.tuning._row import TableRow, plan_step, step_at
-from fzero.tuning._space import CODECS, PARALLEL, REMATS
+from fzero.tuning._row import TableRow
+from fzero.tuning._search_space import CODECS, REMATS
 from fzero.tuning._steps import model_step
-from fzero.tuning._table_views import axes_shown, duration, format_axis, headline, notes, render_comparison
+from fzero.tuning._table_views import duration, render_comparison, warnings_of
 from fzero.tuning._tune import Table, tune
 from fzero.tuning.exports import EXPORTS
 
-__all__ = ["page", "run"]
-
-# A table of configurations as one self-contained page for any browser.
-
-
-POINTS = 600  # points of the timeline
-
-
-def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -> str:
-    """Return a page with the best configuration, the table, its picture, and the memory of the best over its step.
-
-    Args:
-        table: the table of configurations.
-        name: the name of the model.
-        make_step: the function that the table was made with, for the timeline; None leaves the timeline out.
-    """
-    best = table.best() if table.fitting else None
-    fields = {
-        "name": name,
-        "headline": headline(table),
-        "best": str(best) if best else "nothing fits",
-        "recipe": recipe(best.config) if best else "",
-        "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
-        "budget": table.budget,
-        "kinds": KINDS,
-        "axes": axes_shown(table),
-        "rows": [_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
-        "timeline": _timeline(table, make_step) if best and make_step else None,
-    }
-    frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(fields).replace("</", "<\\/")  # a bare </ would end the script
-    return frame.replace("{{title}}", html.escape(f"fzero plan {name}")).replace("{{data}}", data)
-
-
-def _row(row: Any, budget: float) -> dict[str, Any]:
-    c = row.config
-    remat = {False: "no", True: "yes"}.get(c.remat, f"but {c.remat}")
-    return {
-        "stage": c.stage,
-        "micro": c.micro_batch,
-        "accumulation": c.accumulation,
-        "remat": remat,
-        "precision": c.precision,
-        "offload": c.offload,
-        **{name: getattr(c, name) for name in PARALLEL},
-        "schedule": format_axis(c, "schedule"),
-        "peak": row.peak_bytes,
-        "seconds": row.seconds,
-        "traffic": sum(row.traffic_bytes.values()),
-        "along": row.traffic_bytes,
-        "host": row.host_bytes,
-        "over": max(row.peak_bytes - budget, 0),
-        "rough": not row.in_full,
-        "device": row.device_bytes,
-    }
-
-
-def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
-    """Plan the best row again, and sample its live bytes. Each point shows the maximum since the point before."""
-    row = table.fitting[0]
-    step_args = step_at(make_step, row.config)
-    rank = {"pp": row.rank} if row.config.pp > 1 else 0
-    hardware = table.machine.as_hardware()
-    plan = (
-        step_args
-        if isinstance(step_args, Plan)
-        else plan_step(step_args, row.config.world, hardware, row.settings, rank)
-    )
-    by_kind = {kind: plan.live_of(kind) for kind in KINDS}
-    phases = [name for start, stop, name in phase_spans(plan) for _ in range(start, stop)]
-    count = len(plan.operations)
-    edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
-    points = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
-    return {
-        "phases": [phases[i] for i in points],
-        "kinds": {kind: [live[i] for i in points] for kind, live in by_kind.items() if any(live)},
-    }
-
+__all__ = ["run"]
 
 UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
 UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
@@ -437,23 +356,3 @@ def _compare(paths: Sequence[pathlib.Path]) -> int:
         render_comparison(first, second, (paths[0].name, paths[1].name))
     )
     return 0
-
-
-# The caveats of a table.
-
-
-def warnings_of(table: Table) -> list[str]:
-    """List the ways in which the numbers of a table are estimates."""
-    is_gpu = table.machine.kind == "cuda"
-    caveats = [
-        "peaks were not measured on a GPU: they are those of torch's operations with fused attention; the margin "
-        "covers a GPU's workspaces, context and fragmentation",
-        "seconds are those of unfused torch operations: Inductor's fused kernels take less",
-    ]
-    if any(r.config.offload for r in table.rows):
-        caveats.append(
-            "copies of offload count at their place in the step; the host's update overlaps with the work after it"
-        )
-    if any(r.config.precision == "float16" for r in table.rows):
-        caveats.append("float16 needs a loss scale, which the lines below lack: add fzero.optim.dynamic_loss_scale")
-    return caveats if is_gpu else caveats[1:]

@@ -103,7 +103,7 @@ MUTANTS = [
         ),
         Fault("a loop's messages count once", "summarize", bare("A * m.times"), PARALLELISM),
     ),
-    *File("tuning/_space.py", TUNE).faults(
+    *File("tuning/_search_space.py", TUNE).faults(
         Fault(
             "a larger micro-batch counts as smaller in memory", "Configuration.holds_no_less_than", swapped(">=", "<=")
         ),
@@ -119,13 +119,13 @@ MUTANTS = [
         ),
         Fault(
             "the global batch ignores accumulation",
-            "Space.__iter__",
+            "SearchSpace.__iter__",
             becomes("divmod(self.A // B.C, D)", "(1, self.A // B.C % D)"),
         ),
-        Fault("the global batch counts as each rank's", "Space.__iter__", bare("A // B.C")),
+        Fault("the global batch counts as each rank's", "SearchSpace.__iter__", bare("A // B.C")),
         Fault(
             "a micro-batch that does not divide the batch is dropped without an error",
-            "make_space",
+            "make_search_space",
             never("A.B is not None"),
         ),
         Fault(
@@ -239,6 +239,8 @@ MUTANTS = [
         Fault("a kilobyte is 1024 bytes", "UNITS", constant(1000, 1024)),
         Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
         Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
+    ),
+    *File("tuning/_page.py", COMMAND).faults(
         Fault("the timeline drops the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
         Fault("text in the data can end the page's script", "page", bare("A.replace('</', '<\\\\/')")),
     ),
@@ -349,13 +351,13 @@ MUTANTS = [
         Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
-    *File("tuning/_space.py", MODELS).faults(
+    *File("tuning/_search_space.py", MODELS).faults(
         Fault("codes are planned as full numbers", "Configuration.policy", always("A.gather is None")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
         Fault("moments of 8 bits are planned as float32", "ModelStep.__call__", dropped("moments=A.moments")),
     ),
-    *File("tuning/_space.py", PARALLELISM).faults(
+    *File("tuning/_search_space.py", PARALLELISM).faults(
         Fault("all pipelines have the fewest stages", "Configuration.pipeline_stages", dropped("self.stages_per_rank")),
         Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),
     ),

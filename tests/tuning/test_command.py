@@ -83,8 +83,7 @@ def test_it_writes_tables_and_a_page(files):
 
 
 def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
-    from fzero.tuning import command as _page
-    from fzero.tuning import model_step
+    from fzero.tuning import _page, model_step
 
     monkeypatch.setattr(_page, "POINTS", 7)
     table = Table.from_json((files / "t.json").read_text())
@@ -94,7 +93,7 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
 
 
 def test_a_page_holds_any_name(files):
-    from fzero.tuning.command import page
+    from fzero.tuning._page import page
 
     made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]

@@ -9,8 +9,8 @@ import fzero
 from fzero import optim, tuning
 from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS, ModelShape, init, make_batch
+from fzero.tuning._recipe import recipe
 from fzero.tuning._steps import ModelStep
-from fzero.tuning.command import recipe
 from tests.tuning.helpers import TINY
 
 LENGTH = 16

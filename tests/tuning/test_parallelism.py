@@ -14,17 +14,17 @@ from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._extrapolation import depths_of
 from fzero.tuning._models import PRESETS
+from fzero.tuning._page import page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search import ConfigurationPlanner, fullest_of
-from fzero.tuning._space import TuneOptions, make_space
-from fzero.tuning.command import page
+from fzero.tuning._search_space import TuneOptions, make_search_space
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 
 ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "machine": CPU, "micro_batches": (8,), "remat": (False,)}
-SPACE = make_space(
+SPACE = make_search_space(
     TuneOptions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
 )
 

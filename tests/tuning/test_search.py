@@ -15,11 +15,11 @@ import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow, _search
 from fzero.tuning import _search as _plan_cache
 from fzero.tuning._search import in_order, search_rows
-from fzero.tuning._space import REMATS, TuneOptions, make_space
+from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from tests.helpers import examples
 from tests.tuning.spaces import planned
 
-SPACE = make_space(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
+SPACE = make_search_space(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
 
 def row(config: Configuration) -> TableRow:

@@ -8,7 +8,7 @@ from fzero._report import Report
 from fzero.tuning._machines import Machine
 from fzero.tuning._models import ModelShape
 from fzero.tuning._row import TableRow
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 from fzero.tuning.exports._peaks import Sizes, States, sizes_of
 
 __all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]

@@ -12,7 +12,7 @@ from fzero.graph import jit
 from fzero.tuning._machines import Machine
 from fzero.tuning._models import TENSOR, ModelShape, init
 from fzero.tuning._search import ConfigurationPlanner, PlanCache
-from fzero.tuning._space import Configuration
+from fzero.tuning._search_space import Configuration
 from fzero.tuning._steps import ModelStep
 
 __all__ = ["Sizes", "States", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]

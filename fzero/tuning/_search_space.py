@@ -12,7 +12,16 @@ from fzero._arguments import check_choice, check_int, is_int
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
-__all__ = ["CODECS", "PARALLEL", "REMATS", "Configuration", "FixedSettings", "Space", "TuneOptions", "make_space"]
+__all__ = [
+    "CODECS",
+    "PARALLEL",
+    "REMATS",
+    "Configuration",
+    "FixedSettings",
+    "SearchSpace",
+    "TuneOptions",
+    "make_search_space",
+]
 
 CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,7 +202,7 @@ class TuneOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The values of each dimension, checked.
 
     Attributes:
@@ -235,7 +244,7 @@ class Space:
                 yield Configuration(stage, m, k, remat, precision, offload, **dims._asdict(), **more)
 
 
-def make_space(options: TuneOptions) -> Space:
+def make_search_space(options: TuneOptions) -> SearchSpace:
     """Check the dimensions of a search, and return its space.
 
     Raises:
@@ -264,7 +273,7 @@ def make_space(options: TuneOptions) -> Space:
     parallel_dims = _parallel_dims(options)
     if options.micro_batches is not None:
         _check_micro_batches(options, parallel_dims)
-    return Space(
+    return SearchSpace(
         stages=tuple(options.stages),
         micro_batches=tuple(micro_batches),
         remat=tuple(options.remat),
