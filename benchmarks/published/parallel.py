@@ -93,7 +93,7 @@ def main() -> None:
         "- The longest sequences are furthest off. Why has not been found.\n"
         "- Llama 3's paper gives TFLOP/s. Here a token takes 6 operations a parameter, and half of attention's.\n"
         "- Llama 3 trained without remat, by kernels that keep less than torch's operations. fzero needs remat there: "
-        "[40 GB](../../docs/planner.md#goodput-of-a-long-run---mtbf) in the first setting of 16,384 cards.",
+        "[40 GB](../../docs/planner.md#goodput-of-a-long-run) in the first setting of 16,384 cards.",
     ]
     publish(str(pathlib.Path(__file__)), "python -m benchmarks.published.parallel --write", text, args.write)
 

@@ -8,7 +8,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
@@ -34,12 +34,13 @@ class Reliability:
         commit: how much longer a save takes in the background. A failure before its end loses the save.
         detection: the time until a failure is known.
         restart: the time from there to the next step: new processes, compilation, loading.
-        repair: how long the run goes on without the host of a failed device; 0 if a spare host takes its place. When
-            the host is back, the run restarts with it.
+        repair: how long the run goes on without the devices that a failure takes away; 0 if spare ones take their
+            place. When they are back, the run restarts with them.
         slow_mtbf: the mean time until one device becomes slow; infinity if none does.
         slow_factor: how many times as long a step takes while a device is slow.
         slow_seconds: how long a device stays slow.
-        devices_per_host: the number of devices that are lost with one of them.
+        devices_lost: the number of devices that are missing from a failure to the repair. They are those of its host,
+            or of its replica of the model (cp x tp x pp) if these are more.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -59,19 +60,21 @@ class Reliability:
     slow_mtbf: float = math.inf
     slow_factor: float = 1.05
     slow_seconds: float = 3600.0
-    devices_per_host: int = 8
+    devices_lost: int = 8
 
     def __post_init__(self) -> None:
         least = {"mtbf": 0.0, "slow_mtbf": 0.0, "slow_factor": 1.0}
-        for name in ("mtbf", "slow_mtbf", "slow_factor", "save", "commit", "detection", "restart", "repair"):
+        for field_ in fields(self):
+            if (name := field_.name) == "devices_lost":
+                continue
             value, above = getattr(self, name), name in ("mtbf", "slow_mtbf")
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-            if not is_number or value < least.get(name, 0.0) or (above and not value):
+            if not is_number or value < least.get(name, 0.0) or (not value if above else value == math.inf):
                 raise ValueError(
-                    f"Reliability: {name}={value!r}: expected a number {'above' if above else 'of at least'} "
-                    f"{least.get(name, 0.0):g}"
+                    f"Reliability: {name}={value!r}: expected a number of seconds "
+                    f"{'above 0' if above else f'of at least {least.get(name, 0.0):g}'}"
                 )
-        check_int("devices_per_host", self.devices_per_host)
+        check_int("devices_lost", self.devices_lost)
 
 
 def save_interval(mtbf: float, save: float) -> float:
@@ -83,6 +86,9 @@ def save_interval(mtbf: float, save: float) -> float:
         mtbf: the mean seconds between failures of the run.
         save: how long steps stand still for a save, in seconds.
 
+    Raises:
+        ValueError: if `mtbf` is not above 0, or `save` is below 0.
+
     Example:
         >>> from fzero import tuning
         >>> round(tuning.save_interval(mtbf=10_000, save=5))
@@ -91,6 +97,8 @@ def save_interval(mtbf: float, save: float) -> float:
     References:
         Daly: A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
     """
+    if not (mtbf > 0 and save >= 0):
+        raise ValueError(f"mtbf={mtbf!r}, save={save!r}: expected seconds above 0, and seconds of at least 0")
     if save >= 2 * mtbf:
         return mtbf
     ratio = save / (2 * mtbf)
@@ -135,13 +143,18 @@ class Goodput(FigureReport):
 
     _caption = "goodput against the time between saves"
 
+    @property
+    def mean(self) -> float:
+        """The mean goodput, from 0 to 1. With the shares of lost time it makes 1."""
+        return max(1.0 - sum(self.losses.values()), 0.0)
+
     def __str__(self) -> str:
         lost = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
-        low, median, high = self.share
+        low, _, high = self.share
         return (
-            f"goodput {median:.1%} (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days on {self.devices:,} "
-            f"devices, with {self.failures:,.0f} failures and a save every {_duration(self.every)} "
-            f"(by Daly's formula {_duration(self.formula)}). Lost: {lost or 'nothing'}"
+            f"goodput {self.mean:.1%} on average (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days "
+            f"on {self.devices:,} devices, with {self.failures:,.0f} failures and a save every "
+            f"{_duration(self.every)} (by Daly's formula {_duration(self.formula)}). Lost: {lost or 'nothing'}"
         )
 
     def _figure(self) -> Any:
@@ -165,6 +178,7 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
+MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
 
 
@@ -198,7 +212,8 @@ def goodput(
         A `Goodput`. Print it, or call its `plot(path)`.
 
     Raises:
-        ValueError: if a number is out of its range.
+        TypeError: if `reliability` is none.
+        ValueError: if a number is out of its range, or runs fail so often that `mtbf` must be that of all devices.
 
     Example:
         >>> from fzero import tuning
@@ -209,9 +224,20 @@ def goodput(
     """
     check_int("devices", devices)
     check_int("samples", samples, 2)
+    if not isinstance(reliability, Reliability):
+        raise TypeError(
+            f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(mtbf=1e8)"
+        )
     for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
+    failures = days * DAY * devices / reliability.mtbf
+    if failures > MAX_FAILURES:
+        raise ValueError(
+            f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
+            f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
+            f"{days:g} days"
+        )
     formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * DAY)
     intervals = [every] if every is not None else [formula * x for x in FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
@@ -222,7 +248,10 @@ def goodput(
         ]
         for interval in rounded
     }
-    shares = {interval: Quartiles(*quantiles([x.share for x in results])) for interval, results in runs.items()}
+    shares = {
+        interval: Quartiles(*quantiles([x.share for x in results], method="inclusive"))
+        for interval, results in runs.items()
+    }
     best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
     losses = {name: fmean([x.seconds[name] / (days * DAY) for x in runs[best]]) for name in LOSSES}
     failures = fmean([x.failures for x in runs[best]])
@@ -280,7 +309,7 @@ class _Run:
         committed: the work in the state from which the last restart began.
         down: the kind of lost time while no steps run; None while they do.
         slow: how many devices are slow.
-        absent: how many hosts are missing.
+        absent: how many groups of devices are missing.
         restarts: the number of restarts. What began before one has no effect after it.
     """
 
@@ -329,20 +358,21 @@ class _Run:
         return self.rng.expovariate(1.0) * mtbf / self.devices
 
     @property
-    def _hosts_share(self) -> float:
-        """The share of the hosts that take part."""
-        hosts = max(self.devices // self.reliability.devices_per_host, 1)
-        return max(hosts - self.absent, 1) / hosts
+    def _present_share(self) -> float:
+        """The share of the devices that take part. A failure takes a group away."""
+        groups = -(-self.devices // self.reliability.devices_lost)
+        return (groups - self.absent) / groups
 
     @property
     def _speed(self) -> float:
         """Seconds of work in a second."""
-        return self._hosts_share / (self.reliability.slow_factor if self.slow else 1.0)
+        return self._present_share / (self.reliability.slow_factor if self.slow else 1.0)
 
     def _advance(self, time: float) -> None:
         """Let the devices do what they do until a time."""
-        if self.down is not None:
-            self.seconds[self.down] += time - self.now
+        down = self.down or ("fewer ranks" if self._present_share == 0 else None)
+        if down is not None:
+            self.seconds[down] += time - self.now
             self.now = time
         while self.now < time:
             left = time - self.now
@@ -368,8 +398,8 @@ class _Run:
         self.work += gained
         self.since += gained
         self.seconds[USEFUL] += gained
-        self.seconds["fewer ranks"] += seconds * (1 - self._hosts_share)
-        self.seconds["slow ranks"] += seconds * self._hosts_share - gained
+        self.seconds["fewer ranks"] += seconds * (1 - self._present_share)
+        self.seconds["slow ranks"] += seconds * self._present_share - gained
         self.now += seconds
 
     def _go_on_saving(self, seconds: float) -> None:
@@ -396,8 +426,10 @@ class _Run:
 
     def _fail(self) -> None:
         """Lose a device, and all work since the last complete save."""
-        self.failures += 1
         self._after(self._lifetime(self.reliability.mtbf), self._fail)
+        if self.rng.random() >= self._present_share:
+            return  # the device is missing already
+        self.failures += 1
         complete = [saves.work_at(self.now - self.reliability.commit) for saves in self.saves]
         self._stop(max([work for work in complete if work is not None], default=self.committed))
         if self.reliability.repair:
@@ -423,7 +455,7 @@ class _Run:
         self.down = None
 
     def _rejoin(self) -> None:
-        """Take a repaired host back at the end of a step. The state is kept, so only a restart's time is lost."""
+        """Take repaired devices back at the end of a step. The state is kept, so only a restart's time is lost."""
         self.absent -= 1
         if self.down is None:
             self._stop(self.work)

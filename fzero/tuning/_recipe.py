@@ -45,6 +45,8 @@ def _rules(c: Configuration) -> list[str]:
 CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
 
 CONTEXT = [
+    "# labels are shifted before the split, by fzero.parallel.context.shift_labels, and ranks may hold unequal numbers",
+    '# of them: so the loss is (sum over labels, number of labels), and reduce="weighted" divides at the end',
     "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
     '# or, for a transformers model, fzero.nn.functional(model, context="cp")',
 ]
@@ -80,7 +82,11 @@ def _grad_options(c: Configuration) -> str:
     """Write the further arguments of `value_and_grad`."""
     if c.pp > 1:
         return ', reduce="weighted"'
-    return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
+    return (
+        (', reduce="weighted"' if c.cp > 1 else "")
+        + (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "")
+        + (", gather=False" if c.remat else "")
+    )
 
 
 def _shard_lines(c: Configuration) -> list[str]:

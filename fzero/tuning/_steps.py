@@ -240,9 +240,9 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep
     dropout, and torch keeps its usual residuals. Nothing is downloaded, and no memory is allocated.
 
     Args:
-        model: a preset ("llama-3-8b", "llama-3-70b", "qwen3-8b", "mixtral-8x7b", "gpt2", "gpt2-xl", "bert-large",
-            "vit-g-14"), or a Hugging Face config.json (llama, mistral, mixtral, qwen2, qwen3, gpt2, bert, vit), or its
-            folder.
+        model: a preset ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen3-8b", "mixtral-8x7b", "gpt2", "gpt2-xl",
+            "bert-large", "vit-g-14"), or a Hugging Face config.json (llama, mistral, mixtral, qwen2, qwen3, gpt2, bert,
+            vit), or its folder.
         length: tokens of a sequence; for an image model, the side of an image in pixels.
         explicit: whether attention is written out, so that its weights are saved for the backward pass; by default it
             is fused.

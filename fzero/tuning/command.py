@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -139,7 +140,7 @@ def _bytes(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in TIMES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45000h, 5min or 30s")
     return float(match[1]) * TIMES[match[2]]
@@ -183,6 +184,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{', '.join(missing)} missing: for example, fzero plan llama-3-8b --world 64 --batch 512 --length 8192"
         )
+    what_fails = _what_fails(args)
     make_step, shape = _make_step_of(args)
     depth = shape.depth if shape and args.depth is None else args.depth
     if args.ep is None:
@@ -192,8 +194,8 @@ def _plan(args: argparse.Namespace) -> int:
     name = shape.name if shape else args.model
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)
-    if table.fitting and args.mtbf:
-        console.print(_goodput_line(args, table))
+    if table.fitting and what_fails:
+        console.print(_goodput_line(args, table, what_fails))
     estimates = _estimates(shape, args) if shape else []
     for line in estimates:
         console.print(f"other estimators: {line}", style="dim")
@@ -213,15 +215,28 @@ def _plan(args: argparse.Namespace) -> int:
     return 1
 
 
-def _goodput_line(args: argparse.Namespace, table: Table) -> str:
-    """Simulate a long run with the best row, and return its goodput as a line."""
+def _what_fails(args: argparse.Namespace) -> Reliability | None:
+    """Return what fails in a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
     given = {name: value for name, value in times.items() if value is not None}
-    what_fails = Reliability(args.mtbf, **given, devices_per_host=int(table.machine.ranks))
-    seconds = table.best().row.seconds
-    result = goodput(seconds, args.world, what_fails, days=args.days)
-    average = duration(seconds / result.share.median)
-    return f"{result}. So a step takes {average} on average, where {duration(seconds)} is planned"
+    if args.mtbf is None and given:
+        name = next(iter(given))
+        raise ValueError(f"--{name}-time needs --mtbf, the time between failures of one device: --mtbf 45000h")
+    if not 0 < args.days < math.inf:
+        raise ValueError(f"--days {args.days:g}: expected a number above 0")
+    return None if args.mtbf is None else Reliability(args.mtbf, **given)
+
+
+def _goodput_line(args: argparse.Namespace, table: Table, what_fails: Reliability) -> str:
+    """Simulate a long run with the best row, and return its goodput as a line."""
+    row = table.best().row
+    together = row.config.cp * row.config.tp * row.config.pp  # devices of one replica of the model
+    what_fails = replace(what_fails, devices_lost=max(int(table.machine.ranks), together))
+    result = goodput(row.seconds, args.world, what_fails, days=args.days)
+    if not result.mean:
+        return f"{result}. No step lasts: is {args.mtbf:g} s the time between failures of one device?"
+    average = duration(row.seconds / result.mean)
+    return f"{result}. So a step takes {average} on average, where {duration(row.seconds)} is planned"
 
 
 def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:

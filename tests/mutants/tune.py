@@ -368,7 +368,11 @@ MUTANTS = [
         Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save", "A")),
         Fault("saves that are passed at once take no time", "_Run._pass_cycles", skipped("A['saves'] += B")),
         Fault("what began before a restart ends after it", "_Run._if_still", always("A == restarts")),
-        Fault("a lost host does not slow the run", "_Run._speed", becomes("self._hosts_share / A", "1.0 / A")),
+        Fault("a repaired host loses work", "_Run._rejoin", becomes("self.work", "self.committed")),
+        Fault(
+            "a failure takes eight devices away", "_Run._present_share", becomes("self.reliability.devices_lost", "8")
+        ),
+        Fault("a lost host does not slow the run", "_Run._speed", becomes("self._present_share / A", "1.0 / A")),
     ),
     *File("graph/_pass_manager.py", PARALLELISM).faults(
         Fault(

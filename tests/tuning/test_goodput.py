@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,34 @@ def test_a_run_goes_on_without_a_lost_host():
     assert spare.share.median > 0.999
 
 
+def test_a_repaired_host_loses_no_work():
+    """Its return costs a restart, and no steps: each failure loses as many as with a spare host."""
+    what_fails = Reliability(160 * HOUR, save=10, restart=60, devices_lost=2)
+    spare, repaired = (
+        tuning.goodput(1.0, 16, replace(what_fails, repair=x), every=3000, days=2000, samples=4) for x in (0.0, HOUR)
+    )
+    assert repaired.losses["lost steps"] == pytest.approx(spare.losses["lost steps"], rel=0.1)
+    assert repaired.losses["restart"] == pytest.approx(2 * spare.losses["restart"], rel=0.1)
+    assert repaired.losses["fewer ranks"] == pytest.approx(0.1 / 8, rel=0.15)  # one of eight, a tenth of the time
+
+
+def test_a_run_stands_still_without_its_only_replica():
+    """Whether the devices that a failure takes away are all of them, or a few more than they are."""
+    for devices in (8, 12):
+        what_fails = Reliability(devices * 24 * HOUR, save=0, detection=0, restart=0, repair=24 * HOUR, devices_lost=16)
+        result = tuning.goodput(1.0, devices, what_fails, every=1, days=3000, samples=4)
+        assert result.mean == pytest.approx(0.5, rel=0.05) and result.losses["fewer ranks"] == pytest.approx(
+            0.5, rel=0.05
+        )
+        assert result.failures == pytest.approx(1500, rel=0.05)  # a missing device does not fail
+
+
+def test_two_slow_devices_are_slow_for_longer_than_one():
+    what_fails = Reliability(math.inf, save=0, slow_mtbf=HOUR, slow_factor=2.0, slow_seconds=HOUR)
+    result = tuning.goodput(1.0, 1, what_fails, every=600, days=1000, samples=4)
+    assert result.losses["slow ranks"] == pytest.approx((1 - math.exp(-1)) / 2, rel=0.03)
+
+
 @given(
     mtbf=st.floats(1e4, 1e8),
     save=st.floats(0, 200),
@@ -83,11 +112,12 @@ def test_a_run_goes_on_without_a_lost_host():
     times=st.tuples(st.floats(0, 500), st.floats(0, 2000), st.floats(0, 5000)),
     slow=st.tuples(st.floats(1e4, 1e8), st.floats(1, 3), st.floats(0, 5000)),
     devices=st.integers(1, 64),
+    lost=st.integers(1, 70),
     every=st.floats(1, 5000),
     seed=st.integers(0, 99),
 )
-def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, every, seed):
-    what_fails = Reliability(mtbf, save, commit, *times, *slow)
+def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, lost, every, seed):
+    what_fails = Reliability(mtbf, save, commit, *times, *slow, lost)
     horizon = 200_000.0
     one = _Run(what_fails, devices, every, horizon, random.Random(seed)).simulate()
     assert sum(one.seconds.values()) == pytest.approx(horizon, rel=1e-6)
@@ -119,9 +149,35 @@ def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
     )
     out = " ".join(capsys.readouterr().out.split())
     assert "over 3 days on 8 devices, with 1" in out and "So a step takes" in out
-    with pytest.raises(SystemExit):
-        run(["plan", *words.split(), "--mtbf", "40 fortnights"])
-    assert "'40 fortnights': expected a time such as 45000h" in capsys.readouterr().err
+    assert run(["plan", *words.split(), "--mtbf", "5s", "--days", "0.1"]) == 0
+    assert "No step lasts: is 5 s the time between failures of one device?" in " ".join(capsys.readouterr().out.split())
+    for text in ("40 fortnights", "1.5.2h"):
+        with pytest.raises(SystemExit):
+            run(["plan", *words.split(), "--mtbf", text])
+        assert f"'{text}': expected a time such as 45000h" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ("--save-time 5s", "--save-time needs --mtbf, the time between failures of one device"),
+        ("--mtbf 10h --days 0", "--days 0: expected a number above 0"),
+        ("--mtbf 0", "mtbf=0.0: expected a number of seconds above 0"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_plan(options, message, capsys, monkeypatch):
+    monkeypatch.setattr("fzero.tuning.command.tune", None)
+    assert run(["plan", "gpt2", "--world", "8", "--batch", "8", "--length", "64", *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_replica_of_the_model_is_lost_as_a_whole(capsys):
+    """Two hosts hold one pipeline, so no step runs while one is repaired."""
+    words = "gpt2 --world 16 --batch 16 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 8 --tp 2 --pp 8"
+    words += " --workers 1 --mtbf 384h --repair-time 24h --days 100"
+    assert run(["plan", *words.split()]) == 0
+    share = float(re.search(r"goodput ([\d.]+)%", capsys.readouterr().out)[1])
+    assert share == pytest.approx(50, abs=5)
 
 
 def test_the_picture_has_the_formulas_line(tmp_path):
@@ -131,9 +187,16 @@ def test_the_picture_has_the_formulas_line(tmp_path):
 
 
 BAD = {
-    "no time between failures": (lambda: Reliability(0), "mtbf=0: expected a number above 0"),
-    "a negative time": (lambda: Reliability(1.0, restart=-1), "restart=-1: expected a number of at least 0"),
+    "no time between failures": (lambda: Reliability(0), "mtbf=0: expected a number of seconds above 0"),
+    "a negative time": (lambda: Reliability(1.0, restart=-1), "restart=-1: expected a number of seconds of at least 0"),
     "a slow device that is faster": (lambda: Reliability(1.0, slow_factor=0.5), "slow_factor=0.5: .* at least 1"),
+    "a time in words": (lambda: Reliability(1.0, slow_seconds="1h"), "slow_seconds='1h': expected a number of seconds"),
+    "an endless restart": (lambda: Reliability(1.0, restart=math.inf), "restart=inf: expected a number of seconds"),
+    "no time between failures in the formula": (lambda: tuning.save_interval(-5, 5), "mtbf=-5, save=5: expected"),
+    "the mtbf of all devices": (
+        lambda: tuning.goodput(18.2, 16384, Reliability(3 * HOUR)),
+        "seconds between failures of one device; .* 16384 devices fail each 0.659 s",
+    ),
     "no devices": (lambda: tuning.goodput(1.0, 0, Reliability(1.0)), "devices=0: expected an int"),
     "no time": (lambda: tuning.goodput(0.0, 1, Reliability(1.0)), "step_seconds=0.0: expected a number above 0"),
     "one sample": (lambda: tuning.goodput(1.0, 1, Reliability(1.0), samples=1), "samples=1: expected an int"),

@@ -77,6 +77,12 @@ def test_ranks_along_tp_hold_parts_of_the_tokens_between_layers():
     assert max(even) < 0.6 * max(odd)
 
 
+def test_ranks_of_cp_and_tp_hold_parts_if_the_tokens_of_one_divide():
+    config = Configuration(1, 1, 1, cp=4, tp=4)
+    assert not ModelStep(TINY["gpt2"], 8, False)._options(config).sequence  # two tokens on a rank, of eight
+    assert ModelStep(TINY["gpt2"], 16, False)._options(config).sequence
+
+
 BAD = {
     "odd parts": (
         "tiny-causal",
@@ -112,4 +118,5 @@ def test_the_table_and_the_lines_to_paste_name_the_axis():
     lines = recipe(four.config)
     assert 'mesh=mesh, axis=("dp", "cp")' in lines and "mesh = fzero.mesh(dp=-1, cp=4)" in lines
     assert 'fzero.parallel.context.split(mesh, batch, batch_axis="dp")' in lines
-    assert "cp" not in recipe(one.config)
+    assert 'precision=precision, reduce="weighted", micro_batches=4' in lines and "shift_labels" in lines
+    assert "cp" not in recipe(one.config) and "weighted" not in recipe(one.config)
