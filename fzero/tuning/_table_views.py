@@ -25,6 +25,7 @@ __all__ = [
     "render_comparison",
     "text",
     "warnings_of",
+    "width_of",
 ]
 
 # A table of configurations as text, with rich.
@@ -46,8 +47,17 @@ def text(table: "Table") -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(render(table))
+    Console(file=out, width=width_of(table, 200), color_system=None).print(render(table))
     return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
+
+
+def width_of(table: "Table", least: int) -> int:
+    """Return the number of characters in a line that shows all columns whole, at least `least`."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=10_000)
+    return max(Measurement.get(console, console.options, _rows(table)).maximum, least)
 
 
 def render(table: "Table") -> Any:

@@ -25,7 +25,7 @@ from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import CODECS, REMATS
 from fzero.tuning._steps import model_step
-from fzero.tuning._table_views import duration, render_comparison, warnings_of
+from fzero.tuning._table_views import duration, render_comparison, warnings_of, width_of
 from fzero.tuning._tune import Table, tune
 from fzero.tuning.exports import EXPORTS
 
@@ -190,7 +190,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.ep is None:
         args.ep = _usual_ep(shape, args.world)
     table = _tune_with_progress(args, make_step, depth)
-    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
     name = shape.name if shape else args.model
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)

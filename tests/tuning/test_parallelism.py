@@ -19,6 +19,7 @@ from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search import ConfigurationPlanner, fullest_of
 from fzero.tuning._search_space import TuneOptions, make_search_space
+from fzero.tuning._steps import _matrices
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step
@@ -263,6 +264,29 @@ def test_a_schedule_may_name_the_stages_of_a_rank():
 
     assert bubble(four.config) < 0.6 * bubble(two.config)
     assert four.traffic_bytes["pp"] > two.traffic_bytes["pp"]
+
+
+def test_a_table_of_all_axes_shows_every_digit(table):
+    """However many columns it has: of axes, and of the bytes along each."""
+    axes = {"ep": 2, "cp": 2, "tp": 2, "pp": 4, "schedule": "interleaved", "stages_per_rank": 4}
+    names = ("dp", "dp,ep", "ep", "dp,cp", "cp", "tp", "pp", "dp,cp,tp")
+    row = table.rows[0]
+    large = replace(row, config=replace(row.config, **axes), traffic_bytes=dict.fromkeys(names, 123.4e9))
+    text = str(replace(table, rows=(row, large), budget=1.0))
+    assert "…" not in text and "over dp,cp,tp" in text and text.count("123.4 GB") == len(names)
+
+
+def test_pipelines_of_other_stages_on_a_rank_are_not_compared():
+    config = replace(Configuration(1, 1, 16, ranks=2, pp=4, depth=16), schedule="interleaved")
+    assert config.holds_no_less_than(config) and not config.holds_no_less_than(replace(config, stages_per_rank=4))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_weight_decay_leaves_norms_out_in_pipelines_too(pp):
+    """A pipeline stacks the blocks, so a norm's weight has two dimensions there."""
+    norm, matrix = (torch.empty(*[4] * (pp > 1), *size, device="meta") for size in ((8,), (8, 8)))
+    mask = _matrices(Configuration(1, 1, 1, pp=pp))({"blocks": {"norm": norm, "w": matrix}, "tokens": matrix[..., :8]})
+    assert mask == {"blocks": {"norm": False, "w": True}, "tokens": True}
 
 
 @pytest.mark.parametrize("setting", ["interleaved:1", "1f1b:2", "interleaved:", "interleaved:x", "zbv:3"])
