@@ -1,7 +1,7 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._calibrate import calibrate
-from fzero.tuning._goodput import Goodput, Reliability, goodput, save_interval
+from fzero.tuning._goodput import Goodput, goodput, save_interval
 from fzero.tuning._hint import Hint
 from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine
 from fzero.tuning._offload_costs import OffloadCosts, OffloadWork, model_work, offload_costs, planned_work
@@ -10,6 +10,7 @@ from fzero.tuning._ratio import OffloadRatio, RatioTrial, offload_ratio
 from fzero.tuning._row import TableRow
 from fzero.tuning._search import Skipped
 from fzero.tuning._search_space import Configuration
+from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
 from fzero.tuning._watch import StepMeasurement, WatchedStep, watch

@@ -1,80 +1,20 @@
-"""Goodput: the share of a long run's time that trains, when devices fail, slow down, and state must be saved.
+"""Goodput: the share of a long run's time that trains, when devices fail, slow down, and state must be saved."""
 
-Runs are simulated event by event. A heap holds the few kinds of events: a library of processes, such as SimPy, would
-need more code and run slower, since nothing here waits for anything but time.
-"""
-
-import heapq
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
 from fzero._arguments import check_int
 from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
+from fzero.tuning._simulated_run import LOSSES, Reliability, SimulatedRun
 
-__all__ = ["Goodput", "Quartiles", "Reliability", "goodput", "save_interval"]
+__all__ = ["Goodput", "Quartiles", "goodput", "save_interval"]
 
-USEFUL = "steps"
-LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ranks")
 DAY = 86400.0
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """What fails in a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
-
-    Attributes:
-        mtbf: the mean time between failures of one device, its host, network and software included. A run on n devices
-            is interrupted each `mtbf / n` seconds.
-        save: how long steps stand still for a save.
-        commit: how much longer a save takes in the background. A failure before its end loses the save.
-        detection: the time until a failure is known.
-        restart: the time from there to the next step: new processes, compilation, loading.
-        repair: how long the run goes on without the devices that a failure takes away; 0 if spare ones take their
-            place. When they are back, the run restarts with them.
-        slow_mtbf: the mean time until one device becomes slow; infinity if none does.
-        slow_factor: how many times as long a step takes while a device is slow.
-        slow_seconds: how long a device stays slow.
-        devices_lost: the number of devices that are missing from a failure to the repair. They are those of its host,
-            or of its replica of the model (cp x tp x pp) if these are more.
-
-    Raises:
-        ValueError: if a number is out of its range.
-
-    Example:
-        >>> from fzero import tuning
-        >>> tuning.Reliability(mtbf=45_000 * 3600, save=5).restart
-        300.0
-    """
-
-    mtbf: float
-    save: float = 5.0
-    commit: float = 0.0
-    detection: float = 60.0
-    restart: float = 300.0
-    repair: float = 0.0
-    slow_mtbf: float = math.inf
-    slow_factor: float = 1.05
-    slow_seconds: float = 3600.0
-    devices_lost: int = 8
-
-    def __post_init__(self) -> None:
-        least = {"mtbf": 0.0, "slow_mtbf": 0.0, "slow_factor": 1.0}
-        for field_ in fields(self):
-            if (name := field_.name) == "devices_lost":
-                continue
-            value, above = getattr(self, name), name in ("mtbf", "slow_mtbf")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-            if not is_number or value < least.get(name, 0.0) or (not value if above else value == math.inf):
-                raise ValueError(
-                    f"Reliability: {name}={value!r}: expected a number of seconds "
-                    f"{'above 0' if above else f'of at least {least.get(name, 0.0):g}'}"
-                )
-        check_int("devices_lost", self.devices_lost)
 
 
 def save_interval(mtbf: float, save: float) -> float:
@@ -243,7 +183,7 @@ def goodput(
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
     runs = {
         interval: [
-            _Run(reliability, devices, interval, days * DAY, random.Random(f"{seed} {i}")).simulate()
+            SimulatedRun(reliability, devices, interval, days * DAY, random.Random(f"{seed} {i}")).simulate()
             for i in range(samples)
         ]
         for interval in rounded
@@ -256,215 +196,3 @@ def goodput(
     losses = {name: fmean([x.seconds[name] / (days * DAY) for x in runs[best]]) for name in LOSSES}
     failures = fmean([x.failures for x in runs[best]])
     return Goodput(reliability, devices, days, best, formula, shares[best], losses, failures, shares)
-
-
-# One simulated run. Work is counted in seconds of steps at full speed. Between two events steps and saves alternate in
-# equal cycles, and many of them are passed at once.
-
-
-class _Saves(NamedTuple):
-    """Saves that ended at equal distances.
-
-    Attributes:
-        first: the time at which the first one ended.
-        work: the work in the first one.
-        count: how many there are.
-        cycle: the seconds between their ends.
-        every: the work between them.
-    """
-
-    first: float
-    work: float
-    count: int
-    cycle: float
-    every: float
-
-    def work_at(self, time: float) -> float | None:
-        """Return the work in the last save that ended by a time; None if none did."""
-        if time < self.first:
-            return None
-        index = int((time - self.first) // self.cycle) if self.count > 1 else 0
-        return self.work + min(index, self.count - 1) * self.every
-
-
-@dataclass
-class _Run:
-    """A run that is simulated.
-
-    Attributes:
-        reliability: what fails.
-        devices: the number of devices.
-        every: seconds of work between saves.
-        horizon: the seconds of the run.
-        rng: draws the times of failures.
-        seconds: seconds by what they were spent on.
-        failures: the number of failures.
-        events: a heap of what happens next: its time, its number among all events, and what it does.
-        event_count: the number of events so far.
-        now: the time.
-        work: the work that the state contains.
-        since: the part of it that was done since the last save began.
-        saving: the seconds that a save under way still takes; None if steps run.
-        saves: the saves since the last restart.
-        committed: the work in the state from which the last restart began.
-        down: the kind of lost time while no steps run; None while they do.
-        slow: how many devices are slow.
-        absent: how many groups of devices are missing.
-        restarts: the number of restarts. What began before one has no effect after it.
-    """
-
-    reliability: Reliability
-    devices: int
-    every: float
-    horizon: float
-    rng: random.Random
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((USEFUL, *LOSSES), 0.0))
-    failures: int = 0
-    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    event_count: int = 0
-    now: float = 0.0
-    work: float = 0.0
-    since: float = 0.0
-    saving: float | None = None
-    saves: list[_Saves] = field(default_factory=list)
-    committed: float = 0.0
-    down: str | None = None
-    slow: int = 0
-    absent: int = 0
-    restarts: int = 0
-
-    @property
-    def share(self) -> float:
-        """The goodput of the run, from 0 to 1."""
-        return self.seconds[USEFUL] / self.horizon
-
-    def simulate(self) -> "_Run":
-        """Simulate the run, and return it."""
-        self._after(self._lifetime(self.reliability.mtbf), self._fail)
-        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
-        while self.events[0][0] < self.horizon:
-            time, _, act = heapq.heappop(self.events)
-            self._advance(time)
-            act()
-        self._advance(self.horizon)
-        return self
-
-    def _after(self, delay: float, act: Callable[[], None]) -> None:
-        self.event_count += 1
-        heapq.heappush(self.events, (self.now + delay, self.event_count, act))
-
-    def _lifetime(self, mtbf: float) -> float:
-        """Draw the time until some device fails."""
-        return self.rng.expovariate(1.0) * mtbf / self.devices
-
-    @property
-    def _present_share(self) -> float:
-        """The share of the devices that take part. A failure takes a group away."""
-        groups = -(-self.devices // self.reliability.devices_lost)
-        return (groups - self.absent) / groups
-
-    @property
-    def _speed(self) -> float:
-        """Seconds of work in a second."""
-        return self._present_share / (self.reliability.slow_factor if self.slow else 1.0)
-
-    def _advance(self, time: float) -> None:
-        """Let the devices do what they do until a time."""
-        down = self.down or ("fewer ranks" if self._present_share == 0 else None)
-        if down is not None:
-            self.seconds[down] += time - self.now
-            self.now = time
-        while self.now < time:
-            left = time - self.now
-            if self.saving is not None:
-                self._go_on_saving(min(left, self.saving))
-            elif not self.since and (count := int(left // self._cycle)):
-                self._pass_cycles(count)
-            else:
-                until = (self.every - self.since) / self._speed
-                self._step(min(left, until))
-                if until <= left:
-                    self.saving, self.since = self.reliability.save, 0.0
-            if time - self.now < 1e-9 * time:  # a rounding error
-                self.now = time
-
-    @property
-    def _cycle(self) -> float:
-        """The seconds from the end of a save to the end of the next one."""
-        return self.every / self._speed + self.reliability.save
-
-    def _step(self, seconds: float) -> None:
-        gained = seconds * self._speed
-        self.work += gained
-        self.since += gained
-        self.seconds[USEFUL] += gained
-        self.seconds["fewer ranks"] += seconds * (1 - self._present_share)
-        self.seconds["slow ranks"] += seconds * self._present_share - gained
-        self.now += seconds
-
-    def _go_on_saving(self, seconds: float) -> None:
-        assert self.saving is not None
-        self.seconds["saves"] += seconds
-        self.now += seconds
-        self.saving -= seconds
-        if self.saving <= 0:
-            self.saving = None
-            self.saves.append(_Saves(self.now, self.work, 1, 0.0, 0.0))
-
-    def _pass_cycles(self, count: int) -> None:
-        """Pass as many cycles of steps and a save at once."""
-        begin, work, cycle = self.now, self.work, self._cycle
-        self._step(count * self.every / self._speed)
-        self.since, self.now = 0.0, begin + count * cycle
-        self.seconds["saves"] += count * self.reliability.save
-        self.saves.append(_Saves(begin + cycle, work + self.every, count, cycle, self.every))
-
-    def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that acts unless the run has restarted since."""
-        restarts = self.restarts
-        return lambda: act() if self.restarts == restarts else None
-
-    def _fail(self) -> None:
-        """Lose a device, and all work since the last complete save."""
-        self._after(self._lifetime(self.reliability.mtbf), self._fail)
-        if self.rng.random() >= self._present_share:
-            return  # the device is missing already
-        self.failures += 1
-        complete = [saves.work_at(self.now - self.reliability.commit) for saves in self.saves]
-        self._stop(max([work for work in complete if work is not None], default=self.committed))
-        if self.reliability.repair:
-            self.absent += 1
-            self._after(self.reliability.repair, self._rejoin)
-        self.down = "detection"
-        self._after(self.reliability.detection, self._if_still(self._restart))
-
-    def _stop(self, committed: float) -> None:
-        """Stop all devices, and return to a state."""
-        lost = self.work - committed
-        self.seconds[USEFUL] -= lost
-        self.seconds["lost steps"] += lost
-        self.work = self.committed = committed
-        self.saving, self.since, self.saves = None, 0.0, []
-        self.restarts += 1
-
-    def _restart(self) -> None:
-        self.down = "restart"
-        self._after(self.reliability.restart, self._if_still(self._resume))
-
-    def _resume(self) -> None:
-        self.down = None
-
-    def _rejoin(self) -> None:
-        """Take repaired devices back at the end of a step. The state is kept, so only a restart's time is lost."""
-        self.absent -= 1
-        if self.down is None:
-            self._stop(self.work)
-            self._restart()
-
-    def _become_slow(self) -> None:
-        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
-        self.slow += 1
-        self._after(self.reliability.slow_seconds, self._recover)
-
-    def _recover(self) -> None:
-        self.slow -= 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._format import format_bytes
 from fzero.tuning._calibrate import calibrate
-from fzero.tuning._goodput import Reliability, goodput
+from fzero.tuning._goodput import goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._page import page
@@ -24,6 +24,7 @@ from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import CODECS, REMATS
+from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
 from fzero.tuning._table_views import duration, render_comparison, warnings_of, width_of
 from fzero.tuning._tune import Table, tune
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--repair-time", type=_seconds, metavar="2h", help="with --mtbf: go on without a lost host so long"
     )
-    plan.add_argument("--days", type=float, default=30.0, help="with --mtbf: the days of the run")
+    plan.add_argument("--days", type=float, help="with --mtbf: the days of the run, by default 30")
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
     plan.add_argument(
         "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
@@ -219,10 +220,10 @@ def _what_fails(args: argparse.Namespace) -> Reliability | None:
     """Return what fails in a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
     given = {name: value for name, value in times.items() if value is not None}
-    if args.mtbf is None and given:
-        name = next(iter(given))
-        raise ValueError(f"--{name}-time needs --mtbf, the time between failures of one device: --mtbf 45000h")
-    if not 0 < args.days < math.inf:
+    options = [*[f"--{name}-time" for name in given], *(["--days"] if args.days is not None else [])]
+    if args.mtbf is None and options:
+        raise ValueError(f"{options[0]} needs --mtbf, the time between failures of one device: --mtbf 45000h")
+    if args.days is not None and not 0 < args.days < math.inf:
         raise ValueError(f"--days {args.days:g}: expected a number above 0")
     return None if args.mtbf is None else Reliability(args.mtbf, **given)
 
@@ -232,7 +233,7 @@ def _goodput_line(args: argparse.Namespace, table: Table, what_fails: Reliabilit
     row = table.best().row
     together = row.config.cp * row.config.tp * row.config.pp  # devices of one replica of the model
     what_fails = replace(what_fails, devices_lost=max(int(table.machine.ranks), together))
-    result = goodput(row.seconds, args.world, what_fails, days=args.days)
+    result = goodput(row.seconds, args.world, what_fails, days=args.days or 30.0)
     if not result.mean:
         return f"{result}. No step lasts: is {args.mtbf:g} s the time between failures of one device?"
     average = duration(row.seconds / result.mean)

@@ -362,17 +362,25 @@ MUTANTS = [
         Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),
     ),
     *File("tuning/_goodput.py", GOODPUT).faults(
-        Fault("a run of many devices fails like one device", "_Run._lifetime", becomes("A / self.devices", "A")),
-        Fault("a failure loses no steps", "_Run._stop", becomes("self.work - A", "0.0")),
-        Fault("a save counts before it is complete", "_Run._fail", becomes("self.now - A", "self.now")),
         Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save", "A")),
-        Fault("saves that are passed at once take no time", "_Run._pass_cycles", skipped("A['saves'] += B")),
-        Fault("what began before a restart ends after it", "_Run._if_still", always("A == restarts")),
-        Fault("a repaired host loses work", "_Run._rejoin", becomes("self.work", "self.committed")),
+    ),
+    *File("tuning/_simulated_run.py", GOODPUT).faults(
         Fault(
-            "a failure takes eight devices away", "_Run._present_share", becomes("self.reliability.devices_lost", "8")
+            "a run of many devices fails like one device", "SimulatedRun._lifetime", becomes("A / self.devices", "A")
         ),
-        Fault("a lost host does not slow the run", "_Run._speed", becomes("self._present_share / A", "1.0 / A")),
+        Fault("a failure loses no steps", "SimulatedRun._stop", becomes("self.work - A", "0.0")),
+        Fault("a save counts before it is complete", "SimulatedRun._fail", becomes("self.now - A", "self.now")),
+        Fault("saves that are passed at once take no time", "SimulatedRun._pass_cycles", skipped("A['saves'] += B")),
+        Fault("what began before a restart ends after it", "SimulatedRun._if_still", always("A == restarts")),
+        Fault("a repaired host loses work", "SimulatedRun._rejoin", becomes("self.work", "self.committed")),
+        Fault(
+            "a failure takes eight devices away",
+            "SimulatedRun._present_share",
+            becomes("self.reliability.devices_lost", "8"),
+        ),
+        Fault(
+            "a lost host does not slow the run", "SimulatedRun._speed", becomes("self._present_share / A", "1.0 / A")
+        ),
     ),
     *File("graph/_pass_manager.py", PARALLELISM).faults(
         Fault(

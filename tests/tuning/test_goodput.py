@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fzero import tuning
 from fzero.tuning import Reliability
-from fzero.tuning._goodput import LOSSES, USEFUL, _Run
+from fzero.tuning._simulated_run import LOSSES, USEFUL, SimulatedRun
 from fzero.tuning.command import run
 
 HOUR = 3600.0
@@ -119,7 +119,7 @@ def test_two_slow_devices_are_slow_for_longer_than_one():
 def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, lost, every, seed):
     what_fails = Reliability(mtbf, save, commit, *times, *slow, lost)
     horizon = 200_000.0
-    one = _Run(what_fails, devices, every, horizon, random.Random(seed)).simulate()
+    one = SimulatedRun(what_fails, devices, every, horizon, random.Random(seed)).simulate()
     assert sum(one.seconds.values()) == pytest.approx(horizon, rel=1e-6)
     assert all(one.seconds[name] >= -1e-6 for name in (USEFUL, *LOSSES))
     assert one.seconds[USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
@@ -161,6 +161,7 @@ def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
     "options,message",
     [
         ("--save-time 5s", "--save-time needs --mtbf, the time between failures of one device"),
+        ("--days 3", "--days needs --mtbf"),
         ("--mtbf 10h --days 0", "--days 0: expected a number above 0"),
         ("--mtbf 0", "mtbf=0.0: expected a number of seconds above 0"),
     ],
