@@ -18,6 +18,7 @@ from benchmarks.published.runs import CARDS, GIB, Run, rows_of
 from benchmarks.report import publish, table
 from fzero.tuning import Configuration
 from fzero.tuning._models import PRESETS
+from fzero.tuning._table_views import format_remat
 
 REMAT = {"full": True, "selective-op": "matmuls"}  # selective-op keeps most products
 STAGES = 4  # of a rank: two blocks each, and fewer in the first and the last, as in Llama 3
@@ -61,7 +62,6 @@ def line(run: Run) -> list[str]:
     c = run.config
     sizes = " ".join([f"{name} {n}" for name, n in c.axes.items()])
     peaks = " / ".join([f"{row.peak_bytes / GIB:.1f}" for row in rows])
-    remat = {False: "no", True: "yes"}.get(c.remat, str(c.remat))  # pyright: ignore[reportCallIssue, reportArgumentType]
     fits = "yes" if result.fits else "no"
     speeds = [f"{run.tokens:,.0f}", f"{result.tokens:,.0f}", f"{result.error:+.0%}"]
     return [
@@ -69,7 +69,7 @@ def line(run: Run) -> list[str]:
         sizes,
         f"{run.length:,}",
         f"{c.accumulation}",
-        remat,
+        format_remat(c),
         *speeds,
         peaks,
         fits,

@@ -166,10 +166,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(recipe: Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
         a_codes, a_scale, b_codes, b_scale = codes
-        n, rest = (
-            len(b),
-            -len(b) % SIZE_MULTIPLE,
-        )  # the columns of the product: only derivatives of gradients have a rest
+        # the columns of the product: only derivatives of gradients have a rest
+        n, rest = len(b), -len(b) % SIZE_MULTIPLE
         if rest and b_scale.ndim:
             b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
         y = scaled_mm(_padded(a_codes), _padded(b_codes, rest), a_scale, b_scale, a.dtype, recipe.adds_fast)

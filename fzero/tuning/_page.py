@@ -11,7 +11,7 @@ from fzero.graph import KINDS, Plan, phase_spans
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow, plan_step, step_at
 from fzero.tuning._search_space import PARALLEL
-from fzero.tuning._table_views import axes_shown, format_axis, headline, notes, warnings_of
+from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, notes, warnings_of
 from fzero.tuning._tune import Table
 
 __all__ = ["page"]
@@ -47,12 +47,11 @@ def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -
 
 def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
     c = row.config
-    remat = f"but {c.remat}" if isinstance(c.remat, str) else "yes" if c.remat else "no"
     return {
         "stage": c.stage,
         "micro": c.micro_batch,
         "accumulation": c.accumulation,
-        "remat": remat,
+        "remat": format_remat(c),
         "precision": c.precision,
         "offload": c.offload,
         **{name: getattr(c, name) for name in PARALLEL},

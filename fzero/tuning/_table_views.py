@@ -18,6 +18,7 @@ __all__ = [
     "draw",
     "duration",
     "format_axis",
+    "format_remat",
     "headline",
     "moved_shown",
     "notes",
@@ -142,6 +143,11 @@ def format_axis(config: "Configuration", name: str) -> str:
     return str(getattr(config, name)) if name != "schedule" else config.schedule_setting if config.pp > 1 else "-"
 
 
+def format_remat(config: "Configuration") -> str:
+    """Format what blocks recompute."""
+    return f"but {config.remat}" if isinstance(config.remat, str) else "yes" if config.remat else "no"
+
+
 def cells(row: "TableRow") -> list[str]:
     """Format the numbers of a row, with suitable units."""
     c = row.config
@@ -149,7 +155,7 @@ def cells(row: "TableRow") -> list[str]:
     return [
         str(c.stage),
         f"{c.micro_batch} x {c.accumulation}",
-        {False: "no", True: "yes"}.get(c.remat, f"but {c.remat}"),  # pyright: ignore[reportCallIssue, reportArgumentType]
+        format_remat(c),
         c.precision,
         f"{c.offload:g}",
         ("" if row.in_full else "~") + format_bytes(row.peak_bytes),

@@ -29,7 +29,7 @@ def predicted(run: Run) -> float:
 def test_every_published_run_is_planned_or_left_out_with_a_reason():
     found, left = runs()
     assert len(found) == 209 + 4 + 3 and len(left) == 7 + 22 + 3
-    assert all("not built" in line for line in left)
+    assert all("not built: " in line or line.endswith(": in benchmarks/published/parallel.md") for line in left)
     assert all(run.config.depth == run.shape.depth for run in found)
     assert all(not math.isnan(run.tokens) or not math.isnan(run.memory) for run in found)
 

@@ -152,7 +152,7 @@ def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ..
         "ep": f"ep {config.ep}" if config.ep > 1 else "",
         "cp": f"cp {config.cp}" if config.cp > 1 else "",
         "tp": f"tp {config.tp}" if config.tp > 1 else "",
-        "pp": f"pp {config.pp} by {config.schedule}" if config.pp > 1 else "",
+        "pp": f"pp {config.pp} by {config.schedule_setting}" if config.pp > 1 else "",
         "chunked_loss": "chunked loss" if config.chunked_loss else "",
     }
     lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
