@@ -333,10 +333,11 @@ def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], rea
     Raises:
         ValueError: if one does not. The message gives the reason.
     """
-    for word in PARALLEL:
+    searched = [word for word in PARALLEL if tuple(getattr(options, word)) != (1,)]
+    for word in searched:
         for value in getattr(options, word):
             if not any(getattr(x, word) == value for x in parallel_dims):
-                axes = [f"{w}={tuple(getattr(options, w))}" for w in PARALLEL if tuple(getattr(options, w)) != (1,)]
+                axes = [f"{w}={tuple(getattr(options, w))}" for w in searched]
                 raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 

@@ -384,6 +384,14 @@ def test_a_step_on_another_mesh_is_refused():
     assert "while planning stage 3" in found.value.__notes__[0]
 
 
+def test_a_pipeline_with_too_many_stages_is_named_by_its_axis():
+    options = {"world_size": 4, "global_batch": 8, "machine": "h100", "pp": (4,), "schedule": ("interleaved:9",)}
+    with pytest.raises(
+        ValueError, match=r"pp=\(4,\): no configuration has pp=4: a model of 12 blocks has fewer blocks"
+    ):
+        fzero.tune(tuning.model_step("gpt2", length=64), **options, depth=12)
+
+
 def test_heads_that_do_not_divide_are_refused(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
     step = tuning.model_step("tiny", length=16)
