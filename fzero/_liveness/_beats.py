@@ -28,12 +28,14 @@ if __name__ == "__main__":  # without the package, which needs torch
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
     from _stragglers import Pace, Stragglers  # pyright: ignore
+    from _system import System  # pyright: ignore
 else:
     from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
     from fzero._liveness._stragglers import Pace, Stragglers
+    from fzero._liveness._system import System
 
-# how many places the rank has been at, its step, whether it waits, its seconds of work in steps and between, its text
-RECORD = struct.Struct("<qq?dd200s")
+# how many places the rank was at, its step, its thread, whether it waits, seconds of work in steps and between, text
+RECORD = struct.Struct("<qqq?dd200s")
 LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
 URGENT = 0.1  # seconds between beats while there is something to say
 BUSY = 0.05  # the share of a processor above which a rank is busy
@@ -72,50 +74,48 @@ class Process:
     def __init__(self, config: Config) -> None:
         self._config, self.pid = config, os.getppid()
         self._memory = mmap.mmap(config.memory, RECORD.size, prot=mmap.PROT_READ)
+        self._system, self._state = System(self.pid), ""
         self._count, self._since, self._ended_at = -1, 0.0, 0.0
-        self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds of processor and disk used until then
+        self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds used until then
+        self._is_new, self._wakes, self._woke_at = True, 0, 0.0
         self.end, self.reason, self.broken = "", "", ""
 
     def place(self, now: float) -> Place:
-        """Return what the rank does."""
-        count, step, waiting, *work, text = RECORD.unpack(self._memory[:])
-        if count != self._count:
-            self._count, self._since = count, now
-            self._uses.clear()
+        """Return what the rank does. The system is asked once the rank stays at its place."""
+        count, step, thread, waiting, *work, text = RECORD.unpack(self._memory[:])
         if not self.end and os.getppid() != self.pid:
             self.end = "died"
         if self.end:
             self._ended_at = self._ended_at or now
-        state, used = ("", 0.0) if self.end else _use(self.pid)
-        process = self.end or ("stopped" if state in ("T", "t") else "runs")
+        idle = asleep = 0.0
+        if count != self._count:
+            self._count, self._since, self._state, self._is_new = count, now, "", True
+            self._uses.clear()
+        elif not self.end:
+            idle, asleep = self._idle(thread, waiting, now)
+        process = self.end or ("stopped" if self._state in ("T", "t") else "runs")
         words = text.rstrip(b"\0").decode(errors="ignore")
         since = self._ended_at or self._since
-        idle = 0.0 if state == "D" else self._idle(now, used)
         host, reason, broken = self._config.host, self.reason, self.broken
         work = (work[0], work[1])
-        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work)
+        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, asleep)
 
-    def _idle(self, now: float, used: float) -> float:
-        """Return for how long the rank has been at its place without using more than the share `BUSY`."""
-        if not self._uses or now - self._uses[-1][0] >= self._config.stall / 20:
-            self._uses.append((now, used))
+    def _idle(self, thread: int, waiting: bool, now: float) -> tuple[float, float]:
+        """Return for how long the rank used at most the share `BUSY` at its place, and for how long it slept there."""
+        self._state, used, wakes = self._system.look(thread, now)
+        if self._state == "D":
+            return 0.0, 0.0
+        begin, self._is_new = (self._since if self._is_new else now), False
+        if not self._uses or now - self._uses[-1][0] >= self._config.limit / 20:
+            self._uses.append((begin, used))
         while self._uses and used - self._uses[0][1] > BUSY * (now - self._uses[0][0]) + 0.02:
             self._uses.popleft()
-        return now - self._uses[0][0] if self._uses else 0.0
-
-
-def _use(pid: int) -> tuple[str, float]:
-    """Return a process's state, such as "R" or "T", and the seconds that it has used of processor and disk."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            fields = f.read().rpartition(")")[2].split()
-        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # no such system: a rank always counts as busy
-        return "D", 0.0
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as f:
-        values = dict(line.split(": ") for line in f.read().splitlines())
-        seconds += (int(values["read_bytes"]) + int(values["write_bytes"])) / 1e8
-    return fields[0], seconds
+        idle = now - self._uses[0][0] if self._uses else 0.0
+        if wakes != self._wakes:
+            self._wakes, self._woke_at = wakes, begin
+        if wakes is None:
+            return idle, 0.0
+        return idle, idle if waiting else min(idle, now - self._woke_at)  # in a collective, some waits look around
 
 
 class Heartbeat:

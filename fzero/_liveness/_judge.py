@@ -46,6 +46,7 @@ class Place(NamedTuple):
         reason: the exception of a process that failed.
         broken: the message of a connection that broke, "" if none did.
         work: how many seconds it has worked in steps and between them, without its waits.
+        asleep: how many of its idle seconds it slept without waking up; 0 if the system does not tell that.
     """
 
     host: str = "?"
@@ -59,6 +60,7 @@ class Place(NamedTuple):
     reason: str = ""
     broken: str = ""
     work: tuple[float, float] = (0.0, 0.0)
+    asleep: float = 0.0
 
     def __str__(self) -> str:
         step = f"in step {self.step}, " if self.step else "before its first step, "
@@ -123,7 +125,7 @@ class WorldJudge:
 
     Attributes:
         size: the number of ranks.
-        limit: a rank is lost after this many seconds without an echo.
+        limit: a rank is lost after this many seconds without an echo; the ranks hang if all sleep for as long.
         stall: the ranks hang after this many seconds in which no rank gets on, while some wait for others.
         places: what each rank that was heard does.
         echoed: when the newest reply was sent whose echo a rank has returned.
@@ -187,7 +189,8 @@ class WorldJudge:
         if self._broken_at is not None and now - self._broken_at > self.limit:
             rank = next(r for r, p in self.places.items() if p.broken)
             yield rank, f"a connection of it broke, though every rank answers ({broken})"
-        if any(p.waiting for p in alive.values()) and all(p.idle > self.stall for p in alive.values()):
+        sleep = all(p.asleep > self.limit or p.idle > self.stall for p in alive.values())
+        if sleep and any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
             rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
             others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
             yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"

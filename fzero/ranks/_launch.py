@@ -4,6 +4,7 @@ fzero launches nothing. `docs/launch.md` describes how to launch with torchrun a
 """
 
 import datetime
+import logging
 import os
 import re
 import secrets
@@ -44,6 +45,9 @@ __all__ = [
 
 
 POLL = 0.01  # seconds between two polls of rank 0
+EARLY = 6  # after this part of the timeout the log says which ranks have not come
+_NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank waits until %.0f s are over"
+log = logging.getLogger("fzero")
 
 
 class MissingRankError(RuntimeError):
@@ -82,13 +86,17 @@ def _as_rank_0(store: Any, size: int, timeout: float) -> str:
     """Answer every hello until all ranks have arrived or the time is over; then publish the outcome."""
     world, end = f"fzero/{secrets.token_hex(8)}", time.monotonic() + timeout
     answered: dict[int, bytes] = {}
-    absent = list(range(1, size))
+    absent, notice_at = list(range(1, size)), time.monotonic() + timeout / EARLY
     while absent:
         for rank in absent:
             _answer(store, rank, world, answered)
         absent = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])]
         if absent and time.monotonic() > end:
             break
+        if absent and time.monotonic() > notice_at:
+            notice_at = end
+            names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
+            log.warning(_NOT_HERE, names, timeout / EARLY, timeout)
         time.sleep(POLL if absent else 0)
     store.set(f"{world}/absent", str(absent[0]) if absent else "")
     if absent:
@@ -109,7 +117,12 @@ def _as_other_rank(store: Any, rank: int, timeout: float) -> str:
     """Send a hello, and wait for rank 0's answer. From then on, rank 0 decides when the time is over."""
     hello = secrets.token_hex(8)
     store.set(f"fzero/hello/{rank}", hello)
-    world = _wait_for(store, f"fzero/answer/{hello}", timeout, f"rank {rank} did not reach rank 0")
+    message = f"rank {rank} did not reach rank 0"
+    try:
+        world = _wait_for(store, f"fzero/answer/{hello}", timeout / EARLY, message)
+    except MissingRankError:
+        log.warning(_NOT_HERE, "rank 0", timeout / EARLY, timeout)
+        world = _wait_for(store, f"fzero/answer/{hello}", timeout * (1 - 1 / EARLY), message)
     store.set(f"{world}/arrived/{rank}", "")
     absent = _wait_for(store, f"{world}/absent", 2 * timeout, f"rank {rank} lost rank 0 during the rendezvous")
     if absent:

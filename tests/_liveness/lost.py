@@ -1,8 +1,8 @@
 """A rank of a small world, in which one rank does what the first argument says."""
 
-import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -40,8 +40,15 @@ def main() -> None:
                 sys.exit()
             elif "hangs" in what:
                 time.sleep(1000)
-            elif "slow" in what:  # it holds the lock of the interpreter, so that none of its threads runs
-                ctypes.PyDLL(None).usleep(int(timeout / 3 * 1e6))
+            elif "computes" in what:  # it holds the lock of the interpreter, so that none of its threads runs
+                end = time.monotonic() + timeout / 3
+                while time.monotonic() < end:
+                    sum(range(10**7))
+            elif "child" in what:  # which compiles, for instance
+                subprocess.run(["timeout", str(timeout / 3), "sh", "-c", "while :; do :; done"], check=False)
+            elif "polls" in what:
+                for _ in range(int(timeout)):
+                    time.sleep(1 / 3)
         params, opt_state, _ = step(params, opt_state, mesh.split(torch.ones(6, 6)))
     print("done", flush=True)
 

@@ -10,14 +10,15 @@ import pytest
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config, Heartbeat, Process
 from fzero._liveness._judge import LostRank, Place
+from fzero._liveness._system import Use
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """A rank's process as the system would show it: its state, and the seconds of processor that it has used."""
-    seen = types.SimpleNamespace(state="S", used=0.0, file=os.memfd_create("place"))
+    """A rank's processes as the system would show them: the state, the seconds used, and the wakes of the thread."""
+    seen = types.SimpleNamespace(use=Use("S", 0.0, 0), file=os.memfd_create("place"))
     os.truncate(seen.file, RECORD.size)
-    monkeypatch.setattr(_beats, "_use", lambda pid: (seen.state, seen.used))
+    monkeypatch.setattr(_beats.System, "look", lambda self, thread, now: seen.use)
     yield seen
     os.close(seen.file)
 
@@ -27,7 +28,7 @@ def process(seen: Any) -> Process:
 
 
 def write(seen: Any, count: int, step: int, waiting: bool, text: str) -> None:
-    os.pwrite(seen.file, RECORD.pack(count, step, waiting, 0.0, 0.0, text.encode()), 0)
+    os.pwrite(seen.file, RECORD.pack(count, step, 1, waiting, 0.0, 0.0, text.encode()), 0)
 
 
 def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
@@ -35,7 +36,7 @@ def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
     write(seen, 1, 7, True, "psum at a.py:3")
     for now in range(100):
         place = rank.place(float(now))
-        assert (place.idle, place.seconds) == (now, now)
+        assert (place.idle, place.asleep, place.seconds) == (now, now, now)
     assert str(rank.place(100.0)) == "in step 7, waiting in psum at a.py:3"
     write(seen, 2, 7, False, "work")
     assert rank.place(101.0).idle == 0.0
@@ -46,20 +47,33 @@ def test_a_rank_that_works_is_not_idle(seen):
     rank = process(seen)
     write(seen, 1, 7, False, "compiles")
     for now in range(0, 1000, 2):
-        seen.used = now * 0.5
+        seen.use = Use("S", now * 0.5, 0)
         assert rank.place(float(now)).idle < 20
-    seen.used += 0.01 * 500  # a thread that logs is no work
+    seen.use = Use("S", 1000 * 0.5 + 0.01 * 500, 0)  # a thread that logs is no work
     for now in range(1000, 1500, 2):
         rank.place(float(now))
     assert rank.place(1500.0).idle > 300
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_rank_that_looks_around_is_not_asleep(seen, waiting):
+    """It polls a file, for instance. In a collective that is no sign of work, since some waits poll."""
+    rank = process(seen)
+    write(seen, 1, 7, waiting, "work")
+    for now in range(100):
+        seen.use = Use("S", 0.0, now // 10)
+        place = rank.place(float(now))
+        assert place.idle == now and place.asleep == (now if waiting else now % 10 if now > 1 else now)
+    seen.use = Use("S", 0.0, None)  # the system does not tell
+    assert rank.place(100.0).asleep == 0.0
+
+
 def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):
     rank = process(seen)
     rank.place(0.0)
-    seen.state = "D"
+    seen.use = Use("D", 0.0, 0)
     assert rank.place(1000.0).idle == 0.0
-    seen.state = "T"
+    seen.use = Use("T", 0.0, 0)
     assert rank.place(1001.0).process == "stopped"
 
 

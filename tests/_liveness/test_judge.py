@@ -132,6 +132,18 @@ def test_ranks_that_wait_for_one_another_are_told():
     assert "it has not gone on for 301 s, and the ranks wait for one another" in str(network.hub.verdict)
 
 
+@pytest.mark.parametrize("works", [None, 0, 1])
+def test_ranks_that_all_sleep_are_told_after_the_limit(works):
+    """A rank that wakes up now and then is waited for until all have been idle for longer."""
+    network = Network(2)
+    network.run(10)
+    network.places = {r: WAITS._replace(idle=LIMIT + 1, asleep=LIMIT + 1) for r in (0, 1)}
+    if works is not None:
+        network.places[works] = WORK._replace(idle=STALL - 1, asleep=LIMIT - 1)
+    network.run(10)
+    assert set(network.verdicts().values()) == {0 if works is None else None}
+
+
 def test_an_idle_rank_for_which_others_wait_is_told():
     network = Network(3)
     network.places[1] = WORK._replace(idle=STALL + 1)

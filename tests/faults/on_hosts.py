@@ -94,8 +94,7 @@ class Run(NamedTuple):
 def drawn(rng: random.Random, kind: str) -> Case:
     jitted = kind.endswith(("any", "cut", "loss", "delay", "MB/s")) and rng.random() < 0.5  # others stop within Python
     ranks = 1 if kind == "2 s delay" else rng.choice((1, 1, 2))
-    case = Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
-    return case._replace(timeout=20.0) if kind == "rank hangs" else case  # it is named after all of the timeout
+    return Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
 
 
 class Flag:

@@ -20,6 +20,7 @@ MUTANTS = [
                 elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
             ),
         ),
+        Fault("the log does not say who has not come", "_as_rank_0", never("absent and A > notice_at")),
         Fault("another rank gives up before rank 0 does", "_as_other_rank", becomes("2 * A", "A / 2")),
         Fault(
             "two worlds share keys of the store",

@@ -105,6 +105,14 @@ def test_every_rank_that_came_names_the_one_that_did_not(absent):
     assert len(set(meet(store, [0, 1, 2], 3))) == 1  # and are there again
 
 
+@pytest.mark.parametrize("late,who", [({2: 0.6}, "rank 2"), ({0: 0.6}, "rank 0"), ({1: 0.2}, None)])
+def test_the_log_says_early_who_has_not_come(late, who, caplog):
+    """After a sixth of the timeout, half a second here."""
+    assert len(set(meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late=late))) == 1
+    text = f"{who} did not come to the first mesh within 0 s; this rank waits until 3 s are over"
+    assert [r.message for r in caplog.records] == ([text] * (2 if who == "rank 0" else 1) if who else [])
+
+
 def test_the_time_of_rank_0_counts_for_those_who_met_it():
     """A rank that came early does not leave while rank 0, which came later, still waits for another."""
     found = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})

@@ -1,0 +1,178 @@
+"""What the system knows of a rank: what its processes use, whether data is under way, and whether it sleeps.
+
+A rank that neither uses anything nor wakes up does not get on by itself. Only Linux tells; elsewhere every rank counts
+as busy. Standard library only.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["System", "Tcp", "Use", "tcp_sockets"]
+
+DISK = 1e8  # bytes of a disk that count as much as a second of a processor
+NETWORK = 1e6  # bytes of the network that do
+PROBE = 4  # the timer of a connection whose peer does not read
+REQUEST, REPLY_SIZE = struct.Struct("=IHHIIBBBBI48x"), 1 << 17
+DIAG_BY_FAMILY, DUMP, DONE, ERROR, INFO = 20, 0x301, 3, 2, 2  # of the kernel's protocol sock_diag
+CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
+
+
+class Use(NamedTuple):
+    """What a rank's processes did until a moment.
+
+    Attributes:
+        state: the state of its process, such as "S" for asleep, "T" for stopped, "D" for a wait for a disk.
+        seconds: seconds of processors; of waits for a disk, and of data under way; and what `DISK` and `NETWORK` weigh.
+        wakes: how often the rank's thread went to sleep, since it wakes up before that; None if that is not known.
+    """
+
+    state: str
+    seconds: float
+    wakes: int | None
+
+
+class Tcp(NamedTuple):
+    """A TCP connection.
+
+    Attributes:
+        is_sending: whether data is under way to a peer that can take it.
+        size: how many bytes came or were acknowledged until now.
+    """
+
+    is_sending: bool
+    size: int
+
+
+class System:
+    """Adds up what a process and its children use, all but this process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._seconds, self._looked_at = pid, 0.0, 0.0
+        self._counters: dict[object, float] = {}
+
+    def look(self, thread: int, now: float) -> Use:
+        """Look at the processes.
+
+        Args:
+            thread: the rank's thread.
+            now: the time, in seconds.
+        """
+        since, self._looked_at = now - self._looked_at, now
+        try:
+            state, _ = _stat(f"/proc/{self._pid}/stat")
+        except (OSError, ValueError, IndexError):
+            return Use("D", 0.0, None)
+        processes, knows_children = _tree(self._pid)
+        states, files = set[str](), set[int]()
+        for pid in processes:
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                self._count(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
+                self._count(("disk", pid), _disk_bytes(pid) / DISK)
+                states |= {_stat(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")}
+                files |= set(_socket_files(pid))
+        try:
+            sockets = {file: tcp for file, tcp in tcp_sockets().items() if file in files}
+            wakes = _wakes(self._pid, thread) if knows_children else None
+        except (OSError, ValueError, struct.error):
+            sockets, wakes = {}, None
+        for file, tcp in sockets.items():
+            self._count(("network", file), tcp.size / NETWORK)
+        if "D" in states or any(tcp.is_sending for tcp in sockets.values()):
+            self._seconds += since
+        return Use(state, self._seconds, wakes)
+
+    def _count(self, name: object, value: float) -> None:
+        self._seconds += max(value - self._counters.get(name, 0.0), 0.0)
+        self._counters[name] = value
+
+
+def _stat(path: str) -> tuple[str, float]:
+    """Return the state of a process or thread, and its seconds of a processor."""
+    with open(path) as f:
+        fields = f.read().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _disk_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as f:
+        values = dict(line.split(": ") for line in f.read().splitlines())
+        return int(values["read_bytes"]) + int(values["write_bytes"])
+    return 0
+
+
+def _wakes(pid: int, thread: int) -> int:
+    with open(f"/proc/{pid}/task/{thread}/status") as f:
+        return int(f.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def _tree(pid: int) -> tuple[list[int], bool]:
+    """Return a process and its descendants, all but this process; and whether the system tells all of them."""
+    found, is_whole = [pid], True
+    for parent in found:  # grows
+        tasks: list[str] = []
+        with contextlib.suppress(OSError):
+            tasks = os.listdir(f"/proc/{parent}/task")
+        for task in tasks:
+            try:
+                with open(f"/proc/{parent}/task/{task}/children") as f:
+                    found += [int(x) for x in f.read().split() if int(x) != os.getpid()]
+            except OSError:
+                is_whole &= not os.path.exists(f"/proc/{parent}/task/{task}")
+    return found, is_whole
+
+
+def _socket_files(pid: int) -> Iterator[int]:
+    """Yield the numbers of a process's sockets."""
+    for file in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/{pid}/fd/{file}")
+            if name.startswith("socket:["):
+                yield int(name[8:-1])
+
+
+def tcp_sockets() -> dict[int, Tcp]:
+    """Return all TCP connections of this machine, or of its network namespace, by the number of their socket.
+
+    Raises:
+        OSError: if the system does not tell them.
+    """
+    found: dict[int, Tcp] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as s:
+        s.settimeout(1.0)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            options = family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0, CONNECTED
+            s.send(REQUEST.pack(REQUEST.size, DIAG_BY_FAMILY, DUMP, 1, 0, *options))
+            for message in _messages(s):
+                file, tcp = _connection(message)
+                found[file] = tcp
+    return found
+
+
+def _messages(s: socket.socket) -> Iterator[bytes]:
+    """Yield the parts of the kernel's answer."""
+    while True:
+        data = s.recv(REPLY_SIZE)
+        while data:
+            size, kind = struct.unpack_from("=IH", data)
+            if kind == DONE:
+                return
+            if kind == ERROR:
+                raise OSError("the system does not tell its connections")
+            yield data[16:size]
+            data = data[(size + 3) & ~3 :]
+
+
+def _connection(message: bytes) -> tuple[int, Tcp]:
+    """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
+    timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
+    size, rest = 0, message[72:]
+    while len(rest) >= 4:
+        length, kind = struct.unpack_from("=HH", rest)
+        if kind == INFO and length >= 4 + 136:
+            size = sum(struct.unpack_from("=QQ", rest, 4 + 120))
+        rest = rest[(max(length, 4) + 3) & ~3 :]
+    return file, Tcp(unsent > 0 and timer != PROBE, size)

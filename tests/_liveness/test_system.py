@@ -1,0 +1,90 @@
+"""What the system tells of a rank: what its processes use, what is under way on its connections, and its sleep."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fzero._liveness._system import System, tcp_sockets
+
+PROGRAMS = {
+    "sleeps": "import time; time.sleep(100)",
+    "computes": "while True: pass",
+    "polls": "import time\nwhile True: time.sleep(0.01)",
+    "has a child that computes": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])",
+    "has a thread that computes": "import threading, time\n"
+    "threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start(); time.sleep(100)",
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_process_that_works_is_told_from_one_that_sleeps(what):
+    process = subprocess.Popen([sys.executable, "-c", PROGRAMS[what]], start_new_session=True)
+    try:
+        time.sleep(0.5)
+        system = System(process.pid)
+        first = system.look(process.pid, 0.0)
+        time.sleep(0.7)
+        last = system.look(process.pid, 0.7)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (last.seconds - first.seconds > 0.05) == ("computes" in what)
+    assert first.wakes is not None and last.wakes is not None
+    assert last.wakes - first.wakes > 5 if what == "polls" else last.wakes == first.wakes or "computes" in what
+
+
+def test_a_process_that_is_gone_or_unknown_counts_as_busy():
+    assert System(2**22 + 1).look(1, 0.0).state == "D"
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+def inode(s: socket.socket) -> int:
+    return os.fstat(s.fileno()).st_ino
+
+
+def test_bytes_of_a_connection_are_counted_at_both_ends():
+    one, other = connection()
+    with one, other:
+        before = tcp_sockets()
+        one.sendall(b"x" * 10_000)
+        time.sleep(0.1)
+        after = tcp_sockets()
+        for s in (one, other):
+            assert after[inode(s)].size - before[inode(s)].size == 10_000
+            assert not after[inode(s)].is_sending
+
+
+def test_a_peer_that_does_not_read_is_no_sign_of_work():
+    """Its buffers are full, and the rest waits at the sender: as for a rank that hangs."""
+    one, other = connection()
+    with one, other:
+        one.setblocking(False)
+        sent = 0
+        for _ in range(100):
+            try:
+                sent += one.send(b"x" * 10**6)
+            except BlockingIOError:
+                time.sleep(0.02)
+        assert not tcp_sockets()[inode(one)].is_sending
+
+
+def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
+    """Half of the time it is, for instance where packets are lost."""
+    one, other = connection()
+    with one, other:
+        system, found = System(os.getpid()), tcp_sockets()
+        first = system.look(threading.get_native_id(), 0.0).seconds
+        lossy = {inode(one): found[inode(one)]._replace(is_sending=True)}
+        monkeypatch.setattr("fzero._liveness._system.tcp_sockets", lambda: lossy)
+        assert system.look(threading.get_native_id(), 100.0).seconds - first > 99
