@@ -25,6 +25,7 @@ from fzero.nn._copy import (
     restore_modules,
     tensors_in,
 )
+from fzero.nn._lazy_logits import check_head, install_lazy_logits
 from fzero.nn._products import ProductsLike, install_products, products_of
 from fzero.nn._remat_blocks import boxes_to_blocks, remat_blocks
 from fzero.parallel.context import check_model
@@ -204,6 +205,7 @@ def functional(
     *,
     context: str | None = None,
     products: ProductsLike = None,
+    chunked_loss: bool = False,
     ignore_writes: Sequence[str] = (),
 ) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
@@ -235,6 +237,9 @@ def functional(
             passed as `apply(.., documents=)`, in place of a mask.
         products: "float8" for linear layers within repeated blocks that multiply in float8, or a `fzero.nn.Products`,
             which says how and which layers.
+        chunked_loss: whether the loss of a model of transformers is `fzero.nn.linear_cross_entropy`, whose logits never
+            exist as a whole. The model's own code shifts labels and takes the mean. `logits` of its output have no
+            numbers: `torch.nn.functional.cross_entropy` takes them, and anything else is an error.
         ignore_writes: the paths of attributes that forward may write although the writes are lost, as "layers.0.seen"
             or by a pattern of `fnmatch`, "layers.*.seen". They must be constants for every result of the module.
 
@@ -243,13 +248,14 @@ def functional(
 
     Raises:
         TypeError: if `module` is not a module. Also if a module in it is wrapped by DDP or FSDP or compiled, or holds
-            a DTensor: these would silently not synchronise under torch.func. Also if `context` names an axis and the
-            module is no model of transformers.
+            a DTensor: these would silently not synchronise under torch.func. Also if `context` names an axis, or
+            `chunked_loss` is set, and the module is no model of transformers.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
             gradient, which torch.func never calls, or a module has a hook on its backward pass, which torch.func
             refuses. Also if an attribute holds a tensor that was computed from parameters. Also if a function in an
             attribute, or a forward hook, holds a parameter itself, or reads the module as a global. Also if a
-            model with `context` combines tokens otherwise than by attention; the message names the module.
+            model with `context` combines tokens otherwise than by attention; the message names the module. Also if
+            the head of a model with `chunked_loss` is no linear layer.
 
     Example:
         >>> import fzero
@@ -265,6 +271,7 @@ def functional(
     if context is not None and not isinstance(context, str):
         raise TypeError(f'context={context!r}: expected the name of an axis, such as "cp"')
     context_axis = None if context is None else check_model(module, context)
+    head = check_head(module) if chunked_loss else None
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
     buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
@@ -276,6 +283,8 @@ def functional(
         params, buffers_and_frozen = tp.unpack(params), tp.unpack(buffers_and_frozen)
         install(copied, tp, linears)
     install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
+    if head is not None:
+        install_lazy_logits(copied, head, tp)
     if context_axis is not None:
         install_context(copied, context_axis)
     blocks = remat_blocks(copied, None if remat is True else remat, mutable) if remat else ()

@@ -6,7 +6,8 @@ holds one chunk of logits, and each chunk of the head's gradient is written once
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor import along, check_loss_options, check_part, enter, leave, logits_of, loss_of_sums
 from fzero.transforms import remat
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["LogitMap", "cross_entropy_of_head", "linear_cross_entropy"]
+
+LogitMap = Callable[[torch.Tensor], torch.Tensor]  # changes logits one by one
 
 
 @api_boundary
@@ -73,7 +76,34 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT, labels))
         True
     """
-    _check(hidden, weight, labels, bias, softcap)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
+    maps: tuple[LogitMap, ...] = () if softcap is None else (partial(_cap, softcap),)
+    options: dict[str, Any] = {"chunk": chunk, "axis": axis, "ignore_index": ignore_index, "reduction": reduction}
+    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    return cross_entropy_of_head(hidden, weight, labels, bias, maps, **options)
+
+
+def _cap(softcap: float, logits: torch.Tensor) -> torch.Tensor:
+    return softcap * torch.tanh(logits / softcap)
+
+
+def cross_entropy_of_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    maps: tuple[LogitMap, ...],
+    *,
+    chunk: int = 4096,
+    axis: str | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Compute `linear_cross_entropy` of logits that some functions change one by one, in their order."""
+    _check(hidden, weight, labels, bias)
     check_loss_options(reduction, label_smoothing)
     check_int("chunk", chunk, 1)
     bound = () if axis is None else axis_if_bound(axis)
@@ -81,7 +111,7 @@ def linear_cross_entropy(
         check_part("linear_cross_entropy", weight, axis)
         hidden = enter(hidden, axis)
     local = labels - axis_index(bound).to(labels.device) * len(weight)
-    log_sum, target, total = _sums_of_chunks(hidden, weight, local, bias, chunk, label_smoothing > 0, softcap)
+    log_sum, target, total = _sums_of_chunks(hidden, weight, local, bias, chunk, label_smoothing > 0, maps)
     if axis is not None:
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
@@ -95,10 +125,7 @@ def _check(
     weight: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
-    softcap: float | None,
 ) -> None:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
     if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden has the shape {list(hidden.shape)}, and weight {list(weight.shape)}: expected [.., d] and [v, d]"
@@ -129,7 +156,7 @@ def _sums_of_chunks(
     bias: torch.Tensor | None,
     chunk: int,
     smooth: bool,
-    softcap: float | None,
+    maps: tuple[LogitMap, ...],
 ) -> TokenSums:
     """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
     run: Callable[..., torch.Tensor] = remat(_of_chunk)
@@ -137,7 +164,7 @@ def _sums_of_chunks(
     weights = weight.split(chunk)
     biases = [None] * len(weights) if bias is None else bias.split(chunk)
     chunks = enumerate(zip(weights, biases, strict=True))
-    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, softcap) for i, (w, b) in chunks])
+    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, maps) for i, (w, b) in chunks])
     return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None)
 
 
@@ -149,13 +176,13 @@ def _of_chunk(
     chunk: int,
     number: int,
     smooth: bool,
-    softcap: float | None,
+    maps: tuple[LogitMap, ...],
 ) -> torch.Tensor:
     """Return `[2 or 3, ..]`: what the logits of some classes add to a token's numbers."""
     with in_chunk(number):
         logits = at_least_float32(F.linear(hidden, weight, bias))
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        for change in maps:
+            logits = change(logits)
         target = logits_of(labels - number * chunk, logits)
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if smooth else [])])
 

@@ -76,9 +76,18 @@ MUTANTS = [
         Fault("logits are kept for the backward pass", "_sums_of_chunks", bare("remat(A)")),
         Fault("a chunk's labels are those of the first chunk", "_of_chunk", bare("A - B * C")),
         Fault("the sums of half precision are taken in half precision", "_of_chunk", bare("at_least_float32(A)")),
-        Fault("logits are not capped again", "_of_chunk", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
+        Fault("logits are not capped again", "_cap", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
         Fault("ranks add their sums without the maximum", "_over_ranks", becomes("A[0].log() + B", "A[0].log()")),
-        Fault("smoothing divides by a rank's classes", "linear_cross_entropy", becomes("len(A) * B(C)", "len(A)")),
+        Fault("smoothing divides by a rank's classes", "cross_entropy_of_head", becomes("len(A) * B(C)", "len(A)")),
+    ),
+    *File("nn/_lazy_logits.py", ("tests/nn/test_chunked_loss.py",)).faults(
+        Fault("a head's scale is forgotten", "LazyLogits._then", becomes("(*A, change)", "A")),
+        Fault("a slice of tokens is forgotten", "LazyLogits.__getitem__", becomes("self.hidden[A]", "self.hidden")),
+        Fault(
+            "ignored labels of the model count", "_cross_entropy", becomes('"ignore_index": A', '"ignore_index": -1')
+        ),
+        Fault("a head split over an axis counts as whole", "install_lazy_logits", becomes("A if B else C", "None")),
+        Fault("logits that exist pass for those that do not", "_with_check", never("not any(A)")),
     ),
     *File("nn/_functional.py", STEP).faults(
         Fault(

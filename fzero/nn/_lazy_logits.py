@@ -1,0 +1,259 @@
+"""LazyLogits: logits of a head that are not computed, in place of a model's, until its own code asks for their loss.
+
+The model's code between the head and `F.cross_entropy` runs as it is: it scales or caps logits, drops the last token,
+flattens. `LazyLogits` keeps the input of the head, and does the same to it. So the shift of labels, ignored labels
+and the count of the mean are the model's own, and the loss is taken in chunks of classes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from fzero.nn._linear_cross_entropy import LogitMap, cross_entropy_of_head
+from fzero.parallel.tensor import Layers
+
+__all__ = ["LazyLogits", "check_head", "install_lazy_logits"]
+
+BY_HAND = (
+    "leave chunked_loss out, call the model without its head for its hidden states, and pass these and the head's "
+    "weight to fzero.nn.linear_cross_entropy"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LazyLogits:
+    """Logits `[.., v]` that are not computed: the input of their head, its weight, and what happened to them since.
+
+    `torch.nn.functional.cross_entropy` computes their loss in chunks. Shapes, scales, `tanh` and slices of tokens are
+    as of a tensor. Anything else needs whole logits, and is an error.
+
+    Attributes:
+        model: the name of the model's class, for messages.
+        hidden: `[.., d]`, the input of the head.
+        weight: `[v, d]`, or this rank's classes along `axis`.
+        bias: `[v]`; None for none.
+        axis: the axis along which classes are split; None for none.
+        classes: v, the number of all classes.
+        dtype: the dtype that the model gave to its logits. Their loss is computed in float32 at least.
+        maps: what changed the logits one by one, in this order.
+    """
+
+    model: str
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    axis: str | None
+    classes: int
+    dtype: torch.dtype
+    maps: tuple[LogitMap, ...] = ()
+
+    # ---- what a tensor has
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.hidden.shape[:-1], self.classes])
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    # ---- what changes no number
+
+    def contiguous(self) -> "LazyLogits":
+        return self
+
+    def float(self) -> "LazyLogits":
+        return replace(self, dtype=torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> "LazyLogits":
+        """Take another dtype; the device stays."""
+        place = args[0] if args else kwargs.get("dtype", kwargs.get("device"))
+        if isinstance(place, torch.dtype):
+            return replace(self, dtype=place)
+        if place is not None and torch.device(place) == self.device:
+            return self
+        raise self._error(f"to({place})")
+
+    # ---- what moves tokens
+
+    def view(self, *shape: Any) -> "LazyLogits":
+        """Give the tokens another shape; the last dimension must be that of the classes."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        if not sizes or sizes[-1] not in (self.classes, -1) or (sizes[-1] == -1 and -1 in sizes[:-1]):
+            raise self._error(f"view{tuple(sizes)} of {list(self.shape)}")
+        if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() != self.hidden.shape[:-1].numel():
+            raise self._error(f"view{tuple(sizes)} of {list(self.shape)}")
+        return replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "LazyLogits":
+        """Flatten dimensions of tokens."""
+        if self.ndim < 2 or end_dim % self.ndim == self.ndim - 1:
+            raise self._error(f"flatten({start_dim}, {end_dim})")
+        return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> "LazyLogits":
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts) or parts.count(Ellipsis) > 1:
+            raise self._error(f"[{index}]")
+        at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+        after = len(parts) - at - 1 if at < len(parts) else 0
+        of_tokens = [*parts[:at], *[slice(None)] * (self.ndim - at - after), *parts[len(parts) - after :]]
+        if len(of_tokens) != self.ndim or of_tokens[-1] != slice(None):
+            raise self._error(f"[{index}]")
+        return replace(self, hidden=self.hidden[tuple(of_tokens)])
+
+    # ---- what changes logits one by one
+
+    def _then(self, change: LogitMap) -> "LazyLogits":
+        return replace(self, maps=(*self.maps, change))
+
+    def __mul__(self, factor: Any) -> "LazyLogits":
+        return self._then(partial(torch.mul, other=self._number("*", factor)))
+
+    __rmul__ = mul = __mul__
+
+    def __truediv__(self, divisor: Any) -> "LazyLogits":
+        return self._then(partial(torch.div, other=self._number("/", divisor)))
+
+    div = __truediv__
+
+    def tanh(self) -> "LazyLogits":
+        return self._then(torch.tanh)
+
+    def _number(self, sign: str, x: Any) -> Any:
+        if isinstance(x, Real):
+            return x
+        raise self._error(f"{sign} {type(x).__name__}")
+
+    # ---- their loss, and all else
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in FUNCTIONS and isinstance(args[0] if args else kwargs.get("input"), cls):
+            return FUNCTIONS[function](*args, **kwargs)
+        logits = next(x for x in [*args, *kwargs.values()] if isinstance(x, cls))
+        raise logits._error(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_message(self.model, name))
+
+    def _error(self, what: str) -> TypeError:
+        return TypeError(_message(self.model, what))
+
+
+def _message(model: str, what: str) -> str:
+    return (
+        f"chunked_loss=True: {what} needs the logits of {model}, of which only the cross entropy is computed. For "
+        f"predictions call fzero.nn.functional without it; for another loss {BY_HAND}"
+    )
+
+
+def _cross_entropy(
+    input: LazyLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Compute `torch.nn.functional.cross_entropy` of logits `[v]` or `[n, v]`."""
+    other = {"weight": weight, "size_average": size_average, "reduce": reduce}
+    if given := [name for name, x in other.items() if x is not None]:
+        raise input._error(f"cross_entropy({given[0]}=)")
+    if input.ndim > 2:  # there the classes are dimension 1
+        raise input._error(f"cross_entropy of {list(input.shape)}")
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    hidden, maps = input.hidden, input.maps
+    return cross_entropy_of_head(hidden, input.weight, target, input.bias, maps, axis=input.axis, **options)
+
+
+FUNCTIONS: Mapping[Any, Callable[..., Any]] = {torch.tanh: LazyLogits.tanh, F.cross_entropy: _cross_entropy}
+
+
+def check_head(model: torch.nn.Module) -> str:
+    """Return the path of a model's output head, a linear layer.
+
+    Args:
+        model: a model of transformers for language.
+
+    Raises:
+        TypeError: if it is no model of transformers.
+        ValueError: if its head is no linear layer, or it has none.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"chunked_loss=True: {name} is no model of transformers, whose head would be known: in a model of your own "
+            "pass the input of its head and the head's weight to fzero.nn.linear_cross_entropy"
+        )
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not torch.nn.Linear:
+        found = "no output embedding" if head is None else f"a {type(head).__name__} as its output embedding"
+        raise ValueError(f"chunked_loss=True: {name} has {found}, expected a torch.nn.Linear: {BY_HAND}")
+    return next(path for path, module in model.named_modules() if module is head)
+
+
+def install_lazy_logits(copied: torch.nn.Module, path: str, tp: Layers | None = None) -> None:
+    """Make a copy of a model return `LazyLogits`, and compute its loss of them.
+
+    Args:
+        copied: the copy.
+        path: the path of its head, of `check_head`.
+        tp: the layers that are split over an axis.
+    """
+    head: Any = copied.get_submodule(path)
+    axis = tp.axis if tp is not None and path in tp.styles else None
+    head.forward = partial(_lazy_head, type(copied).__name__, head, axis, head.out_features)
+    copied.forward = _with_check(copied.forward, type(copied).__name__)
+
+
+def _lazy_head(model: str, head: Any, axis: str | None, classes: int, input: torch.Tensor) -> LazyLogits:
+    """Take the place of a head's forward pass."""
+    dtype = torch.promote_types(input.dtype, head.weight.dtype)
+    return LazyLogits(model, input, head.weight, head.bias, axis, classes, dtype)
+
+
+def _with_check(run: Callable[..., Any], model: str) -> Callable[..., Any]:
+    """Check that a forward pass called its head."""
+
+    @wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else [out]
+        if not any(isinstance(x, LazyLogits) for x in values):
+            raise ValueError(
+                f"chunked_loss=True: {model} returned {type(out).__name__} without the logits of its output embedding, "
+                f"which it does not call: {BY_HAND}"
+            )
+        return out
+
+    return forward
