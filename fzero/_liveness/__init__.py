@@ -6,6 +6,7 @@ from fzero._liveness._heart import (
     current_heart,
     explain,
     keep_heart,
+    resume_at,
     start_heart,
     step_place,
 )
@@ -13,4 +14,4 @@ from fzero._liveness._heart import (
 __all__ = ["LostRankError"]
 
 # For other packages of fzero only. They may change in any release.
-INTERNAL = ["Heart", "current_heart", "explain", "keep_heart", "start_heart", "step_place"]
+INTERNAL = ["Heart", "current_heart", "explain", "keep_heart", "resume_at", "start_heart", "step_place"]

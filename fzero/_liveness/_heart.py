@@ -25,7 +25,16 @@ from fzero._liveness._stragglers import Straggler
 from fzero._notice import trouble_link
 from fzero._torch.release import is_connection_error, release_waits
 
-__all__ = ["Heart", "LostRankError", "current_heart", "explain", "keep_heart", "start_heart", "step_place"]
+__all__ = [
+    "Heart",
+    "LostRankError",
+    "current_heart",
+    "explain",
+    "keep_heart",
+    "resume_at",
+    "start_heart",
+    "step_place",
+]
 
 SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
 MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
@@ -106,9 +115,14 @@ class Heart:
         """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
         self._met.wait(MEET)
 
-    def begin_step(self, name: str) -> None:
-        """Publish that a step begins."""
-        self._step += 1
+    def resume(self, step: int) -> None:
+        """Publish that the run goes on from a checkpoint, after so many steps."""
+        self._step = step
+        self.at("work")
+
+    def begin_step(self, name: str, is_own: bool = True) -> None:
+        """Publish that a step begins; or a part of the last one, if it is no step of its own."""
+        self._step += is_own
         self.at(name)
         self._in_step = True
 
@@ -235,8 +249,8 @@ def explain(error: BaseException | None) -> LostRankError | None:
 
 
 @contextmanager
-def _in_step(heart: Heart, name: str) -> Iterator[None]:
-    heart.begin_step(name)
+def _in_step(heart: Heart, name: str, is_own: bool) -> Iterator[None]:
+    heart.begin_step(name, is_own)
     yield
     heart.end_step()
 
@@ -244,7 +258,14 @@ def _in_step(heart: Heart, name: str) -> Iterator[None]:
 _NOTHING = contextlib.nullcontext()
 
 
-def step_place(name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that publishes that this rank runs a step."""
+def step_place(name: str, is_own: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Return a context that publishes that this rank runs a step, or a part of the last one."""
     heart = current_heart()
-    return _NOTHING if heart is None else _in_step(heart, name)
+    return _NOTHING if heart is None else _in_step(heart, name, is_own)
+
+
+def resume_at(step: int) -> None:
+    """Count this rank's steps from those that its run did before, as its checkpoint says."""
+    heart = current_heart()
+    if heart is not None:
+        heart.resume(step)

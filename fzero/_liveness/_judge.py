@@ -37,7 +37,7 @@ class Place(NamedTuple):
     Attributes:
         host: the name of its host.
         process: "runs", "stopped", "silent", or one of `GONE`.
-        step: how many steps it has begun.
+        step: how many steps of the run it has begun, with those before its checkpoint.
         text: what it does, such as "psum of unit 'blocks.0' at train.py:31".
         waiting: whether it waits there for other ranks.
         seconds: how long it has been there; for a process that is stopped or gone, how long that has been so.

@@ -65,7 +65,8 @@ class Stragglers:
 
     def compare(self, paces: dict[int, Pace], hosts: dict[int, str]) -> bool:
         """Compare the ranks, if all have made `STEPS` steps since the last comparison; return whether they have."""
-        if self._starts.keys() != paces.keys():
+        is_back = any(pace.step < self._starts[r].step for r, pace in paces.items() if r in self._starts)
+        if self._starts.keys() != paces.keys() or is_back:  # back at a checkpoint
             self._starts = dict(paces)
             return False
         steps = {r: pace.step - self._starts[r].step for r, pace in paces.items()}

@@ -12,6 +12,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_int
+from fzero._liveness import resume_at
 from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
@@ -280,7 +281,9 @@ class Checkpoints:
             else:
                 files = self._files
             try:
-                return load_files(files.subfolder(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                found = load_files(files.subfolder(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                resume_at(step)  # so that an error that names a lost rank says the run's step
+                return found
             except DamagedError as error:
                 damaged |= {step: str(error)} if files is self._files else {}
                 failure = failure or str(error)

@@ -178,7 +178,7 @@ class LocalSteps:
             [*state.outer_states],
             [*state.pending_sums],
         )
-        with step_place("the outer step of local_steps"):
+        with step_place("the outer step of local_steps", is_own=False):
             for i in sent:
                 sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)
             for i in used:

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
+import fzero
 from fzero import errors
-from fzero._liveness import start_heart
+from fzero._liveness import _heart, start_heart, step_place
 from fzero._liveness._judge import LostRank
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer")
@@ -36,6 +37,20 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
     assert lost.reason == "its script ended while others wait for it"
     assert first.explain(OSError("a file of a later save")) is lost  # what fails later fails for this reason
     assert first.explain(lost) is None
+
+
+def test_a_restarted_rank_counts_the_steps_of_its_run(hearts, tmp_path, monkeypatch):
+    """Those before its checkpoint, too; a part of a step is none."""
+    first, second = hearts
+    second.meet()
+    with fzero.checkpoint.checkpoints(tmp_path) as runs:
+        runs.save(120, {"w": torch.ones(3)})
+    monkeypatch.setattr(_heart, "_CURRENT", [second])
+    fzero.checkpoint.checkpoints(tmp_path).restore({"w": torch.zeros(3)})
+    with step_place("train_step"), step_place("the outer step", is_own=False):
+        second.stop()
+    lost = first.explain(BROKEN)
+    assert lost.seen == "in step 121, between steps"
 
 
 def test_without_its_process_a_connection_is_not_explained(hearts):

@@ -42,6 +42,14 @@ def test_one_slow_comparison_names_nobody():
         assert stragglers.found == []
 
 
+def test_after_a_return_to_a_checkpoint_the_comparison_begins_anew():
+    stragglers, inside = Stragglers(), [0.2, 0.2, 0.2, 0.5]
+    for step in (100, 100 + STEPS, 50, 50 + STEPS):
+        stragglers.compare(paces(step, inside), HOSTS)
+    assert stragglers.compare(paces(50 + 2 * STEPS, inside), HOSTS)
+    assert [slow.rank for slow in stragglers.found] == [3]
+
+
 SLOW = """
 import time, torch, fzero
 torch.set_num_threads(1)

@@ -7,6 +7,7 @@ JUDGE = ("tests/_liveness/test_judge.py",)
 BEATS = ("tests/_liveness/test_beats.py",)
 SYSTEM = ("tests/_liveness/test_system.py",)
 STRAGGLERS = ("tests/_liveness/test_stragglers.py",)
+HEART = ("tests/_liveness/test_heart.py",)
 LOST = ("tests/_liveness/test_lost.py",)
 RELEASE = ("tests/_torch/test_release.py",)
 
@@ -54,6 +55,14 @@ MUTANTS = [
     *File("_liveness/_heart.py", STRAGGLERS).faults(
         Fault("a wait counts as work", "Heart.at", dropped("not self._is_waiting")),
         Fault("a step counts as between steps", "Heart.begin_step", skipped("self._in_step = True")),
+    ),
+    *File("_liveness/_heart.py", HEART).faults(
+        Fault(
+            "a restarted rank counts its steps from 0", "Heart.resume", becomes("self._step = step", "self._step = 0")
+        ),
+        Fault(
+            "a part of a step counts as a step", "Heart.begin_step", becomes("self._step += is_own", "self._step += 1")
+        ),
     ),
     *File("_liveness/_heart.py", LOST).faults(
         Fault("waits are not released", "Heart._listen", skipped("release_waits(A)")),
