@@ -56,13 +56,16 @@ def inode(s: socket.socket) -> int:
 def test_bytes_of_a_connection_are_counted_at_both_ends():
     one, other = connection()
     with one, other:
-        before = tcp_sockets()
-        one.sendall(b"x" * 10_000)
+        system, thread = System(os.getpid()), threading.get_native_id()
+        before, used = tcp_sockets(), system.look(thread, 0.0).seconds
+        one.sendall(b"x" * 200_000)
+        received = other.recv(200_000, socket.MSG_WAITALL)
         time.sleep(0.1)
         after = tcp_sockets()
         for s in (one, other):
-            assert after[inode(s)].size - before[inode(s)].size == 10_000
+            assert after[inode(s)].size - before[inode(s)].size == len(received) == 200_000
             assert not after[inode(s)].is_sending
+        assert system.look(thread, 0.0).seconds - used >= 0.4  # a megabyte counts as a second
 
 
 def test_a_peer_that_does_not_read_is_no_sign_of_work():
