@@ -7,7 +7,8 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from fzero._torch.levels import is_deciding
 from fzero._torch.modules import storage_id
 from fzero._torch.stand_ins import StandInCache, alias_of
 
-__all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "is_fzero_code", "is_user_code", "user_line"]
+__all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "Stacks", "is_fzero_code", "is_user_code", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules", "")
+_TRACING = os.path.join(os.path.dirname(__file__), "tracing.py"), "with_lines"  # where a trace begins
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")])
@@ -63,26 +66,81 @@ def user_line() -> str:
     return ""
 
 
-def _source(lines: dict[int, str]) -> dict[str, Any]:
-    """Return the source line of the running operation, and whether autograd's engine runs it.
+class Stacks:
+    """The functions and modules that operations run in, between the start of a step and the operation.
 
-    An operation of the backward pass has the line of its forward operation.
+    A module is named as within its parent, "layers.3", and the outermost module by its class. A function has its own
+    name. fzero's and torch's own functions are left out, but not torch's modules.
+    """
+
+    def __init__(self, file: str, function: str) -> None:
+        """Begin each stack after the innermost frame of a function of a file."""
+        self.start = file, function
+        self._names: dict[tuple[int, int], str] = {}  # of modules within their parents
+
+    def current(self) -> tuple[str, ...]:
+        """Return the stack of the running operation, the outermost function first."""
+        frame: FrameType | None = sys._getframe(1)
+        calls: list[str | torch.nn.Module] = []
+        while frame is not None:
+            code = frame.f_code
+            if (code.co_filename, code.co_name) == self.start:
+                break
+            is_layer = code.co_name == "forward" and code.co_filename.startswith(_MODULES)
+            if is_layer or is_user_code(code.co_filename):
+                call = _module_of(frame) or code.co_qualname.rpartition("<locals>.")[2]
+                if isinstance(call, torch.nn.Module) or not call.endswith(">"):  # no lambdas and comprehensions
+                    calls.append(call)
+            frame = frame.f_back
+        return tuple(self._named(calls[::-1]))
+
+    def _named(self, calls: Sequence[str | torch.nn.Module]) -> Iterator[str]:
+        """Yield the names of calls. A module's own functions, and decorators around it, count as the module."""
+        parent: torch.nn.Module | None = None
+        for call in calls:
+            if isinstance(call, str):
+                yield call
+            elif call is not parent:
+                yield self._name_within(parent, call)
+                parent = call
+
+    def _name_within(self, parent: torch.nn.Module | None, module: torch.nn.Module) -> str:
+        key = id(parent), id(module)
+        if key not in self._names:
+            names = [] if parent is None else [name for name, child in parent.named_modules() if child is module]
+            self._names[key] = names[0] if names else type(module).__name__
+        return self._names[key]
+
+
+def _module_of(frame: FrameType) -> torch.nn.Module | None:
+    """Return the module whose method a frame runs, if any."""
+    if frame.f_code.co_varnames[:1] != ("self",):
+        return None
+    first = frame.f_locals.get("self")
+    return first if isinstance(first, torch.nn.Module) else None
+
+
+def _source(sources: dict[int, tuple[str, tuple[str, ...]]], stacks: Stacks) -> dict[str, Any]:
+    """Return the source line and the stack of the running operation, and whether autograd's engine runs it.
+
+    An operation of the backward pass has the line and the stack of its forward operation.
 
     Args:
-        lines: the lines of a trace. The key of a line is the sequence number of autograd's newest node when an
-            operation of the line ran. An operation of the forward pass is added.
+        sources: the lines and stacks of a trace. The key is the sequence number of autograd's newest node when an
+            operation ran. An operation of the forward pass is added.
+        stacks: finds the stack.
     """
     if torch._C._current_graph_task_id() == -1:
-        line = user_line()
-        lines[torch.autograd._get_sequence_nr() - 1] = line  # pyright: ignore[reportPrivateImportUsage]
-        return {"line": line, "backward": False}
+        line, stack = user_line(), stacks.current()
+        sources[torch.autograd._get_sequence_nr() - 1] = line, stack  # pyright: ignore[reportPrivateImportUsage]
+        return {"line": line, "stack": stack, "backward": False}
     node = torch._C._current_autograd_node()
-    forward_line = None if node is None else lines.get(node._sequence_nr())
-    return {"line": forward_line or user_line(), "backward": True}
+    line, stack = ("", ()) if node is None else sources.get(node._sequence_nr(), ("", ()))
+    return {"line": line or user_line(), "stack": stack, "backward": True}
 
 
 class Recorder(TorchDispatchMode):
-    """Records each operation of a trace, with its source line in `node.meta["custom"]["line"]`.
+    """Records each operation of a trace, with its source line and its stack in `node.meta["custom"]`.
 
     It runs before make_fx, and records plain operations on stand-ins itself, in a third of the time. Such operations
     have no symbolic sizes, constants or decompositions to search for. make_fx records all other operations.
@@ -90,7 +148,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: dict[int, str] = {}
+        self.sources: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.stacks = Stacks(*_TRACING)
         self.stand_ins = StandInCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +169,7 @@ class Recorder(TorchDispatchMode):
                 return _record(mode.tracer, func, args, kwargs, nodes, self)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate(_source(self.lines)):
+        with annotate(_source(self.sources, self.stacks)):
             return func(*args, **kwargs)
 
 
@@ -210,7 +269,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
     with disable_proxy_modes_tracing():
         run = func.on_stand_ins if isinstance(func, OneNode) else func
         out = recorder.stand_ins.call(run, args, kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_source(recorder.lines)}
+    meta = {**get_current_meta().get("custom", {}), **_source(recorder.sources, recorder.stacks)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

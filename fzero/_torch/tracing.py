@@ -49,6 +49,7 @@ __all__ = [
     "memory_like",
     "recorded_nodes",
     "set_compiling",
+    "stack_of",
     "stand_in_at",
     "trace",
     "user_line",
@@ -114,6 +115,11 @@ TRACING = threading.RLock()
 def line_of(node: torch.fx.Node) -> str:
     """Return the source line that a node was traced from, "file:line", or "" if it is unknown."""
     return (node.meta.get("custom") or {}).get("line", "")
+
+
+def stack_of(node: torch.fx.Node) -> tuple[str, ...]:
+    """Return the functions and modules that a node was traced in, the outermost first; () if they are unknown."""
+    return (node.meta.get("custom") or {}).get("stack", ())
 
 
 def is_backward(node: torch.fx.Node) -> bool:

@@ -186,12 +186,14 @@ class CallSite(NamedTuple):
         backward: the running node of autograd, such as "SqrtBackward0"; "" outside a backward pass.
         collective: whether the operation is part of a collective.
         forward: whether torch.func is running a function that it differentiates.
+        sequence_number: the number of autograd's newest node; in a backward pass that of the running node.
     """
 
     line: str
     backward: str
     collective: bool
     forward: bool = False
+    sequence_number: int = -1
 
 
 def current_call_site() -> CallSite:
@@ -202,14 +204,15 @@ def current_call_site() -> CallSite:
     collective = any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in frames)
     line = f"{user_frame.f_code.co_filename}:{user_frame.f_lineno}" if user_frame is not None else ""
     if node is None:
-        return CallSite(
-            line, "", collective, any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
-        )
+        is_forward = any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
+        newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
+        return CallSite(line, "", collective, is_forward, newest)
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
     # a line in the user's own backward function, called by the engine, is nearer than the forward operation's line
     in_backward = user_frame is not None and engine is not None and frames.index(user_frame) < frames.index(engine)
     name = node.name if isinstance(node.name, str) else node.name()  # under torch.func a Function's name is a string
-    return CallSite(line if in_backward else _line_of(node) or line, name, collective)
+    number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
+    return CallSite(line if in_backward else _line_of(node) or line, name, collective, False, number)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -1,6 +1,6 @@
-"""What a run does: metrics, the time of a step by source line, and where a value stopped being finite."""
+"""What a run does: metrics, the time of a step by module and source line, and where a value stopped being finite."""
 
-from fzero.observe._lines import LineCost, Span
+from fzero.observe._lines import LineCost, Span, StackCost
 from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard
 from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite
 from fzero.observe._profile import Cost, Profile, profile
@@ -14,6 +14,7 @@ __all__ = [
     "Profile",
     "Rows",
     "Span",
+    "StackCost",
     "jsonl",
     "log",
     "nonfinite",

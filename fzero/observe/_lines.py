@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import wait_for_device
+from fzero._torch.recorder import Stacks
 from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
-__all__ = ["LineCost", "Span", "by_line", "mark_functions", "spans"]
+__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "mark_functions", "spans"]
 
 
 class Span(NamedTuple):
@@ -28,6 +29,9 @@ class Span(NamedTuple):
         phase: "forward", "backward" or "update".
         start: the sum of seconds of all operations before it.
         seconds: the seconds of the operation.
+        stack: the functions and modules that it runs in, the outermost first, such as `("loss", "GPT", "layers.3")`. In
+            a backward pass they are those of the forward operation. Empty if they are unknown, as for collectives of
+            compiled steps.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Span(NamedTuple):
     phase: str
     start: float
     seconds: float
+    stack: tuple[str, ...] = ()
 
 
 class LineCost(NamedTuple):
@@ -58,11 +63,33 @@ class LineCost(NamedTuple):
     calls: int
 
 
+class StackCost(NamedTuple):
+    """The cost of a function or module in one step, with all that it calls.
+
+    Attributes:
+        stack: the functions and modules that it runs in, the outermost first; the last is this one.
+        seconds: seconds of its operations, forward and backward.
+        backward_seconds: seconds of its operations in the backward pass.
+        calls: the number of its operations.
+    """
+
+    stack: tuple[str, ...]
+    seconds: float
+    backward_seconds: float
+    calls: int
+
+
 @contextmanager
-def spans() -> Iterator[list[Span]]:
-    """Record the operations that run within. The list is filled at the end. Each operation waits for the device."""
+def spans(file: str, function: str) -> Iterator[list[Span]]:
+    """Record the operations that run within. The list is filled at the end. Each operation waits for the device.
+
+    Args:
+        file: the file of the function that calls the step. Stacks begin after it.
+        function: the name of this function.
+    """
     timed: list[TimedOperation] = []
     results: list[Span] = []
+    stacks, forward_stacks = Stacks(file, function), dict[int, tuple[str, ...]]()
 
     def before(operation: WatchedOperation) -> float:
         return time.perf_counter()
@@ -71,7 +98,9 @@ def spans() -> Iterator[list[Span]]:
         wait_for_device()
         seconds, site = time.perf_counter() - start, current_call_site()
         phase = "backward" if site.backward else "forward" if site.forward else ""
-        timed.append(TimedOperation(operation.name, site.line, phase, seconds))
+        stack = forward_stacks.get(site.sequence_number, ()) if site.backward else stacks.current()
+        forward_stacks.setdefault(site.sequence_number, stack)
+        timed.append(TimedOperation(operation.name, site.line, phase, seconds, stack))
 
     with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
         yield results
@@ -109,7 +138,7 @@ def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     results = list[Span]()
     for i, r in enumerate(operations):
         phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
-        results.append(Span(r.name, r.line, function_at(r.line), r.phase or phase, start, r.seconds))
+        results.append(Span(r.name, r.line, function_at(r.line), r.phase or phase, start, r.seconds, r.stack))
         start += r.seconds
     return results
 
@@ -131,6 +160,25 @@ def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
         for line, group in sums.items()
     ]
     return tuple(sorted(costs, key=lambda c: -c.seconds))
+
+
+def by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
+    """Add up operations by function and module. Each comes before those that it calls, in the order of the step."""
+    sums: dict[tuple[str, ...], list[Span]] = {}
+    for span in spans:
+        for i in range(1, len(span.stack) + 1):
+            sums.setdefault(span.stack[:i], []).append(span)
+    first = {stack: i for i, stack in enumerate(sums)}
+    costs = [
+        StackCost(
+            stack,
+            sum([s.seconds for s in group]),
+            sum([s.seconds for s in group if s.phase == "backward"]),
+            len(group),
+        )
+        for stack, group in sums.items()
+    ]
+    return tuple(sorted(costs, key=lambda c: [first[c.stack[:i]] for i in range(1, len(c.stack) + 1)]))
 
 
 def _code(line: str) -> str:

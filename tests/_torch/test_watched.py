@@ -48,9 +48,12 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
     def loss(x: torch.Tensor) -> torch.Tensor:
         return x.sqrt().sum()
 
-    places = {place for _, place in shown(torch.func.grad(loss), torch.ones(2))}
+    found = [(operation.name, place) for operation, place in shown(torch.func.grad(loss), torch.ones(2))]
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
+    places = {place._replace(sequence_number=-1) for _, place in found}
     assert CallSite(line, "SqrtBackward0", False) in places and CallSite(line, "", False, forward=True) in places
+    forward = next(place for name, place in found if name == "aten::sqrt")
+    assert {p.sequence_number for _, p in found if p.backward == "SqrtBackward0"} == {forward.sequence_number}
 
 
 def test_memory_is_told_apart_by_bytes_and_not_kept():

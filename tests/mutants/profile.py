@@ -28,9 +28,12 @@ MUTANTS = [
     ),
     *File("_torch/recorder.py", PROFILING).faults(
         Fault("a node of the backward pass never has its own forward line", "_source", bare("B or A")),
+        Fault("a module has the name of its class", "Stacks._name_within", never("A is B", at="2 of 2")),
+        Fault("functions within a module are called its modules", "Stacks._named", never("isinstance(A, str)")),
+        Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
-        Fault("an operation of the forward pass has no phase", "spans.after", never("A.B", at="2 of 2")),
+        Fault("an operation of the forward pass has no phase", "spans.after", never("A.B", at="2 of 3")),
         Fault("a line belongs to the outermost function, not the innermost", "function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(
@@ -45,7 +48,7 @@ MUTANTS = [
     *File("observe/_profile.py", PROFILING).faults(
         Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),
         Fault("labels of narrow bars overlap", "label", constant(4, 0)),
-        Fault("bars are joined across different callers", "bars", becomes("A(B)[:C + 1]", "A(B)[C:C + 1]")),
+        Fault("bars are joined across different callers", "bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),
     ),
     *File("graph/run/_clock.py", PROFILING).faults(
         Fault(

@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.observe._lines import Span, by_line, function_at, mark_functions
-from fzero.observe._profile import bars, colours, label
+from fzero.observe._profile import bars, colours, label, row_names
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -108,6 +108,82 @@ def test_lines_and_bars_of_spans():
     assert found[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
     assert found[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
     assert [x for x in found if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate(self.linear(x))
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(x.tanh())
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return (lambda y: 2 * y)(x)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BLOCK = ("train_step", "loss", "Net", "blocks.1")
+
+
+@pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_modules_and_functions_nest(backend):
+    apply, params, buffers = fzero.nn.functional(Net())
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply(params, buffers, x)[0].square().mean()
+
+    opt, mesh = optim.adam(1e-2), fzero.mesh(dp=1)
+    step = fzero.shard(train_step_for(loss, opt), stage=3, mesh=mesh)
+    args = [*step.init(params, opt), mesh.split(torch.ones(4, 4))]
+    found = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
+    costs = {c.stack: c for c in found.stacks}
+    assert set(costs) >= {BLOCK[:i] for i in range(1, 5)}
+    assert not any("lambda" in name or "_activate" in name for stack in costs for name in stack)
+    for stack, cost in costs.items():  # a caller costs at least as much as all that it calls
+        inner = [c for c in costs.values() if c.stack[:-1] == stack]
+        assert cost.seconds >= sum(c.seconds for c in inner) - 1e-9 and cost.calls >= sum(c.calls for c in inner)
+        assert 0 <= cost.backward_seconds <= cost.seconds
+    if backend == "inductor":
+        return
+    assert {(*BLOCK, "linear"), (*BLOCK, "scaled")} <= set(costs)
+    for name in ("linear", "scaled"):  # the backward pass counts for the forward operation's module
+        assert 0 < costs[*BLOCK, name].backward_seconds < costs[*BLOCK, name].seconds
+    tanh = [s for s in found.spans if s.name == "aten::tanh"]
+    assert [s.stack[-1] for s in tanh] == ["blocks.0", "blocks.1"]  # not _activate, a part of its module
+    order = [c.stack for c in found.stacks]
+    assert order.index(BLOCK[:2]) < order.index((*BLOCK[:3], "blocks.0")) < order.index(BLOCK)
+    line = next(row for row in str(found).splitlines() if row.split()[:1] == ["blocks.1"])
+    assert line.startswith(" " * 8) and f"{costs[BLOCK].calls:,}" in line
+
+
+def test_bars_of_modules_nest():
+    first = span("aten::mm", "a.py:1", "forward", 0)._replace(stack=("f", "layers.0"))
+    second = first._replace(start=1, stack=("f", "layers.1"))
+    alone = first._replace(start=2, stack=("f",))
+    spans = [first, second, alone]
+    assert row_names(spans) == ("pass", "function", "", "line", "operation")
+    found = [(b.row, b.text, b.start, b.seconds, b.function) for b in bars(spans)]
+    assert found[1:4] == [(1, "f", 0, 3.0, "f"), (2, "layers.0", 0, 1.0, "layers"), (2, "layers.1", 1, 1.0, "layers")]
+    assert [x[0] for x in found[4:]] == [3, 3, 3, 4, 4, 4]  # no bar where a stack has no name
+    functions = colours(spans)[1]
+    assert list(functions) == ["layers", "f"]  # equal layers have one colour
+    deep = first._replace(stack=tuple("abcdefghijk"))
+    assert len(row_names([deep])) == 11
 
 
 def test_the_dearest_have_colours_of_their_own():

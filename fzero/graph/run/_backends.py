@@ -14,7 +14,7 @@ from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import graph_results, is_input
 from fzero.graph._polynomials import Shapes
-from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_and_phase
+from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
 from fzero.graph.run._executable import Executable, distinct_segments, run_marked, run_operations, run_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
 from fzero.graph.run._lengths import Lengths, for_all_lengths
@@ -184,7 +184,7 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
-            return record_time(note, COMPILED, *source_and_phase(graph), lambda: compiled(args))
+            return record_time(note, COMPILED, *source_of_segment(graph), lambda: compiled(args))
         return run_marked(compiled, args) if profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)

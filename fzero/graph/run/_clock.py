@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fzero._torch import is_backward, line_of, wait_for_device
+from fzero._torch import is_backward, line_of, stack_of, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph._ir import flops
 from fzero.graph.loop._scan import loop_of
@@ -21,7 +21,7 @@ __all__ = [
     "profiler_name",
     "record_operations",
     "record_time",
-    "source_and_phase",
+    "source_of_segment",
     "timed_graph",
 ]
 
@@ -36,12 +36,14 @@ class TimedOperation(NamedTuple):
         line: the user's source line, as "file:line"; "" if there is none.
         phase: the phase of the step, such as "backward"; "" if it is unknown.
         seconds: the operation's duration.
+        stack: the functions and modules that it runs in, the outermost first; () if they are unknown.
     """
 
     name: str
     line: str
     phase: str
     seconds: float
+    stack: tuple[str, ...] = ()
 
 
 _RECORDER: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("recorder", default=None)
@@ -62,14 +64,21 @@ def current_recorder() -> Callable[[TimedOperation], None] | None:
     return _RECORDER.get()
 
 
-def record_time(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
+def record_time(
+    note: Callable[[TimedOperation], None],
+    name: str,
+    line: str,
+    phase: str,
+    stack: tuple[str, ...],
+    f: Callable[[], Any],
+) -> Any:
     """Call a function, and record its time."""
     with without_watchers():
         start = time.perf_counter()
         out = f()
         wait_for_device()
         seconds = time.perf_counter() - start
-    note(TimedOperation(name, line, phase, seconds))
+    note(TimedOperation(name, line, phase, seconds, stack))
     return out
 
 
@@ -85,8 +94,8 @@ class _TimedInterpreter(Interpreter):
         note = current_recorder()
         if note is None or n.op != "call_function" or n.name in self.loops:
             return super().run_node(n)
-        plain = super().run_node
-        return record_time(note, profiler_name(n.target), line_of(n), self.phase_of.get(n.name, ""), lambda: plain(n))
+        plain, phase = super().run_node, self.phase_of.get(n.name, "")
+        return record_time(note, profiler_name(n.target), line_of(n), phase, stack_of(n), lambda: plain(n))
 
 
 def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
@@ -102,11 +111,12 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
     return _TimedInterpreter(module, {copy.name: phase_of.get(n, "") for n, copy in pairs}, loops).run
 
 
-def source_and_phase(graph: Graph) -> tuple[str, str]:
-    """Return the source line of a segment's most costly operation, and its phase: "backward" or ""."""
+def source_of_segment(graph: Graph) -> tuple[str, str, tuple[str, ...]]:
+    """Return the line of a segment's most costly operation, the segment's phase ("backward" or ""), and its stack."""
     work = [n for n in graph.nodes if n.op == "call_function"]
     costliest = max(work, key=flops, default=None)
-    return "" if costliest is None else line_of(costliest), "backward" if any(is_backward(n) for n in work) else ""
+    phase = "backward" if any(is_backward(n) for n in work) else ""
+    return ("", phase, ()) if costliest is None else (line_of(costliest), phase, stack_of(costliest))
 
 
 def profiler_name(target: Any) -> str:

@@ -15,7 +15,14 @@ from fzero.graph._ir import COPY, WAIT, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
-from fzero.graph.run._clock import COMPILED, current_recorder, profiler_name, record_time, source_and_phase, timed_graph
+from fzero.graph.run._clock import (
+    COMPILED,
+    current_recorder,
+    profiler_name,
+    record_time,
+    source_of_segment,
+    timed_graph,
+)
 from fzero.graph.run._places import at_place
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
@@ -269,7 +276,7 @@ def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]
 def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     if (note := current_recorder()) is None or origin is None:
         return f(*arguments[0], **arguments[1])
-    return record_time(note, profiler_name(f), origin, "", lambda: f(*arguments[0], **arguments[1]))
+    return record_time(note, profiler_name(f), origin, "", (), lambda: f(*arguments[0], **arguments[1]))
 
 
 def _call(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
@@ -280,7 +287,7 @@ def _call_timed(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
     note = current_recorder()
     if note is None or origin is None:
         return f(args)
-    return record_time(note, COMPILED, *source_and_phase(origin), lambda: f(args))
+    return record_time(note, COMPILED, *source_of_segment(origin), lambda: f(args))
 
 
 def run_marked(f: Runs, args: list[Any], origin: Any = None) -> Sequence[Any]:
