@@ -1,5 +1,6 @@
 """A loop of Accelerate with a sharded step: the numbers of accelerate unsharded; and what is refused."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -64,6 +65,29 @@ def test_bf16_keeps_master_weights():
     plain, sharded = with_accelerate(1, 0.0), with_fzero(1, 0.0, 3, "fx", mixed_precision="bf16")
     assert {x.dtype for x in sharded.weights.values()} == {torch.float32}
     torch.testing.assert_close(sharded.losses, plain.losses, rtol=2e-2, atol=2e-2)
+
+
+def test_fp16_skips_a_step_whose_gradients_overflow_and_the_schedule_waits():
+    def overflows_once(model: Any, batch: Any) -> torch.Tensor:
+        calls.append(None)
+        return loss_of(model, batch).float() * (1e30 if len(calls) == 3 else 1.0)
+
+    calls: list[None] = []
+    accelerator, model, optimizer, loader, schedule = make(0.0, mixed_precision="fp16")
+    step = plug.shard_loop(accelerator, model, optimizer, overflows_once, stage=3, max_norm=0.5)
+    loader, schedule = accelerator.prepare(loader, schedule)
+    rates, weights = [], [step.state_dict()]
+    for batch in loader:
+        with accelerator.accumulate():
+            loss = step(batch)
+            schedule.step()
+        if loss is not None:
+            rates.append(optimizer.param_groups[0]["lr"])
+            weights.append(step.state_dict())
+    assert rates[0] == 0.01 > rates[1] > rates[2]  # the rate of the skipped step is used by the next
+    assert {x.dtype for x in weights[0].values()} == {torch.float32}
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(weights)]
+    assert same == [True, False, False, False]  # a skipped step changes nothing
 
 
 def test_refusals(tmp_path):
