@@ -47,21 +47,27 @@ def masters(rate: Any) -> optim.Optimizer:
     return optim.master_weights(adamw()(rate), BFLOAT16)
 
 
-def without_masters(rate: Any) -> optim.Optimizer:
-    """Return AdamW with moments in 8 bits, on bfloat16 parameters that it rounds stochastically."""
-    return optim.stochastic_rounding(adamw(moments="int8")(rate), BFLOAT16, random.key(0))
+def without_masters(moments: str) -> Callable[[Any], optim.Optimizer]:
+    """Return a function from a rate to AdamW on bfloat16 parameters that it rounds stochastically."""
+    return lambda rate: optim.stochastic_rounding(adamw(moments=moments)(rate), BFLOAT16, random.key(0))
 
 
 WAYS = {
     "float32 moments": Way(adamw()),
+    "bfloat16 moments": Way(adamw(moments="bfloat16")),
     "int8 moments": Way(adamw(moments="int8")),
     "int8 moments of all leaves": Way(adamw(moments=optim.Moments("int8", full=lambda path, leaf: False))),
     "bfloat16 parameters with masters": Way(masters, BFLOAT16),
-    "bfloat16 parameters, stochastic rounding, int8 moments": Way(without_masters, BFLOAT16),
+    "bfloat16 parameters, stochastic rounding, bfloat16 moments": Way(without_masters("bfloat16"), BFLOAT16),
+    "bfloat16 parameters, stochastic rounding, int8 moments": Way(without_masters("int8"), BFLOAT16),
 }
 
 
-MOMENTS: dict[str, Any] = {"float32 moments": None, "int8 moments": "int8"}  # of the times
+MOMENTS: dict[str, Any] = {
+    "float32 moments": None,
+    "bfloat16 moments": "bfloat16",
+    "int8 moments": "int8",
+}  # of the times
 
 
 class Run(NamedTuple):

@@ -4,7 +4,6 @@
     python train_gpt.py --stage 3 --plan                # a rank's memory and collectives, and a picture; no training
     python train_gpt.py --precision bfloat16 --accumulate 4 --remat --offload 0.4  # as large models are trained
     torchrun --nproc-per-node 2 train_gpt.py            # the same script on 2 processes
-
 Stop it, kill it: the same command goes on, at any `--stage` and on any number of ranks.
 """
 
@@ -70,13 +69,13 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="*", default=[], choices=["int8", "int4", "float8"], help="as int8 int4")
     parser.add_argument("--products", default="exact", choices=["exact", "float8"], help="how the blocks multiply")
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
+    parser.add_argument("--moments", choices=["bfloat16", "int8"], help="the optimizer's; by default in float32")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
     parser.add_argument("--plan", action="store_true", help="print a rank's plan, draw it into plan.png, and stop")
     parser.add_argument("--every", type=int, default=100, help="steps between two evaluations, with a checkpoint each")
     parser.add_argument("--backend", default="fx", help="inductor needs a compiler, and is faster")
     parser.add_argument("--out", default="runs/train_gpt", help="the folder of checkpoints and log")
-    args = parser.parse_args()
-    if not 0 <= args.offload <= 1:
+    if not 0 <= (args := parser.parse_args()).offload <= 1:
         parser.error(f"--offload {args.offload}: expected a share, from 0 to 1")
     mesh = fzero.mesh(dp=-1, simulated_ranks=args.ranks)
     files = [Path(args.text)] if args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -86,8 +85,9 @@ def main() -> None:
     rate = optim.warmup_cosine(1.5e-3, warmup_steps=args.steps // 10, total_steps=args.steps)
     codecs: Any = {key: getattr(fzero.codecs, x)() for key, x in zip(("gather", "reduce"), args.codecs, strict=False)}
     policy = fzero.Precision(getattr(torch, args.precision), full=lambda path, leaf: "norm" in path, **codecs)
-    opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1), policy)
-    opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(opt, args.offload)))
+    opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1, moments=args.moments), policy)
+    opt = optim.offload(opt, args.offload, update="device" if args.moments else "host")
+    opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), opt))
     way = args.remat, fzero.nn.float8_linear if args.products == "float8" else F.linear
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks

@@ -39,7 +39,7 @@ from fzero.optim._links import (
     scale_by_schedule,
     set_to_zero,
 )
-from fzero.optim._moments import EightBit, Moments
+from fzero.optim._moments import EightBit, Moments, SixteenBit
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
@@ -83,6 +83,7 @@ __all__ = [
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "SixteenBit",
     "StochasticRoundingState",
     "Updates",
     "adafactor",

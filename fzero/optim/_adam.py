@@ -33,7 +33,7 @@ __all__ = ["AdamState", "adam", "adamw", "lamb", "scale_by_adam", "scale_by_trus
 
 
 class AdamState(NamedTuple):
-    """The number of updates (int64, 0-d), and the two moments: trees like the parameters, or each an `EightBit`."""
+    """The number of updates (int64, 0-d), and the two moments: like the parameters, or in fewer bytes."""
 
     count: torch.Tensor
     mu: Tree
@@ -81,8 +81,8 @@ def adamw(
         weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
         mask: which leaves decay: a tree of bools, or a function that returns one from the tree of full leaves (as meta
             tensors). By default all leaves decay.
-        moments: how to store the moments: "int8" for a byte an element, or an `optim.Moments`; by default in the
-            parameter's dtype. The update reads them before they are rounded.
+        moments: how to store the moments: "int8" for a byte an element, "bfloat16" for two, or an `optim.Moments`; by
+            default in the parameter's dtype. The update reads them before they are rounded.
 
     Returns:
         An optimizer; its state has two moments per element.
@@ -107,7 +107,7 @@ def adamw(
             raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
         if policy is not None:
             decay = None if is_zero(weight_decay) else rate * weight_decay
-            return _update_eight_bit(grads, state, params, mask, policy, AdamNumbers(b1, b2, eps, rate, decay))
+            return _update_by_unit(grads, state, params, mask, policy, AdamNumbers(b1, b2, eps, rate, decay))
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
         updates = tree.elementwise(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
@@ -156,7 +156,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, mome
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         if policy is not None:
-            return _update_eight_bit(grads, state, None, None, policy, AdamNumbers(b1, b2, eps, -1.0, None))
+            return _update_by_unit(grads, state, None, None, policy, AdamNumbers(b1, b2, eps, -1.0, None))
         state, r1, r2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class AdamNumbers(NamedTuple):
     decay: Any
 
 
-def _update_eight_bit(
+def _update_by_unit(
     grads: Updates,
     state: AdamState,
     params: Params | None,
@@ -204,7 +204,7 @@ def _update_eight_bit(
     policy: Moments,
     numbers: AdamNumbers,
 ) -> tuple[Updates, AdamState]:
-    """Return the updates and the new state, of moments in 8 bits: one unit after the other in float32."""
+    """Return the updates and the new state, of moments in 8 or 16 bits: one unit after the other in float32."""
     b1, b2, eps, rate, decay = numbers
     check_moment(state.mu, grads, policy)
     count = state.count + 1

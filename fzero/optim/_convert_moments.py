@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero.optim._adam import AdamState
 from fzero.optim._base import OptState
-from fzero.optim._moments import EightBit, map_moments
+from fzero.optim._moments import elements_of, kind_of, map_moments
 from fzero.optim._muon import MuonState
 from fzero.optim._one_moment import LionState
 from fzero.sharding import is_box
@@ -24,10 +24,10 @@ _MOMENTS: dict[type, dict[str, bool]] = {
 
 
 def convert_moments(opt_state: OptState, like: OptState) -> OptState:
-    """Return an optimizer's state with its moments stored as in another state: in 8 bits or not.
+    """Return an optimizer's state with its moments stored as in another state: in 8 bits, in bfloat16, or in neither.
 
-    So a checkpoint of one kind goes on as another kind: load it into a state of its own kind, and convert that. 8 bits
-    lose what `fzero.optim.Moments` says; back from them nothing more is lost.
+    So a checkpoint of one kind goes on as another kind: load it into a state of its own kind, and convert that. Fewer
+    bits lose what `fzero.optim.Moments` says; back from them nothing more is lost.
 
     Args:
         opt_state: a state, on any layout. On shards call it in a rank program: `mesh.spmd(optim.convert_moments)`.
@@ -67,19 +67,20 @@ def _convert(state: Any, like: Any) -> Any:
 
 
 def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
-    if isinstance(moment, EightBit):
-        if isinstance(like, EightBit) and _shapes(moment.scales) == _shapes(like.scales):
+    found, expected = kind_of(moment), kind_of(like)
+    if found is not None:
+        if found == expected and _shapes(moment[1]) == _shapes(like[1]):
             return moment  # to round what is rounded would lose more
-        shapes = like.codes if isinstance(like, EightBit) else like
 
         def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return m if isinstance(like, EightBit) else m.to(x.dtype), m
+            return m.to(x.dtype) if expected is None else m, m
 
-        moment = map_moments(widen, [signed], shapes, [moment])[0]
-    if isinstance(like, EightBit):
+        moment = map_moments(widen, [signed], elements_of(like), [moment])[0]
+    if expected is not None:
         moment = map_moments(lambda x, m: (x, x.to(m.dtype)), [signed], moment, [like])[1][0]
     return moment
 
 
-def _shapes(scales: Tree) -> list[Any]:
-    return [None if x is None else x.shape for x in tree.flatten(scales, is_box)[0]]
+def _shapes(numbers: Tree) -> list[Any]:
+    """Return the shapes of a moment's scales, or of its leaves in full precision: they say how it is stored."""
+    return [None if x is None else x.shape for x in tree.flatten(numbers, is_box)[0]]

@@ -9,12 +9,11 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_choice
-from fzero._dtypes import sum_dtype
-from fzero._torch import assume_constant_result
 from fzero._tracebacks import api_boundary_of_class
 from fzero.collectives import all_gather
 from fzero.optim._eight_bit import ZERO, DynamicCode, decode, dynamic_code, encode
 from fzero.optim._shapes import check_gradients_like
+from fzero.optim._sixteen_bit import SixteenBit, full_leaves, init_sixteen_bit, map_sixteen_bit, wide_dtype
 from fzero.sharding import (
     BlockMap,
     Shard,
@@ -26,12 +25,22 @@ from fzero.sharding import (
     check_on_device,
     is_box,
     map_of_blocks,
-    spec_of,
     traced_spec,
 )
 from fzero.tree import Tree
 
-__all__ = ["EightBit", "Moments", "MomentsLike", "check_moment", "init_moment", "map_moments", "moments_of"]
+__all__ = [
+    "EightBit",
+    "Moments",
+    "MomentsLike",
+    "SixteenBit",
+    "check_moment",
+    "elements_of",
+    "init_moment",
+    "kind_of",
+    "map_moments",
+    "moments_of",
+]
 
 MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
 
@@ -60,7 +69,8 @@ class Moments:
     """How an optimizer stores its moments.
 
     Attributes:
-        kind: "int8" for a byte an element and a scale for each block of 256 elements (arXiv:2110.02861).
+        kind: "int8" for a byte an element and a scale for each block of 256 elements (arXiv:2110.02861), or "bfloat16"
+            for two bytes an element, rounded stochastically.
         full: a rule `(path, leaf) -> bool` for leaves whose moments stay in float32. By default these are leaves of
             fewer than 4096 elements, and those with fewer than two dimensions, such as norms and biases. `leaf` is the
             full leaf, on the meta device.
@@ -76,12 +86,12 @@ class Moments:
         (torch.uint8, torch.Size([4, 2]), torch.Size([9, 512]))
     """
 
-    kind: Literal["int8"]
+    kind: Literal["int8", "bfloat16"]
     full: Callable[[str, torch.Tensor], bool] = _is_small
 
     def __post_init__(self) -> None:
         """Check the kind."""
-        check_choice("moments", self.kind, ("int8",))
+        check_choice("moments", self.kind, ("int8", "bfloat16"))
 
     def is_full(self, path: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether the moments of a leaf stay in full precision; those of integers and of single numbers do."""
@@ -89,7 +99,20 @@ class Moments:
         return not dtype.is_floating_point or leaf.numel() < 2 or bool(self.full(path, leaf))
 
 
-MomentsLike = Moments | Literal["int8"] | None
+MomentsLike = Moments | Literal["int8", "bfloat16"] | None
+
+
+_KINDS = {"int8": "in 8 bits", "bfloat16": "in bfloat16", None: "in the parameters' dtypes"}
+
+
+def kind_of(moment: Tree) -> str | None:
+    """Return how a moment is stored: a kind of `Moments`, or None for a tree in the parameters' dtypes."""
+    return {EightBit: "int8", SixteenBit: "bfloat16"}.get(type(moment))
+
+
+def elements_of(moment: Tree) -> Tree:
+    """Return the tree of a moment that has an entry for each of the parameters' elements."""
+    return moment[0] if isinstance(moment, EightBit | SixteenBit) else moment
 
 
 def moments_of(moments: Any) -> Moments | None:
@@ -101,7 +124,7 @@ def moments_of(moments: Any) -> Moments | None:
     if moments is None or isinstance(moments, Moments):
         return moments
     if not isinstance(moments, str):
-        raise TypeError(f'moments={moments!r}: expected "int8", an optim.Moments, or None')
+        raise TypeError(f'moments={moments!r}: expected "int8", "bfloat16", an optim.Moments, or None')
     return Moments(moments)  # pyright: ignore[reportArgumentType]  # it checks the kind
 
 
@@ -112,14 +135,13 @@ def check_moment(moment: Tree, grads: Tree, policy: Moments | None) -> None:
         TypeError: if it is stored in another way.
         ValueError: if the gradients have another structure or other shapes.
     """
-    if isinstance(moment, EightBit) != (policy is not None):
-        kinds = ("in 8 bits", "in the parameters' dtypes")
-        found, expected = kinds if policy is None else kinds[::-1]
+    found, expected = kind_of(moment), None if policy is None else policy.kind
+    if found != expected:
         raise TypeError(
-            f"opt_state holds moments {found}, and the optimizer stores them {expected}: convert the state, inside the "
-            "mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
+            f"opt_state holds moments {_KINDS[found]}, and the optimizer stores them {_KINDS[expected]}: convert the "
+            "state, inside the mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
         )
-    check_gradients_like(moment.codes if isinstance(moment, EightBit) else moment, grads, "state")
+    check_gradients_like(elements_of(moment), grads, "state")
 
 
 def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
@@ -132,6 +154,8 @@ def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
     """
     if policy is None:
         return tree.map(torch.zeros_like, params)
+    if policy.kind == "bfloat16":
+        return init_sixteen_bit(params, policy.is_full)
     codes = tree.map(lambda p: torch.full_like(p, ZERO[signed], dtype=torch.uint8), params)
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     tied: dict[int, torch.Tensor] = {}
@@ -140,53 +164,45 @@ def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
         if isinstance(x, torch.Tensor):
             if id(x) not in tied:
                 shape = x.shape if policy.is_full(path, x.shape, x.dtype) else block_shape(x.shape)
-                tied[id(x)] = torch.zeros(shape, dtype=_scale_dtype(x.dtype), device=x.device)
+                tied[id(x)] = torch.zeros(shape, dtype=wide_dtype(x.dtype), device=x.device)
             scales[i] = tied[id(x)]
         elif isinstance(x, Shard):
             check_on_device(x, "an 8-bit moment")
             numbers_id = _numbers_id(x.spec_id, policy)
             scales[i] = box_of(
-                numbers_id, [x.data.new_zeros(traced_spec(numbers_id).shard_numel, dtype=_scale_dtype(x.dtype))]
+                numbers_id, [x.data.new_zeros(traced_spec(numbers_id).shard_numel, dtype=wide_dtype(x.dtype))]
             )
         elif isinstance(x, Slot):
             scales[i] = Slot(_numbers_id(x.spec_id, policy), x.index)
     return EightBit(codes, tree.unflatten(structure, scales))
 
 
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return sum_dtype(dtype) if dtype.is_floating_point else dtype
-
-
-@assume_constant_result
-def _paths(spec_id: int) -> tuple[str, ...]:
-    return spec_of(spec_id).paths
-
-
 def _numbers_id(spec_id: int, policy: Moments) -> int:
-    spec = traced_spec(spec_id)
-    rows = zip(_paths(spec_id), spec.item_shapes, strict=True)
-    return block_spec(spec_id, tuple([policy.is_full(path, shape, spec.dtype) for path, shape in rows]))
+    return block_spec(spec_id, full_leaves(spec_id, policy.is_full))
 
 
 def map_moments(
     f: Callable[..., tuple[torch.Tensor, ...]],
     signed: Sequence[bool],
     grads: Tree,
-    moments: Sequence[EightBit],
+    moments: Sequence[EightBit] | Sequence[SixteenBit],
     *rest: Tree,
-) -> tuple[Tree, list[EightBit]]:
-    """Update 8-bit moments by an elementwise function, unit by unit, so that one unit's moments exist in float32.
+) -> tuple[Tree, list[EightBit] | list[SixteenBit]]:
+    """Update such moments by an elementwise function, unit by unit, so that one unit's moments exist in float32.
 
     Args:
         f: `f(g, *moments, *rest) -> (update, *new_moments)`, elementwise.
         signed: for each moment, whether it may be negative.
         grads: the gradients, on any layout.
-        moments: the moments of their leaves.
+        moments: the moments of their leaves, all of one kind.
         *rest: other trees like the gradients, such as the parameters, or trees of a number for each leaf.
 
     Returns:
         A tree of the updates, and the new moments.
     """
+    sixteen_bit = [moment for moment in moments if isinstance(moment, SixteenBit)]
+    if sixteen_bit:
+        return map_sixteen_bit(f, grads, sixteen_bit, rest)
     entries, structure = tree.flatten(grads, is_box)
     parts = [part for moment in moments for part in moment]
     columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]

@@ -178,7 +178,7 @@ _SCALES: dict[str | None, Callable[[int, int], float]] = {
 
 
 class MuonState(NamedTuple):
-    """The number of updates (int64, 0-d), and the moving average of the gradients, a tree or an `EightBit`."""
+    """The number of updates (int64, 0-d), and the moving average of the gradients, a tree, or in fewer bytes."""
 
     count: torch.Tensor
     momentum: Tree

@@ -143,7 +143,7 @@ def adagrad(
 
 
 class LionState(NamedTuple):
-    """The moving average of the gradients, a tree like the parameters or an `EightBit`."""
+    """The moving average of the gradients, a tree like the parameters, or `Moments` in fewer bytes."""
 
     mu: Tree
 

@@ -9,6 +9,7 @@ from fzero import tree
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, apply_updates, wrap_optimizers
 from fzero.optim._half_precision import check_dtypes, difference
 from fzero.optim._precision import Precision
+from fzero.optim._rounding import round_at_random
 from fzero.random import bits_at, check_key, fold_in
 from fzero.sharding import Shard, box_of, is_box, numbers_of_elements, numbers_of_leaf
 from fzero.tree import Tree
@@ -105,20 +106,14 @@ def round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
             continue
         if isinstance(x, Shard):
             numbers = numbers_of_elements(x.spec_id, x.device)
-            out[i] = box_of(x.spec_id, [_round(x.data, bits_at(key.to(x.device), numbers))])
+            out[i] = box_of(x.spec_id, [round_at_random(x.data, _draw(key, numbers))])
             continue
         if tree.identity(x) not in rounded:
-            rounded[tree.identity(x)] = _round(x, bits_at(key.to(x.device), numbers_of_leaf(path, x)))
+            rounded[tree.identity(x)] = round_at_random(x, _draw(key, numbers_of_leaf(path, x)))
         out[i] = rounded[tree.identity(x)]
     return tree.unflatten(structure, out)
 
 
-def _round(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round float32 to bfloat16, up with the probability that the lower half of its bits is of a last bit.
-
-    It adds 16 random bits to this half, whose sum carries with that probability, and cuts it off.
-    """
-    largest = torch.finfo(torch.bfloat16).max
-    bits = x.clamp(-largest, largest).contiguous().view(torch.int32)
-    carried = bits + ((random_bits >> 32) & 0xFFFF).to(torch.int32)
-    return (carried & -0x10000).view(torch.float32).to(torch.bfloat16)
+def _draw(key: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return random bits for elements of these numbers."""
+    return bits_at(key.to(numbers.device), numbers) >> 32

@@ -29,6 +29,7 @@ from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_ful
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
 from fzero.sharding._leaf_positions import numbers_of_elements, numbers_of_leaf
+from fzero.sharding._leaf_subset import empty_shape, read_subset, subset_spec, write_subset
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import (
     abstract,
@@ -106,6 +107,7 @@ INTERNAL = [
     "check_per_leaf",
     "check_sharded_for",
     "decode_shard",
+    "empty_shape",
     "encode_shard",
     "slice_elements",
     "flatten_by_copies",
@@ -131,6 +133,7 @@ INTERNAL = [
     "per_leaf",
     "prefix_of",
     "put_elements",
+    "read_subset",
     "replace_unit",
     "segment_ids",
     "shard_axes",
@@ -142,6 +145,7 @@ INTERNAL = [
     "spec_of",
     "split_shard",
     "stacked_of",
+    "subset_spec",
     "traced_spec",
     "unit_axes",
     "unit_index",
@@ -149,5 +153,6 @@ INTERNAL = [
     "view_leaves",
     "with_cast",
     "with_host_share",
+    "write_subset",
     "zero_padding",
 ]

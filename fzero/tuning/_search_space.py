@@ -55,7 +55,7 @@ class Configuration:
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
         gather: the codec by which parameters are gathered: "int8", "int4" or "float8"; None for their own dtype.
         reduce: the codec by which gradients are summed over ranks; None for float32.
-        moments: the kind of the optimizer's moments: "int8", or None for float32.
+        moments: the kind of the optimizer's moments: "int8", "bfloat16", or None for float32.
 
     Example:
         >>> import fzero
@@ -81,7 +81,7 @@ class Configuration:
     stages_per_rank: int | None = None
     gather: str | None = None
     reduce: str | None = None
-    moments: Literal["int8"] | None = None
+    moments: Literal["int8", "bfloat16"] | None = None
 
     @property
     def global_batch(self) -> int:
@@ -179,7 +179,7 @@ class FixedSettings(NamedTuple):
     chunked_loss: bool = False
     gather: str | None = None
     reduce: str | None = None
-    moments: Literal["int8"] | None = None
+    moments: Literal["int8", "bfloat16"] | None = None
 
 
 class TuneOptions(NamedTuple):
@@ -266,7 +266,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     schedules = f"names of {', '.join(map(repr, NAMES))}, and the stages of a rank as in 'interleaved:4'"
     for word in ("gather", "reduce"):
         check_choice(word, getattr(options.fixed, word), (None, *CODECS))
-    check_choice("moments", options.fixed.moments, (None, "int8"))
+    check_choice("moments", options.fixed.moments, (None, "int8", "bfloat16"))
     _check_values("schedule", options.schedule, _is_schedule, schedules)
     micro_batches = USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")

@@ -287,7 +287,7 @@ def tune(
     chunked_loss: bool = False,
     gather: str | None = None,
     reduce: str | None = None,
-    moments: Literal["int8"] | None = None,
+    moments: Literal["int8", "bfloat16"] | None = None,
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
@@ -331,7 +331,7 @@ def tune(
         gather: the codec by which all configurations gather parameters, "int8", "int4" or "float8"; by default they are
             sent in their own dtype. `config.policy` has it, as it has `reduce`.
         reduce: the codec by which gradients are summed over ranks; by default they are sent in float32.
-        moments: "int8" for moments of 8 bits, which models by name then have: `moments=` of `optim.adamw`.
+        moments: "int8" or "bfloat16", which models by name then have: `moments=` of `optim.adamw`.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.

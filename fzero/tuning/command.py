@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
     plan.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
-    plan.add_argument("--moments", choices=["int8"], help="keep the optimizer's moments in 8 bits")
+    plan.add_argument("--moments", choices=["int8", "bfloat16"], help="how the optimizer keeps its moments")
     plan.add_argument(
         "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
     )

@@ -77,12 +77,13 @@ def test_parallel_mlp_is_the_dense_one(ranks, words):
     [
         ("--backend fx --stage 3 --accumulate 2", 1e-4),
         pytest.param("--backend fx --stage 2 --offload 0.5", 1e-4, marks=pytest.mark.slow),
+        pytest.param("--backend fx --stage 3 --moments bfloat16", 0.01, marks=pytest.mark.slow),
         pytest.param("--backend inductor --stage 3", 1e-4, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 3 --products float8 --remat", 0.02, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 3 --precision float16 --remat --accumulate 2", 0.02, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 1 --precision bfloat16 --remat", 0.05, marks=pytest.mark.slow),
     ],
-    ids=["fx", "offload", "inductor", "float8", "float16", "bfloat16"],
+    ids=["fx", "offload", "moments", "inductor", "float8", "float16", "bfloat16"],
 )
 def test_train_gpt_on_ranks_has_the_losses_of_one_in_float32(words, limit, tmp_path):
     short = ["examples/train_gpt.py", "--steps", "6", "--batch", "4", "--text", str(ROOT / "README.md"), "--out"]

@@ -4,6 +4,7 @@ from tests.mutants.changes import always, bare, becomes, constant, never, return
 from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
 
 EIGHT_BIT, ROUNDING = ("tests/optim/test_eight_bit.py",), ("tests/optim/test_stochastic_rounding.py",)
+SIXTEEN_BIT = ("tests/optim/test_sixteen_bit.py",)
 REMEDIES = ("tests/test_remedies.py",)
 
 MUTANTS = [
@@ -36,13 +37,27 @@ MUTANTS = [
     ),
     *File("optim/_moments.py", EIGHT_BIT).faults(
         Fault("small leaves are in 8 bits", "_is_small", returns("False")),
-        Fault("an optimizer takes moments of another kind", "check_moment", never("isinstance(A, B) != C")),
+        Fault("an optimizer takes moments of another kind", "check_moment", never("found != expected")),
         Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
     ),
     *File("optim/_stochastic_rounding.py", ROUNDING).faults(
-        Fault("stochastic rounding always rounds down", "_round", becomes("A + B.to(torch.int32)", "A")),
         Fault("all updates have the same draws", "stochastic_rounding.update", becomes("fold_in(A, 0)", "A")),
-        Fault("a value rounds to infinity", "_round", becomes("A.clamp(B, C)", "A")),
+    ),
+    *File("optim/_rounding.py", ROUNDING).faults(
+        Fault("stochastic rounding always rounds down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
+        Fault("a value rounds to infinity", "round_at_random", becomes("A.clamp(B, C)", "A")),
+    ),
+    *File("optim/_rounding.py", SIXTEEN_BIT).faults(
+        Fault("moments always round down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
+    ),
+    *File("optim/_sixteen_bit.py", SIXTEEN_BIT).faults(
+        Fault("each update of a moment has the same draws", "map_sixteen_bit", becomes("fold_in(A, 0)", "A")),
+        Fault("both moments have the same draws", "_rounded", becomes("A >> 16 * i", "A")),
+        Fault("full leaves of a shard are rounded", "_update_unit", becomes("read_subset(A, B, C)", "A")),
+    ),
+    *File("sharding/_leaf_subset.py", SIXTEEN_BIT).faults(
+        Fault("a rank writes another rank's numbers", "write_subset", becomes("(A >= 0) & (A < k)", "A < k")),
+        Fault("a rank reads the first rank's numbers", "read_subset", becomes("A.to(B) * k", "A.to(B) * 0")),
     ),
     *File("sharding/_leaf_positions.py", ROUNDING).faults(
         Fault("all leaves have the same draws", "numbers_of_leaf", bare("A ^ B")),
@@ -55,7 +70,7 @@ MUTANTS = [
     ),
     *File("optim/_convert_moments.py", EIGHT_BIT).faults(
         Fault("a second moment is converted by the signed code", "_MOMENTS", constant(False, True)),
-        Fault("rounded moments are rounded again", "_convert_moment", never("isinstance(A, B) and C == D")),
+        Fault("rounded moments are rounded again", "_convert_moment", never("A == B and C == D")),
     ),
     *File("sharding/_leaf_blocks.py", EIGHT_BIT).faults(
         Fault(

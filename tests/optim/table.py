@@ -41,6 +41,7 @@ def whitened_momentum() -> optim.Optimizer:
 
 
 EVERY_LEAF = optim.Moments("int8", full=lambda path, leaf: False)
+HALF_MOMENTS = optim.Moments("bfloat16", full=lambda path, leaf: False)
 FALLING = optim.linear(1e-2, 1e-3, 5)
 TABLE = {
     "sgd": Row(optim.sgd(0.1), lambda xs: torch.optim.SGD(xs, 0.1)),
@@ -68,6 +69,11 @@ TABLE = {
     "lion in 8 bits": Row(optim.lion(1e-2, 0.8, 0.95, moments=EVERY_LEAF)),
     "muon in 8 bits": Row(
         optim.muon(1e-2, fallback=optim.lamb(1e-2, moments=EVERY_LEAF), ns_dtype=None, moments=EVERY_LEAF)
+    ),
+    "adamw in 16 bits": Row(optim.adamw(1e-2, mask=matrices, moments=HALF_MOMENTS)),
+    "lion in 16 bits": Row(optim.lion(1e-2, 0.8, 0.95, moments=HALF_MOMENTS)),
+    "muon in 16 bits": Row(
+        optim.muon(1e-2, fallback=optim.lamb(1e-2, moments=HALF_MOMENTS), ns_dtype=None, moments=HALF_MOMENTS)
     ),
     "adam in links": Row(
         optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2)), lambda xs: torch.optim.Adam(xs, 1e-2)

@@ -215,6 +215,9 @@ def test_fewer_bytes_are_planned_and_pasted():
     numel = fzero.tree.numel(init(PRESETS["gpt2"], 2)) / 8
     saved = plain.device_bytes["optimizer state"] - small.device_bytes["optimizer state"]
     assert saved == pytest.approx(6 * numel, rel=0.02)
+    halved = fzero.tune(make_step, **options, micro_batches=(1,), moments="bfloat16").rows[0]
+    saved = plain.device_bytes["optimizer state"] - halved.device_bytes["optimizer state"]
+    assert saved == pytest.approx(4 * numel, rel=0.02)
     lines = recipe(coded.config)
     assert "Precision(param=torch.bfloat16, gather=fzero.codecs.int8(), reduce=fzero.codecs.int4())" in lines
     assert 'optim.adamw(3e-4, moments="int8")' in recipe(small.config) and "moments" not in lines

@@ -1,0 +1,20 @@
+"""Stochastic rounding of float32 to bfloat16."""
+
+import torch
+
+__all__ = ["round_at_random"]
+
+
+def round_at_random(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, up with the probability that the lower half of its bits is of a last bit.
+
+    It adds 16 random bits to this half, whose sum carries with that probability, and cuts it off.
+
+    Args:
+        x: the values, float32. Infinities become the largest finite values.
+        random_bits: int64, of the shape of `x`; the lowest 16 bits count.
+    """
+    largest = torch.finfo(torch.bfloat16).max
+    bits = x.clamp(-largest, largest).contiguous().view(torch.int32)
+    carried = bits + (random_bits & 0xFFFF).to(torch.int32)
+    return (carried & -0x10000).view(torch.float32).to(torch.bfloat16)
