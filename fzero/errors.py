@@ -5,5 +5,14 @@ from fzero._liveness import LostRankError
 from fzero.axes import DiffersByRankError, DivergedError
 from fzero.checkpoint import CheckpointError
 from fzero.graph import SpaceError
+from fzero.zero import CorruptionError
 
-__all__ = ["CheckpointError", "DiffersByRankError", "DivergedError", "DonatedError", "LostRankError", "SpaceError"]
+__all__ = [
+    "CheckpointError",
+    "CorruptionError",
+    "DiffersByRankError",
+    "DivergedError",
+    "DonatedError",
+    "LostRankError",
+    "SpaceError",
+]

@@ -274,7 +274,12 @@ class Jitted:
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
             with step_place(step.name):
-                return step.run_checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
+
+                def run(*values: Any, **named: Any) -> Any:
+                    is_first = [id(x) for x in values] == [id(x) for x in args]  # else a check runs it on copies
+                    return entry.run(arguments if is_first else self._arguments(values, named), values, lengths)
+
+                return step.run_checked(run, *args, **kwargs)
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

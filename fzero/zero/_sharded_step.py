@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
-from fzero._arguments import check_choice, is_int
+from fzero._arguments import is_int
 from fzero._liveness import step_place
 from fzero._notice import warn_once
 from fzero._torch import empty_cache, is_tracing
@@ -41,6 +41,7 @@ from fzero.zero._checks import (
 )
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
+from fzero.zero._rerun import Rerun, Seen, check_rerun, run_and_compare
 from fzero.zero._setup_checks import check_not_meta, check_optimizer, check_train_step
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
@@ -61,7 +62,7 @@ class ShardedStep:
             except over a pipeline's axis.
         param_argnums: the positions of the parameters among the arguments.
         rules: the rules for layouts: the arguments `units`, `over` and `split` of `fzero.shard`.
-        check: whether a distributed run compares replicated values between the ranks: "first", True or False.
+        check: whether a distributed run compares replicated values between ranks: "first", True, False or a `Rerun`.
     """
 
     train_step: Callable[..., Any]
@@ -70,9 +71,8 @@ class ShardedStep:
     axis: tuple[str, ...]
     param_argnums: tuple[int, ...]
     rules: LayoutRules = DEFAULT_RULES
-    check: Literal["first"] | bool = "first"
-    # one entry after the first checked call: a list can change, a field of a frozen dataclass cannot
-    _calls: list[None] = field(default_factory=list, repr=False, compare=False)
+    check: Literal["first"] | bool | Rerun = "first"
+    _calls: list[Seen] = field(default_factory=list, repr=False, compare=False)  # one after the first checked call
 
     @property
     def layout(self) -> StageLayouts:
@@ -139,6 +139,10 @@ class ShardedStep:
 
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
+        if isinstance(self.check, Rerun) and not vmaps():
+            seen = [*self._calls, Seen()][0]
+            out, self._calls[:] = run_and_compare(self.check, seen, self.mesh, run, args, kwargs)
+            return out
         check = self._should_check()
         if check:
             check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
@@ -161,7 +165,7 @@ class ShardedStep:
         if not self.mesh.distributed or vmaps():  # a value that a vmap batches cannot be read
             return False
         if self.check == "first" and not self._calls:
-            self._calls.append(None)
+            self._calls.append(Seen())
             return True
         return self.check != "first" and bool(self.check)
 
@@ -419,7 +423,7 @@ def shard(
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
-    check: Literal["first"] | bool = "first",
+    check: Literal["first"] | bool | Rerun = "first",
 ) -> ShardedStep:
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
 
@@ -445,7 +449,7 @@ def shard(
             rules, each for a different axis, is also accepted.
         check: whether a distributed run compares its plain arguments and results between the ranks, by checksum: at
             the "first" call, at each call (True), or never (False). It detects a forgotten `pmean` or `mesh.local`. A
-            simulation always checks results, by type.
+            simulation always checks results, by type. `fzero.zero.Rerun(every=100)` looks for flipped bits, too.
 
     Returns:
         A `ShardedStep`. Call it like `train_step`.
@@ -477,7 +481,6 @@ def shard(
             f"train_step is {train_step!r}: expected a function, (params, opt_state, batch) -> (params, opt_state, ...)"
         )
     check_train_step(train_step)
-    check_choice("check", check, ("first", True, False))
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
@@ -487,6 +490,7 @@ def shard(
             )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
+    check_rerun(check, mesh)
     names = mesh.names(axis)
     argnums = (param_argnums,) if isinstance(param_argnums, int | str) else tuple(param_argnums)
     are_indices = all(is_int(i) and i >= 0 for i in argnums)

@@ -61,6 +61,13 @@ def ending(end: Callable[[Any, Any, Any, Any, Any], Any]) -> Callable[..., Any]:
     return train_step
 
 
+def run_twice_with_noise() -> None:
+    """A step that draws other numbers in its second run."""
+    train_step = ending(lambda params, state, loss, grads, batch: (params, state, fzero.PerRank(torch.rand(2))))
+    step = fzero.shard(train_step, 2, MESH, check=fzero.zero.Rerun())
+    step(*step.init(make(), OPT), MESH.split(data()))
+
+
 def updated(params: Any, opt_state: Any, grads: Any) -> Any:
     updates, opt_state = OPT.update(grads, opt_state, params)
     return optim.apply_updates(params, updates), opt_state
@@ -268,6 +275,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     ],
     "takes no parameters": [lambda: optim.adamw(LINEAR.parameters())],  # pyright: ignore
     "takes learning_rate=, and not lr=": [lambda: optim.adamw(lr=1e-3)],  # pyright: ignore
+    "has other bits than": [run_twice_with_noise],
     "a string is no number": [lambda: optim.adamw("1e-3")],  # pyright: ignore
 }
 

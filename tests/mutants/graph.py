@@ -437,7 +437,7 @@ MUTANTS = [
         Fault("arguments that overlap in memory are not refused", "_check_apart", never("A < B"), JIT),
     ),
     *File("zero/_sharded_step.py", ("tests/distributed/test_gloo.py", "-k", "training-2")).faults(
-        Fault("ranks compare values that a vmap batches", "ShardedStep._should_check", dropped("A()")),
+        Fault("ranks compare values that a vmap batches", "ShardedStep._should_check", dropped("vmaps()")),
     ),
     *File("ranks/_spmd.py", JIT).faults(
         Fault("a vmap around a simulated mesh fails", "Spmd._by_vmap", dropped("is_outermost")),

@@ -22,6 +22,25 @@ UNIT_BUFFERS = ("tests/zero/test_unit_buffers.py",)
 SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 
 MUTANTS = [
+    *File("zero/_rerun.py", ("tests/zero/test_rerun.py",)).faults(
+        Fault("a flipped bit in memory is not noticed", "_check_unwritten", never("is_other")),
+        Fault("what the user writes is corruption", "_check_unwritten", dropped("written.version == x._version")),
+        Fault("two runs are not compared", "run_and_compare", skipped("_check_same(A, B, C, D, E)")),
+        Fault("only the first call runs twice", "run_and_compare", becomes("seen.calls % A == 0", "seen.calls == 0")),
+        Fault("the second run overwrites the arguments", "run_and_compare", becomes("x.clone() if A else x", "x")),
+        Fault("ranks swap no batches", "_swapped", always("axis is None")),
+        Fault(
+            "results that differ by rank stay swapped",
+            "run_and_compare",
+            becomes("_swapped(run(*A, **B), C, D)", "run(*A, **B)"),
+        ),
+        Fault("ranks swap along an axis of any size", "check_rerun", never("A and sizes.get(check.swap) != 2")),
+        Fault(
+            "the error comes on the rank alone whose bits differ",
+            "_check_same",
+            becomes("all_gather_numbers(A, mesh) if B else C", "C"),
+        ),
+    ),
     *File("zero/_setup_checks.py", ERRORS).faults(
         Fault("a step with torch.optim is not refused", "check_train_step", never("isinstance(A, torch.optim.B)")),
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),

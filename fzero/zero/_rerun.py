@@ -1,0 +1,208 @@
+"""Find silent corruption: compare the memory between calls, and each n-th step with a second run of itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+
+from fzero import tree
+from fzero._arguments import check_choice, check_int
+from fzero._notice import trouble_link
+from fzero.collectives import ppermute
+from fzero.ranks import Mesh, all_gather_numbers, check_equal, checksum
+from fzero.sharding import PerRank, is_box
+
+__all__ = ["CorruptionError", "Rerun", "Seen", "check_rerun", "run_and_compare"]
+
+
+class CorruptionError(RuntimeError):
+    """Bits changed that nobody wrote, or a step gave two results: memory, a link or a device has failed."""
+
+
+CorruptionError.__module__ = "fzero.errors"  # where a pickle finds it
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The choice of `fzero.shard(check=)` that looks for silent corruption.
+
+    Before each call, checksums of the arguments are compared with those that they had as results of the last call. So a
+    flipped bit in memory is found at the next call. The first call and then each `every`-th runs twice, the first time
+    on copies of its arguments. The two results must have the same bits on each rank.
+
+    Attributes:
+        every: the calls from one that runs twice to the next.
+        swap: the name of an axis of 2 ranks, such as two replicas. On the copies, the ranks along it swap their
+            batches, so that each computes the other's gradients. That finds a device that always makes the same
+            mistake. A step that depends on its rank, as `fzero.random.seeded` makes it, cannot swap.
+
+    Raises:
+        ValueError: if `every` is below 1.
+        TypeError: if `every` is no int.
+
+    Example:
+        >>> import fzero, torch
+        >>> opt = fzero.optim.sgd(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return fzero.optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=2)
+        >>> step = fzero.shard(train_step, stage=3, mesh=mesh, check=fzero.zero.Rerun(every=100, swap="dp"))
+        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
+        >>> batch = mesh.split(torch.ones(4, 3))
+        >>> params, opt_state, loss = step(params, opt_state, batch)
+        >>> float(loss)
+        1.0
+        >>> params["w"].pieces[0].numpy().view("uint8")[0, 0] ^= 1  # a cosmic ray, of which torch knows nothing
+        >>> try:
+        ...     step(params, opt_state, batch)
+        ... except fzero.errors.CorruptionError as error:
+        ...     print(str(error)[:65])
+        argument 0, leaf 'w.0' has other bits than the last call returned
+    """
+
+    every: int = 100
+    swap: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("every", self.every)
+
+
+class _Written(NamedTuple):
+    """A tensor that a call returned: the number of torch's writes into it by then, and its checksum."""
+
+    tensor: "ref[torch.Tensor]"
+    version: int
+    checksum: torch.Tensor
+
+
+class Seen(NamedTuple):
+    """What a step knows of its calls: how many there were, and what the last one returned, by the tensor's id."""
+
+    calls: int = 0
+    results: Mapping[int, _Written] = {}
+
+
+def check_rerun(check: Any, mesh: Mesh) -> None:
+    """Check the argument `check` of a sharded step.
+
+    Raises:
+        ValueError: if it is neither "first", True, False nor a `Rerun`, or the mesh has no axis of 2 ranks that swap.
+    """
+    if not isinstance(check, Rerun):
+        check_choice("check", check, ("first", True, False))
+        return
+    sizes = dict(mesh.shape)
+    if check.swap is not None and sizes.get(check.swap) != 2:
+        raise ValueError(
+            f"check=Rerun(swap={check.swap!r}): expected an axis of 2 ranks, and the mesh has {sizes}: sums over two "
+            "ranks have the same bits in either order; make two replicas, fzero.mesh(replica=2, shard=-1)"
+        )
+
+
+def run_and_compare(
+    rerun: Rerun, seen: Seen, mesh: Mesh, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Seen]]:
+    """Call `run`, and look for corruption before and after.
+
+    Args:
+        rerun: what to compare, and how often.
+        seen: what the step knows of its earlier calls.
+        mesh: the step's ranks.
+        run: the step. It may overwrite the tensors of its arguments.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    Returns:
+        The results, and a list of what the step knows now.
+
+    Raises:
+        CorruptionError: if bits changed. On all ranks, if two runs differ; else on the rank whose memory changed.
+        DiffersByRankError: on all ranks, if a plain tensor differs between them, in a call that runs twice.
+    """
+    call = {**dict(enumerate(args)), **kwargs}
+    _check_unwritten(seen, call)
+    is_due = seen.calls % rerun.every == 0
+    sums: list[torch.Tensor] = []
+    if is_due:
+        check_equal("argument", call, mesh)
+        copies = tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
+        copies = _swapped(copies, mesh, rerun.swap)
+        again = _swapped(run(*copies[0], **copies[1]), mesh, rerun.swap)
+        del copies
+        sums = [checksum(x) for x in tree.tensors(again)]
+        del again
+    out = run(*args, **kwargs)
+    results = {id(x): _Written(ref(x), x._version, checksum(x)) for x in tree.tensors(out) if not x.is_inference()}
+    if is_due:
+        _check_same(sums, out, mesh, rerun, seen.calls + 1)
+        check_equal("result", out, mesh)
+    return out, [Seen(seen.calls + 1, results)]
+
+
+def _check_unwritten(seen: Seen, call: Any) -> None:
+    """Compare arguments that are results of the last call, and into which nothing was written since.
+
+    Raises:
+        CorruptionError: if the bits of one changed. The message names the leaf.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(call)
+    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    for path, x in zip(paths, leaves, strict=True):
+        written = seen.results.get(id(x))
+        if written is not None and written.tensor() is x and written.version == x._version:
+            found.append((path, checksum(x), written.checksum))
+    if not found:
+        return
+    differ = torch.stack([now for _, now, _ in found]) != torch.stack([before for _, _, before in found])
+    for (path, _, _), is_other in zip(found, differ.tolist(), strict=True):
+        if is_other:
+            raise CorruptionError(
+                f"{tree.leaf_name('argument', path)} has other bits than the last call returned, and nothing was "
+                f"written into it: memory has failed; go on from a checkpoint{trouble_link('silent-corruption')}"
+            )
+
+
+def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun, call: int) -> None:
+    """Compare the checksums of two runs on all ranks.
+
+    Raises:
+        CorruptionError: on all ranks, if they differ on one. The message names the leaf and the ranks.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(out)
+    paths = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)]
+    mine = torch.stack([checksum(x) for x in tree.tensors(out)]) != torch.stack([*sums])
+    differ = all_gather_numbers(mine.long(), mesh) if mesh.distributed else [mine.long().tolist()]
+    ranks = [rank for rank, flags in enumerate(differ) if any(flags)]
+    if not ranks:
+        return
+    first = next(path for i, path in enumerate(paths) if any(flags[i] for flags in differ))
+    where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if mesh.distributed else ""
+    swap = f", in which ranks swapped their batches along {rerun.swap!r}" * (rerun.swap is not None)
+    other = "depends on its rank, or " if rerun.swap is not None else ""
+    raise CorruptionError(
+        f"{tree.leaf_name('result', first)} has other bits{where} than in a second run of call {call}{swap}: a device, "
+        f"memory or a link has failed, unless the step {other}is not deterministic; go on from a checkpoint"
+        f"{trouble_link('silent-corruption')}"
+    )
+
+
+def _swapped(values: Any, mesh: Mesh, axis: str | None) -> Any:
+    """Swap the values of two ranks along an axis, where they differ by rank."""
+    if axis is None:
+        return values
+
+    def swap(boxes: list[PerRank]) -> list[PerRank]:
+        return [PerRank(tree.map(lambda x: ppermute(x, axis, perm=[(0, 1), (1, 0)]), x.value), x.axes) for x in boxes]
+
+    entries, structure = tree.flatten(values, is_box)
+    places = [i for i, x in enumerate(entries) if isinstance(x, PerRank) and (x.axes is None or axis in x.axes)]
+    swapped = mesh.spmd(lambda xs: swap([PerRank(x, entries[i].axes) for i, x in zip(places, xs, strict=True)]))(
+        [entries[i] for i in places]
+    )
+    for i, box in zip(places, swapped, strict=True):
+        entries[i] = box
+    return tree.unflatten(structure, entries)
