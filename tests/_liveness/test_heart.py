@@ -10,6 +10,7 @@ import torch
 import fzero
 from fzero import errors
 from fzero._liveness import _heart, start_heart, step_place
+from fzero._liveness._beats import RECORD
 from fzero._liveness._judge import LostRank
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer")
@@ -37,6 +38,24 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
     assert lost.reason == "its script ended while others wait for it"
     assert first.explain(OSError("a file of a later save")) is lost  # what fails later fails for this reason
     assert first.explain(lost) is None
+
+
+def test_work_in_steps_and_between_them_is_counted_without_waits(hearts):
+    heart, pauses = hearts[0], []
+    for place in ("step", "wait", "between"):
+        begin = time.perf_counter()
+        if place == "step":
+            heart.begin_step("train_step")
+        elif place == "wait":
+            heart.at("psum", waiting=True)
+        else:
+            heart.at("work")
+            heart.end_step()
+        time.sleep(0.2)
+        pauses.append(time.perf_counter() - begin)
+    heart.at("the end")
+    in_steps, between = RECORD.unpack(heart._place[:])[4:6]
+    assert 0.2 <= in_steps < pauses[0] + 0.15 and between >= 0.2
 
 
 def test_a_restarted_rank_counts_the_steps_of_its_run(hearts, tmp_path, monkeypatch):

@@ -42,6 +42,14 @@ def test_one_slow_comparison_names_nobody():
         assert stragglers.found == []
 
 
+def test_a_rank_is_compared_with_the_others_alone():
+    """Of two ranks, one that is slower by 40%: the median with itself would hide it."""
+    stragglers = Stragglers()
+    for step in range(0, 4 * STEPS, STEPS):
+        stragglers.compare(paces(step, [0.2, 0.28]), HOSTS)
+    assert [(slow.rank, slow.others) for slow in stragglers.found] == [(1, pytest.approx(0.2))]
+
+
 def test_after_a_return_to_a_checkpoint_the_comparison_begins_anew():
     stragglers, inside = Stragglers(), [0.2, 0.2, 0.2, 0.5]
     for step in (100, 100 + STEPS, 50, 50 + STEPS):

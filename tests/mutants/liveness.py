@@ -52,7 +52,7 @@ MUTANTS = [
             skipped("self._starts = B", at="2 of 2"),
         ),
     ),
-    *File("_liveness/_heart.py", STRAGGLERS).faults(
+    *File("_liveness/_heart.py", HEART).faults(
         Fault("a wait counts as work", "Heart.at", dropped("not self._is_waiting")),
         Fault("a step counts as between steps", "Heart.begin_step", skipped("self._in_step = True")),
     ),

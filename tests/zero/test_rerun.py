@@ -180,3 +180,4 @@ def test_all_ranks_end_when_bits_change_on_one(what, text):
     done = world(2, "tests/zero/rerun_on_ranks.py", what)
     assert "done" not in done.stdout and "rank 0 ended with 1" in done.stderr and "rank 1 ended" in done.stderr, done
     assert re.search(text, done.stderr), done
+    assert what == "memory" or done.stderr.count("CorruptionError: result 0") == 2, done  # on both
