@@ -40,6 +40,8 @@ def main() -> None:
                 sys.exit()
             elif "hangs" in what:
                 time.sleep(1000)
+            elif "calls another" in what:
+                mesh.spmd(lambda x: fzero.collectives.psum(x, "dp"))(torch.ones(3))
             elif "computes" in what:  # it holds the lock of the interpreter, so that none of its threads runs
                 end = time.monotonic() + timeout / 3
                 while time.monotonic() < end:

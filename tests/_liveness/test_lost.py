@@ -60,6 +60,14 @@ def test_a_rank_that_hangs_is_named_after_the_limit():
     assert "fzero: rank 1 is killed, since it did not leave in step 5, between steps" in done.stderr
 
 
+@pytest.mark.slow
+def test_ranks_that_call_different_collectives_are_named_after_the_limit():
+    done = world(2, SCRIPT, "calls another", "30")
+    text = r"it has not gone on for .* s, and the ranks wait for one another; last seen in step 5, waiting in psum"
+    assert re.search(text, done.stderr), done
+    assert float(re.findall("not gone on for (.*?) s", done.stderr)[0]) < 10
+
+
 def test_a_rank_that_is_stopped_is_named_after_the_limit_and_ended():
     done = world(2, SCRIPT, "stopped", "10")
     assert re.search(rf"{LOST}its process has been stopped \(SIGSTOP\) for . s{SEEN}", done.stderr), done
