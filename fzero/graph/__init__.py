@@ -9,6 +9,7 @@ from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
+from fzero.graph.planning._clocks import LIMITS, Interval
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._plan import Plan, PlanSettings
@@ -18,6 +19,7 @@ from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
 __all__ = [
     "Hardware",
+    "Interval",
     "Jitted",
     "Plan",
     "ScheduleOptions",
@@ -29,6 +31,7 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "KINDS",
+    "LIMITS",
     "PlanSettings",
     "StepOfRank",
     "TimedOperation",

@@ -20,7 +20,8 @@ from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import as_step
-from fzero.graph.planning._cost import Hardware, estimate_seconds
+from fzero.graph.planning._clocks import Interval, estimate_seconds, limits_of, timeline
+from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
@@ -216,7 +217,12 @@ class Jitted:
         if hardware is not None and mesh is not None:
             hardware = hardware._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
         plans = [(e.plan, e.best.graph) for e in self._entries.values()]
-        return [p if hardware is None else replace(p, seconds=estimate_seconds(graph, hardware)) for p, graph in plans]
+        if hardware is None:
+            return [p for p, _ in plans]
+        return [
+            replace(p, seconds=estimate_seconds(graph, hardware), limits=limits_of(timeline(graph, hardware)))
+            for p, graph in plans
+        ]
 
     @property
     def name(self) -> str:
@@ -293,6 +299,16 @@ class Jitted:
             A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.
         """
         return self._entry(self._arguments(args, kwargs), args).plan
+
+    def timeline(self, *args: Any, **kwargs: Any) -> list[Interval]:
+        """List when compute, collectives and the host are busy in a planned step, by the cost model.
+
+        Args:
+            *args: the step's arguments, real or meta tensors.
+            **kwargs: the step's arguments by name, likewise.
+        """
+        entry = self._entry(self._arguments(args, kwargs), args)
+        return timeline(entry.best.graph, self.hardware)
 
     def plan_as(self, settings: PlanSettings, *args: Any, **kwargs: Any) -> Plan:
         """Plan a call in the schedule of another plan's settings. A call that was planned before is not traced again.

@@ -1,48 +1,66 @@
-"""A table of configurations as one self-contained page for any browser."""
+"""Tables of configurations as one self-contained page for any browser."""
 
 import html
 import importlib.resources
 import itertools
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Plan, phase_spans
+from fzero.graph import KINDS, LIMITS, Interval, Plan, phase_spans
 from fzero.tuning._recipe import recipe
-from fzero.tuning._row import TableRow, plan_step, step_at
+from fzero.tuning._row import TableRow, step_at, step_on
 from fzero.tuning._search_space import PARALLEL
 from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, notes, warnings_of
 from fzero.tuning._tune import Table
 
-__all__ = ["page"]
+__all__ = ["Case", "page"]
 
-POINTS = 600  # points of the timeline
+POINTS = 600  # points of a timeline
 
 
-def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -> str:
-    """Return a page with the best configuration, the table, its picture, and the memory of the best over its step.
+class Case(NamedTuple):
+    """A table of a page: what was planned, and its table.
 
-    Args:
+    Attributes:
+        choices: the values that the reader of the page chooses by: the model, and sizes such as "ranks" and "length".
         table: the table of configurations.
-        name: the name of the model.
-        make_step: the function that the table was made with, for the timeline; None leaves the timeline out.
+        make_step: the function that the table was made with, for the timelines; None leaves them out.
     """
+
+    choices: Mapping[str, Any]
+    table: Table
+    make_step: Callable[..., Any] | None = None
+
+
+def page(cases: Sequence[Case]) -> str:
+    """Return a page with the best configuration of a case, its table, its picture, and the best step over time.
+
+    Of several cases the reader chooses one, by the values in which they differ.
+    """
+    frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
+    fields = {"kinds": KINDS, "limits": LIMITS, "cases": [_fields(case) for case in cases]}
+    data = json.dumps(fields).replace("</", "<\\/")  # a bare </ would end the script
+    models = ", ".join(dict.fromkeys([str(case.choices["model"]) for case in cases]))
+    return frame.replace("{{title}}", html.escape(f"fzero plan {models}")).replace("{{data}}", data)
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    table = case.table
     best = table.best() if table.fitting else None
-    fields = {
-        "name": name,
+    over_time = _over_time(table, case.make_step) if best and case.make_step else (None, None)
+    return {
+        "choices": dict(case.choices),
         "headline": headline(table),
         "best": str(best) if best else "nothing fits",
         "recipe": recipe(best.config) if best else "",
         "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
         "budget": table.budget,
-        "kinds": KINDS,
         "axes": axes_shown(table),
         "rows": [_page_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
-        "timeline": _timeline(table, make_step) if best and make_step else None,
+        "timeline": over_time[0],
+        "streams": over_time[1],
     }
-    frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(fields).replace("</", "<\\/")  # a bare </ would end the script
-    return frame.replace("{{title}}", html.escape(f"fzero plan {name}")).replace("{{data}}", data)
 
 
 def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
@@ -64,20 +82,26 @@ def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
         "over": max(row.peak_bytes - budget, 0),
         "rough": not row.in_full,
         "device": row.device_bytes,
+        "limits": row.limits,
     }
 
 
-def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
-    """Plan the best row again, and sample its live bytes. Each point shows the maximum since the point before."""
+def _over_time(table: Table, make_step: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Plan the best row again, and return its live bytes and its busy streams over the step.
+
+    The streams are None if `make_step` returns plans.
+    """
     row = table.fitting[0]
     step_args = step_at(make_step, row.config)
-    rank = {"pp": row.rank} if row.config.pp > 1 else 0
+    if isinstance(step_args, Plan):
+        return _live_bytes(step_args), None
     hardware = table.machine.as_hardware()
-    plan = (
-        step_args
-        if isinstance(step_args, Plan)
-        else plan_step(step_args, row.config.world, hardware, row.settings, rank)
-    )
+    rank = step_on(step_args, row.config.world, hardware, {"pp": row.rank} if row.config.pp > 1 else 0)
+    return _live_bytes(rank.plan(row.settings)), _streams(rank.timeline(row.settings))
+
+
+def _live_bytes(plan: Plan) -> dict[str, Any]:
+    """Sample a plan's live bytes by kind. Each point shows the maximum since the point before."""
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in phase_spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
@@ -87,3 +111,20 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
         "phases": [phases[i] for i in points],
         "kinds": {kind: [live[i] for i in points] for kind, live in by_kind.items() if any(live)},
     }
+
+
+def _streams(intervals: Sequence[Interval]) -> dict[str, Any]:
+    """Divide a step into equal times, and return the share of each that a stream is busy, by what bounds it."""
+    seconds = sum([x.seconds for x in intervals if x.stream == "compute"])
+    width = seconds / POINTS
+    busy: dict[str, dict[str, list[float]]] = {}
+    for x in intervals:
+        shares = busy.setdefault(x.stream, {}).setdefault(x.limit, [0.0] * POINTS)
+        stop = x.start + x.seconds
+        for i in range(min(int(x.start / width), POINTS - 1), min(int(stop / width) + 1, POINTS)):
+            shares[i] += max(min(stop, (i + 1) * width) - max(x.start, i * width), 0.0) / width
+    rounded = {
+        stream: {limit: [round(share, 4) for share in shares] for limit, shares in limits.items()}
+        for stream, limits in busy.items()
+    }
+    return {"seconds": seconds, "busy": rounded}

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class PlanSummary:
         host_bytes: peak bytes on the host.
         flops: floating-point operations of the step.
         schedules: the schedules, by their settings. The chosen one is the first.
+        limits: seconds of the step by what bounds them, as in `Plan.limits`.
     """
 
     device_bytes: Mapping[OperationKey, KindBytes]
@@ -64,6 +65,7 @@ class PlanSummary:
     host_bytes: float
     flops: float
     schedules: Mapping[tuple[tuple[str, Any], ...], ScheduleCost]
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
@@ -97,6 +99,8 @@ class TableRow:
         in_full: whether the step was planned as it is, and not extrapolated from models of fewer blocks.
         settings: the settings of the schedule that fzero.jit chooses, as in `Plan.settings`.
         rank: the rank along the pipeline.
+        limits: the shares of the seconds by what bounds them: "products", "memory", "launches", "wire", ..., as in
+            `Plan.limits`. They add up to 1.
     """
 
     config: Configuration
@@ -108,6 +112,7 @@ class TableRow:
     in_full: bool
     settings: PlanSettings
     rank: int = 0
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> float:
@@ -138,7 +143,7 @@ def summarize(plan: Plan) -> PlanSummary:
         traffic[m.axis] += m.bytes * m.times
     schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
     schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return PlanSummary(device_bytes, dict(traffic), plan.peak_of("host"), plan.flops, schedules)
+    return PlanSummary(device_bytes, dict(traffic), plan.peak_of("host"), plan.flops, schedules, plan.limits)
 
 
 def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
@@ -163,18 +168,20 @@ def make_row(config: Configuration, summaries: Mapping[int, PlanSummary], in_ful
     rank = max(summaries, key=lambda r: sum(summaries[r].at_peak.values()))
     summary = summaries[rank]
     device_bytes = {kind: n for kind, n in summary.at_peak.items() if n}
-    seconds = max([s.schedules[s.settings].seconds for s in summaries.values()])
+    slowest = max(summaries.values(), key=lambda s: s.schedules[s.settings].seconds)
+    total = sum(slowest.limits.values()) or 1.0
     settings = dict(summary.settings)
     return TableRow(
         config,
         device_bytes,
         summary.traffic_bytes,
-        seconds,
+        slowest.schedules[slowest.settings].seconds,
         summary.host_bytes,
         summary.flops,
         in_full,
         settings,
         rank,
+        {limit: seconds / total for limit, seconds in slowest.limits.items()},
     )
 
 

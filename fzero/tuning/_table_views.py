@@ -1,6 +1,7 @@
 """Render a table of configurations as text and as a picture."""
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fzero._format import format_bytes
@@ -18,6 +19,7 @@ __all__ = [
     "draw",
     "duration",
     "format_axis",
+    "format_limits",
     "format_remat",
     "headline",
     "moved_shown",
@@ -80,7 +82,7 @@ def headline(table: "Table") -> str:
 
 
 def notes(table: "Table") -> list[str]:
-    """Return lines on skipped and extrapolated rows, unused links, and the sources of constants."""
+    """Return lines on skipped and extrapolated rows, unused links, what limits the best, and constants' sources."""
     lines = []
     if table.skipped:
         lines.append(f"not planned: {len(table.skipped)}, since each holds no less than another that does not fit")
@@ -90,6 +92,8 @@ def notes(table: "Table") -> list[str]:
     moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.links if axis not in moved]
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
+    if table.fitting and table.fitting[0].limits:
+        lines.append(f"the best step is limited by {format_limits(table.fitting[0].limits)}")
     constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
     lines.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
     return lines
@@ -141,6 +145,12 @@ def moved_shown(table: "Table") -> list[str]:
 def format_axis(config: "Configuration", name: str) -> str:
     """Format the size of an axis of a configuration, or its schedule."""
     return str(getattr(config, name)) if name != "schedule" else config.schedule_setting if config.pp > 1 else "-"
+
+
+def format_limits(limits: Mapping[str, float]) -> str:
+    """Format the shares of a step by what bounds it, the largest first, without those below 5%: "products 71%"."""
+    shares = sorted(limits.items(), key=lambda x: -x[1])
+    return ", ".join([f"{limit} {share:.0%}" for limit, share in shares if share >= 0.05])
 
 
 def format_remat(config: "Configuration") -> str:

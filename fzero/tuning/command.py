@@ -19,13 +19,14 @@ from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
-from fzero.tuning._page import page
+from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import CODECS, REMATS
 from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
+from fzero.tuning._sweep import case_arguments, choices_of, render_cases
 from fzero.tuning._table_views import duration, render_comparison, warnings_of, width_of
 from fzero.tuning._tune import Table, tune
 from fzero.tuning.exports import EXPORTS
@@ -48,7 +49,10 @@ def run(argv: Sequence[str]) -> int:
     try:
         if args.command == "calibrate":
             return _calibrate(args)
-        return _compare(args.compare) if args.compare else _plan(args)
+        if args.compare:
+            return _compare(args.compare)
+        cases = case_arguments(args)
+        return _plan(cases[0]) if len(cases) == 1 else _plan_cases(args, cases)
     except (ValueError, OSError) as error:
         print(f"fzero {args.command}: {error}", file=sys.stderr)
         return 2
@@ -61,13 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--seconds", type=float, default=5.0, help="about how many seconds to take")
     plan = commands.add_parser("plan", help="list which settings fit, and how fast they are by a cost model")
     plan.add_argument(
-        "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
+        "model", nargs="?", help=f"{', '.join(PRESETS)}, or several; a config.json or its folder; or module:make_step"
     )
-    plan.add_argument("--world", type=int, help="the number of all ranks")
-    plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
-    plan.add_argument("--length", type=int, help="tokens of a sequence, or the side of an image in pixels")
+    plan.add_argument("--world", type=_list_of(int), metavar="8,64", help="all ranks; several are compared")
+    plan.add_argument("--batch", type=_list_of(int), metavar="512", help="samples of one step, over all ranks")
+    plan.add_argument("--length", type=_list_of(int), help="tokens of a sequence, or the side of an image in pixels")
     plan.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --machine")
-    plan.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
+    plan.add_argument("--machine", type=_list_of(str), default=("h100",), help=f"of {', '.join(MACHINES)}, calibrated")
     plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
     plan.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
     plan.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3")
@@ -179,20 +183,11 @@ def _plan(args: argparse.Namespace) -> int:
     """Plan, print the table, the caveats and the lines to paste, and write the files of the options."""
     from rich.console import Console
 
-    required = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
-    missing = [f"--{name}" if name != "model" else "MODEL" for name in required if getattr(args, name) is None]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing: for example, fzero plan llama-3-8b --world 64 --batch 512 --length 8192"
-        )
+    _check_required(args)
     what_fails = _what_fails(args)
-    make_step, shape = _make_step_of(args)
-    depth = shape.depth if shape and args.depth is None else args.depth
-    if args.ep is None:
-        args.ep = _usual_ep(shape, args.world)
-    table = _tune_with_progress(args, make_step, depth)
+    case, shape = _case_of(args)
+    table, name = case.table, shape.name if shape else args.model
     console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
-    name = shape.name if shape else args.model
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)
     if table.fitting and what_fails:
@@ -203,10 +198,10 @@ def _plan(args: argparse.Namespace) -> int:
     for line in warnings_of(table):
         console.print(f"note: {line}", style="yellow")
     if table.fitting and args.export:
-        _print_exports(args, table, make_step, console)
+        _print_exports(args, case, console)
     elif table.fitting:
         console.print("\n" + recipe(table.best().config), markup=False)
-    _write(args, table, name, make_step)
+    _write(args, case)
     if table.fitting:
         return 0
     try:
@@ -214,6 +209,43 @@ def _plan(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fzero plan: {error}", file=sys.stderr)
     return 1
+
+
+def _check_required(args: argparse.Namespace) -> None:
+    required = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
+    missing = [f"--{name}" if name != "model" else "MODEL" for name in required if getattr(args, name) is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: for example, fzero plan llama-3-8b --world 64 --batch 512 --length 8192"
+        )
+
+
+def _case_of(args: argparse.Namespace) -> tuple[Case, ModelShape | None]:
+    """Plan the table of some arguments. The sizes are those of a model by name, else None."""
+    make_step, shape = _make_step_of(args)
+    depth = shape.depth if shape and args.depth is None else args.depth
+    args.ep = _usual_ep(shape, args.world) if args.ep is None else args.ep
+    table = _tune_with_progress(args, make_step, depth)
+    return Case(choices_of(args), table, make_step), shape
+
+
+def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) -> int:
+    """Plan several models or sizes, print a row of each, and write a page to choose from."""
+    from rich.console import Console
+
+    for option in ("json", "csv", "plot", "export", "mtbf"):
+        if getattr(args, option):
+            raise ValueError(f"--{option} is for one model and size, and these are {len(each)}; --html has all")
+    for one in each:
+        _check_required(one)
+    _what_fails(args)  # its options are wrong without --mtbf
+    cases = [_case_of(one)[0] for one in each]
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    console.print(render_cases(cases))
+    if args.html:
+        args.html.write_text(page(cases), encoding="utf-8")
+        print(f"wrote {args.html}", file=sys.stderr)
+    return 0 if any(case.table.fitting for case in cases) else 1
 
 
 def _what_fails(args: argparse.Namespace) -> Reliability | None:
@@ -311,13 +343,13 @@ def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     return [str(x) for x in peer_estimates(tree.numel(params), largest, devices_per_host=devices_per_host, hosts=hosts)]
 
 
-def _print_exports(args: argparse.Namespace, table: Table, make_step: Callable[..., Any], console: Any) -> None:
+def _print_exports(args: argparse.Namespace, case: Case, console: Any) -> None:
     """Print the best row as the configurations of other systems, or write their files; say what is otherwise there."""
     from rich.console import Console
 
     for system, path in args.export:
         with Console(stderr=True).status(f"planning what {system} holds"):
-            export = table.export(system, make_step=make_step)
+            export = case.table.export(system, make_step=case.make_step)
         console.print(f"\n{export.system}, {path or export.filename}", style="bold")
         for line in export.differences:
             if path or line not in export.text:  # JSON has no comments
@@ -331,13 +363,14 @@ def _print_exports(args: argparse.Namespace, table: Table, make_step: Callable[.
             print(export.text, end="")
 
 
-def _write(args: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:
+def _write(args: argparse.Namespace, case: Case) -> None:
+    table = case.table
     if args.json:
         args.json.write_text(table.to_json(), encoding="utf-8")
     if args.csv:
         args.csv.write_text(table.to_csv(), encoding="utf-8")
     if args.html:
-        args.html.write_text(page(table, name, make_step), encoding="utf-8")
+        args.html.write_text(page([case]), encoding="utf-8")
     if args.plot:
         table.plot(args.plot)
     for path in filter(None, (args.json, args.csv, args.html, args.plot)):

@@ -10,9 +10,11 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
+from fzero import optim
 from fzero._torch import scaled_mm
-from fzero.graph.planning._cost import HARDWARE, Hardware, estimate_seconds
-from tests.helpers import examples
+from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, limits_of, timeline
+from fzero.graph.planning._cost import HARDWARE, Hardware
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 X = torch.ones(4)  # 16 bytes
 # an operation of the device takes 1 s, a copy 1 s, and one of the host of 32 bytes 4 s
@@ -55,6 +57,58 @@ def test_where_both_are_one_there_is_one_clock():
     assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch)
     apart = DEVICE._replace(host=0, host_link=0)
     assert estimate_seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
+
+
+def check_timeline(found: list[Interval], seconds: float) -> None:
+    """Check that compute fills the step without gaps, and that no stream does two things at once."""
+    for stream in ("compute", "communication", "host"):
+        own = sorted([x for x in found if x.stream == stream], key=lambda x: x.start)
+        ends = [x.start + x.seconds for x in own]
+        for end, after in zip(ends, own[1:], strict=False):
+            gap = after.start - end
+            assert gap == pytest.approx(0, abs=1e-9 * seconds) if stream == "compute" else gap >= -1e-9 * seconds
+        assert max(ends, default=0) <= seconds * (1 + 1e-9)
+    assert sum(limits_of(found).values()) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("stage,k", [(3, 1), (3, 4), (1, 4)])
+def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k):
+    opt = optim.adam(1e-3)
+    step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
+    jitted = fzero.jit(step, backend="fx")
+    args = (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(16)))
+    for name in ("cpu", "cuda"):
+        rank = fzero.graph.step_of_rank(jitted, *args, world_size=64, hardware=name)
+        plan, found = rank.plan(), rank.timeline()
+        check_timeline(found, plan.seconds)
+        assert plan.limits == pytest.approx(limits_of(found)) and set(plan.limits) <= {*LIMITS}
+        assert plan.limits["wire"] > 0  # so small a model waits for its collectives
+        sent = [x for x in found if x.stream == "communication"]
+        assert len(sent) == sum(c.times for c in plan.collectives) and {x.limit for x in sent} == {"wire"}
+        names = ("mm", "addmm", "bmm")
+        products = [o for o in plan.operations if o.target in [f"aten.{name}.default" for name in names]]
+        assert sum(x.name in names for x in found) == sum(o.times for o in products) > 0
+
+
+def test_the_intervals_of_host_and_copies():
+    found = timeline(traced(down_up), hardware=DEVICE)
+    check_timeline(found, 10)
+    assert [(x.stream, x.start, x.seconds, x.name, x.limit) for x in found] == [
+        ("compute", 0, 1, "sin", "launches"),
+        ("compute", 1, 1, "to_host", "host link"),
+        ("host", 2, 4, "mul", "host"),
+        ("compute", 2, 4, "wait", "host"),
+        ("compute", 6, 1, "to_device", "host link"),
+        *[("compute", 7 + i, 1, name, "launches") for i, name in enumerate(("cos", "tan", "add"))],
+    ]
+
+
+def test_products_and_memory_bound_an_operation():
+    slow = CARD._replace(memory=1e-3, launch=1e-9)
+    operands = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    graph = make_fx(torch.matmul, tracing_mode="fake")(*operands).graph
+    assert set(limits_of(timeline(graph, CARD))) == {"products"}
+    assert set(limits_of(timeline(graph, slow))) == {"memory"}
 
 
 speeds = st.floats(1, 1e3)

@@ -419,7 +419,7 @@ MUTANTS = [
             ON_GLOO,
         ),
     ),
-    *File("graph/planning/_cost.py", CARRY).faults(
+    *File("graph/planning/_clocks.py", CARRY).faults(
         Fault("a carried collective takes no time in the cost model", "estimate_seconds", never("A(B) and not C")),
         Fault(
             "the first iteration waits for a collective that was never started", "estimate_seconds", dropped("not A")

@@ -216,13 +216,19 @@ MUTANTS = [
         Fault("a copy is waited for at its last use, not at its first", "_wait_before_use", becomes("min", "max")),
         Fault("copies within loops are not waited for", "make_copies_async", skipped("A(B, C(D.E, F))")),
     ),
-    *File("graph/planning/_cost.py", COST).faults(
+    *File("graph/planning/_clocks.py", COST).faults(
         Fault("the host's work takes no time in the cost model", "estimate_seconds", returns("clocks.work")),
         Fault("the host starts before its inputs arrive", "_HostClock.computes", bare("max(A, self.B(C))")),
-        Fault("the device does not wait for the host", "_Clocks._move", bare("max(A, B.C(D))")),
-        Fault("products of float8 take the time of half precision", "work_seconds", skipped("A /= B.float8")),
-        Fault("products of float8 have one rate in any shape", "PRODUCTS", dropped("A._scaled_mm: 0")),
+        Fault("the device does not wait for the host", "_Clocks._move", never("A > self.work")),
         Fault("a view is ready before its base", "_Clocks.run", skipped("A.passes_on(B)")),
+        Fault("a timeline has no waits for collectives", "_Clocks._wait_until", skipped("A.note(B, C, D, E, F)")),
+        Fault("a timeline shows one iteration of a loop", "_Clocks._note_iterations", becomes("A.iterations", "1")),
+        Fault("iterations of a loop lie on one another", "_Clocks._note_iterations", becomes("A += B", "A += 0")),
+    ),
+    *File("graph/planning/_cost.py", COST).faults(
+        Fault("products of float8 take the time of half precision", "_compute_seconds", bare("A / B.float8")),
+        Fault("products of float8 have one rate in any shape", "PRODUCTS", dropped("A._scaled_mm: 0")),
+        Fault("all operations count as bound by products", "limit_of", always("A == B(C, D, E)", at="1 of 2")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
         Fault("remat's offload moves parameters to the host", "offload", dropped("not A[B].is_leaf")),

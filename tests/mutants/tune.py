@@ -98,7 +98,7 @@ MUTANTS = [
         Fault(
             "the seconds are those of the fullest rank, not of the slowest",
             "make_row",
-            becomes("max([A.schedules[A.B].C for A in D])", "summary.schedules[summary.B].C"),
+            becomes("max(summaries.values(), key=A)", "summary"),
             PARALLELISM,
         ),
         Fault("a loop's messages count once", "summarize", bare("A * m.times"), PARALLELISM),
@@ -168,13 +168,15 @@ MUTANTS = [
             CALIBRATE,
         ),
     ),
-    *File("graph/planning/_cost.py", LINKS).faults(
+    *File("graph/planning/_clocks.py", LINKS).faults(
         Fault(
             "the host's update takes the device's time",
             "_Clocks.__init__",
             becomes("A(graph)", "()", at="2 of 2"),
             COST,
         ),
+    ),
+    *File("graph/planning/_cost.py", LINKS).faults(
         Fault("the network is as fast as the machine's links", "_transfer_seconds", always("A == 1")),
         Fault("the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link, C * A)")),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),
@@ -187,7 +189,7 @@ MUTANTS = [
             becomes("A / B.network", "A / local_ranks"),
         ),
         Fault("a link of another axis is used", "collective_seconds", dropped("A in B")),
-        Fault("float32 is as fast as half", "work_seconds", skipped("A *= B.slow"), TUNE),
+        Fault("float32 is as fast as half", "_compute_seconds", skipped("A *= B.slow"), TUNE),
         Fault("a product reaches its rate at any depth", "_rate", becomes("A + B.half_depth", "A"), COST),
         Fault(
             "the last wave of tiles counts as full",
@@ -241,8 +243,16 @@ MUTANTS = [
         Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
     ),
     *File("tuning/_page.py", COMMAND).faults(
-        Fault("the timeline drops the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
+        Fault("the timeline drops the peak", "_live_bytes", bare("max(range(A, B), key=C.D.__getitem__)")),
+        Fault("a stream is busy twice as long as it is", "_streams", bare("A / width", at="3 of 3")),
         Fault("text in the data can end the page's script", "page", bare("A.replace('</', '<\\\\/')")),
+    ),
+    *File("tuning/_sweep.py", COMMAND).faults(
+        Fault(
+            "all cases have the first length",
+            "_combinations",
+            becomes("getattr(A, B) or (None,)", "(getattr(A, B) or (None,))[:1]"),
+        ),
     ),
     *File("tuning/exports/_deepspeed.py", EXPORTS).faults(
         Fault(

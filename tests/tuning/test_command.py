@@ -1,11 +1,14 @@
 """fzero plan: one command says what fits, what to paste, and what was wrong."""
 
 import contextlib
+import html
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -13,10 +16,18 @@ import fzero
 from fzero.__main__ import main
 from fzero.tuning import Table
 from fzero.tuning._models import PRESETS
+from fzero.tuning._page import Case, page
 from tests.tuning.helpers import TINY
 
 WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--machine", "h100", "--stages", "2,3"]
 WORDS += ["--micro-batches", "2", "--remat", "no,yes", "--workers", "1"]
+
+
+def data_of(page: str) -> Any:
+    """Read the data within a page."""
+    match = re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return json.loads(match[1].replace("<\\/", "</"))
 
 
 @pytest.fixture(autouse=True)
@@ -72,14 +83,22 @@ def test_the_lines_to_paste_run(files):
 def test_it_writes_tables_and_a_page(files):
     table = Table.from_json((files / "t.json").read_text())
     assert len(table.rows) == 4 and (files / "t.csv").read_text() == table.to_csv()
-    page = (files / "t.html").read_text()
-    said = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1].replace("<\\/", "</"))
+    made = (files / "t.html").read_text()
+    (said,) = data_of(made)["cases"]
+    assert said["choices"] == {"model": "tiny", "ranks": 4, "batch": 8, "length": 16, "machine": "h100"}
     assert len(said["rows"]) == 4 and said["recipe"] and said["best"] == str(table.best())
     best = table.best().row
     most = max(sum(live) for live in zip(*said["timeline"]["kinds"].values(), strict=True))
     assert most == best.peak_bytes
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
-    assert "{{" not in page and (files / "t.png").stat().st_size > 5000
+    assert said["rows"][0]["limits"] == best.limits and sum(best.limits.values()) == pytest.approx(1)
+    assert said["streams"]["seconds"] == pytest.approx(best.seconds)
+    busy = said["streams"]["busy"]
+    for shares in zip(*busy["compute"].values(), strict=True):  # compute fills the step, by waits if not by work
+        assert sum(shares) == pytest.approx(1, abs=1e-3)
+    share = {limit: sum(shares) / len(shares) for limit, shares in busy["compute"].items()}
+    assert share == pytest.approx(best.limits, abs=1e-3)
+    assert "http://" not in made.replace("http://www.w3.org/2000/svg", "") and "https://" not in made
+    assert "{{" not in made and (files / "t.png").stat().st_size > 5000
 
 
 def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
@@ -87,16 +106,84 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
 
     monkeypatch.setattr(_page, "POINTS", 7)
     table = Table.from_json((files / "t.json").read_text())
-    drawn = _page._timeline(table, model_step("tiny", length=16))
+    drawn, _ = _page._over_time(table, model_step("tiny", length=16))
     assert len(drawn["phases"]) == 7
     assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
 
 
 def test_a_page_holds_any_name(files):
-    from fzero.tuning._page import page
-
-    made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
+    made = page([Case({"model": "a</script><b>"}, Table.from_json((files / "t.json").read_text()))])
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
+
+
+SEVERAL = ["plan", "tiny", "--world", "2,4", "--batch", "8", "--length", "8,16", "--memory", "1GB", "--workers", "1"]
+FEW = ["--stages", "3", "--micro-batches", "1,2", "--remat", "no"]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """The page and the text of a command for several sizes."""
+    path = tmp_path_factory.mktemp("several") / "page.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINY["causal"])
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert main([*SEVERAL, *FEW, "--html", str(path)]) == 0
+    return path, said.getvalue()
+
+
+def test_several_sizes_are_rows_of_one_table_and_cases_of_one_page(several):
+    path, said = several
+    head, *lines = [line for line in said.splitlines() if line.strip()]
+    assert head.split()[:3] == ["ranks", "length", "best"] and "model" not in head  # only what differs has a column
+    assert [tuple(line.split()[:2]) for line in lines] == [("2", "8"), ("2", "16"), ("4", "8"), ("4", "16")]
+    assert all("stage 3" in line and "tokens" in line for line in lines)
+    cases = data_of(path.read_text())["cases"]
+    assert [(c["choices"]["ranks"], c["choices"]["length"]) for c in cases] == [(2, 8), (2, 16), (4, 8), (4, 16)]
+    with contextlib.redirect_stdout(io.StringIO()):  # each case is what its own command plans
+        assert main([*WORDS, *FEW, "--memory", "1GB", "--json", str(path.with_name("one.json"))]) == 0
+    (row, *_) = Table.from_json(path.with_name("one.json").read_text()).fitting
+    assert cases[-1]["rows"][0]["peak"] == row.peak_bytes and cases[-1]["rows"][0]["seconds"] == row.seconds
+
+
+@pytest.mark.slow
+def test_a_browser_chooses_sorts_and_filters(several):
+    """A script within the page does what a reader does, and headless Chromium shows what the page then holds."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    path, _ = several
+    script = """<script>
+      const batches = () => [...$("body").rows].map(r => r.cells[1].textContent);
+      const polygons = () => $("streams").querySelectorAll("polygon").length;
+      const seen = () => [$("name").textContent, batches(), $("best").textContent, polygons()];
+      const turn = (name, value) => {
+        const s = document.querySelector(`select[name="${name}"]`);
+        s.value = value; s.dispatchEvent(new Event("change"));
+      };
+      const found = [seen()]; turn("ranks", "4"); turn("length", "16"); found.push(seen());
+      const batch = () => [...$("head").querySelectorAll("button")].find(b => b.textContent === "batch");
+      batch().click(); found.push(seen()); batch().click(); found.push(seen());
+      turn("micro", "2"); found.push(seen());
+      const result = document.createElement("pre"); result.textContent = JSON.stringify(found);
+      document.body.replaceChildren(result);
+    </script>"""
+    turned = path.with_name("turned.html")
+    turned.write_text(path.read_text().replace("</body>", f"{script}</body>"))
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", turned.as_uri()]
+    dom = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    match = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
+    assert match, dom[-2000:]
+    first, chosen, up, down, filtered = json.loads(html.unescape(match[1]))
+    assert first[0].startswith("tiny, ranks 2, batch 8, length 8") and chosen[0].startswith("tiny, ranks 4")
+    assert chosen[2].startswith("best: stage 3") and chosen[3] >= 2 and len(chosen[1]) == 2
+    assert up[1] == ["1 x 2", "2 x 1"] and down[1] == up[1][::-1] and filtered[1] == ["2 x 1"]
+
+
+def test_what_several_sizes_cannot_have(capsys):
+    assert main([*SEVERAL, *FEW, "--json", "t.json"]) == 2
+    assert "--json is for one model and size, and these are 4; --html has all" in capsys.readouterr().err
+    assert main(["plan", "tiny,nothing", *SEVERAL[2:], *FEW]) == 2
+    assert "model 'nothing' of 'tiny,nothing': several models are models by name" in capsys.readouterr().err
 
 
 def test_it_compares_two_tables(files, capsys):

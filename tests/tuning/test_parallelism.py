@@ -14,7 +14,7 @@ from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._extrapolation import depths_of
 from fzero.tuning._models import PRESETS
-from fzero.tuning._page import page
+from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search import ConfigurationPlanner, fullest_of
@@ -223,8 +223,8 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
 
 
 def test_a_page_filters_by_layout(table):
-    made = page(table, "x", make_step)
-    data = json.loads(made.split('type="application/json">')[1].split("</script>")[0])
+    made = page([Case({"model": "x"}, table, make_step)])
+    (data,) = json.loads(made.split('type="application/json">')[1].split("</script>")[0])["cases"]
     assert data["axes"] == ["tp", "pp"] and {(r["tp"], r["pp"]) for r in data["rows"]} == {
         (a, b) for a in (1, 2) for b in (1, 2)
     }

@@ -1,38 +1,36 @@
-"""The cost model that compares candidate schedules: it estimates a step's seconds on a device."""
+"""The cost of one operation, collective or message: the seconds that it takes by itself on some hardware."""
 
 import functools
 import itertools
 import math
-from collections.abc import Collection, Set
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch.fx import Graph, Node
+import torch
+from torch.fx import Node
 
 from fzero.graph._ir import (
     aten,
     collective_axes,
     collective_kind,
-    collective_of,
     flops,
     full_bytes,
     group_size,
-    is_carried,
-    is_collective,
-    is_input,
-    is_wait,
     nbytes,
     stand_ins_of,
     stand_ins_of_args,
-    start_of,
 )
-from fzero.graph._ops import is_view
-from fzero.graph._storages import is_move, on_host
-from fzero.graph.loop._memory import pipeline_seconds
-from fzero.graph.loop._scan import Loop, loop_of
 
-__all__ = ["HARDWARE", "Hardware", "Route", "collective_seconds", "estimate_seconds", "message_seconds", "route_of"]
+__all__ = [
+    "HARDWARE",
+    "Hardware",
+    "Route",
+    "collective_seconds",
+    "limit_of",
+    "message_seconds",
+    "route_of",
+    "work_seconds",
+]
 
 # The rates and latencies of the hardware that the cost model reads.
 
@@ -202,130 +200,33 @@ def _transfer_seconds(kind: str, total: float, route: Route, hardware: Hardware,
     return total * times.get(kind, 1.0) / speed
 
 
-def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
-    """Estimate the seconds of a graph, with one clock for the device's work, one for collectives and one for the host.
-
-    Work takes `max(flops / hardware.flops, bytes / hardware.memory)` seconds, at least `hardware.launch`. A collective
-    starts after the collectives before it, and takes `collective_seconds`. Work stops at a wait until the collective
-    has ended.
-
-    A copy of b bytes between device and host takes `b / host_link` seconds of the device's time, since copies are in
-    the order of its work. The host computes at `hardware.host` bytes per second, as soon as its operands have arrived.
-
-    Args:
-        graph: a step, or the body of a loop.
-        hardware: what the graph runs on; if its `host` is 0, the host's work and copies are not counted. By default
-            common hardware of the kind that the values lie on; a CPU then does the host's work itself.
-        first: whether the graph is a loop's first iteration, for which no earlier one has started a reduction.
-    """
-    clocks = _Clocks(graph, hardware)
-    for node in graph.nodes:
-        if is_carried(node) and not first:
-            clocks.start_carried(node)
-        clocks.run(node)
-    return max(clocks.work, clocks.host.now)
-
-
-class _Clocks:
-    """The clocks of a graph's device, of its collectives and of its host. They advance operation by operation.
-
-    Attributes:
-        work: the time at which the device has finished all work so far, in seconds.
-        wires: the time at which the last collective so far has ended, in seconds.
-        ends: the time at which each collective ends, in seconds.
-        host: the host's clock.
-    """
-
-    def __init__(self, graph: Graph, hardware: Hardware | None) -> None:
-        self._body_hardware = hardware  # a loop's body is estimated as the graph is: None finds its own hardware
-        self._hardware = _common_hardware(graph) if hardware is None else hardware
-        self._excluded: Collection[Node] = () if hardware is None or self._hardware.host else _host_work(graph)
-        self.host = _HostClock(on_host(graph.nodes) if self._hardware.host else set())
-        self.work, self.wires = 0.0, 0.0
-        self.ends: dict[Node, float] = {}
-
-    def run(self, node: Node) -> None:
-        """Advance the clocks by a node."""
-        if node.op != "call_function" or is_view(node) or node in self._excluded:
-            self.host.passes_on(node)
-        elif is_collective(node):
-            self._start(node)
-        elif loop := loop_of(node):
-            self.work = self.wires = max(self.work, self.wires) + self._loop_seconds(loop)
-        elif is_wait(node):
-            self.work = max(self.work, self.ends.get(start_of(node), 0.0))
-        elif self._hardware.host and is_move(node):
-            self._move(node)
-        elif node in self.host.nodes:
-            self.host.computes(node, _host_seconds(node, self._hardware))
-        else:
-            self.work += work_seconds(node, self._hardware)
-
-    def start_carried(self, node: Node) -> None:
-        """Start a reduction that the iteration before left in flight, unless it has started: it began at its end."""
-        start = collective_of(node.meta["carried"])
-        if start not in self.ends:
-            self._start(start)
-
-    def _start(self, node: Node) -> None:
-        self.ends[node] = self.wires = max(self.work, self.wires) + collective_seconds(node, self._hardware)
-
-    def _loop_seconds(self, loop: Loop) -> float:
-        if loop.rank_schedule:
-            message = partial(message_seconds, hardware=self._hardware)
-            return pipeline_seconds(loop, partial(estimate_seconds, hardware=self._hardware), message)
-        iteration = estimate_seconds(loop.body, self._body_hardware)
-        first = estimate_seconds(loop.body, self._body_hardware, first=True) if loop.carried_count else iteration
-        return first + (loop.iterations - 1) * iteration
-
-    def _move(self, node: Node) -> None:
-        self.work = max(self.work, self.host.arrival(node)) + nbytes(*stand_ins_of(node)) / self._hardware.host_link
-        self.host.arrives(node, self.work)
-
-
-@dataclass
-class _HostClock:
-    """The host's clock.
-
-    Attributes:
-        nodes: the nodes whose results lie in host memory.
-        now: the time at which the host has finished all work so far, in seconds.
-        ready: the time at which each node's result is ready, in seconds.
-    """
-
-    nodes: Set[Node]
-    now: float = 0.0
-    ready: dict[Node, float] = field(default_factory=dict)
-
-    def arrival(self, node: Node) -> float:
-        """Return the time at which all of a node's operands on the host are ready."""
-        return max([self.ready.get(a, 0.0) for a in node.all_input_nodes], default=0.0)
-
-    def arrives(self, node: Node, time: float) -> None:
-        """Record the time at which a copy to the host is ready."""
-        if node in self.nodes:
-            self.ready[node] = time
-
-    def passes_on(self, node: Node) -> None:
-        """Record that a view is ready when its base is."""
-        self.arrives(node, self.arrival(node))
-
-    def computes(self, node: Node, seconds: float) -> None:
-        """Advance the clock by an operation, which starts when the host is free and the operands are ready."""
-        self.now = max(self.now, self.arrival(node)) + seconds
-        self.ready[node] = self.now
+# The time of one operation, by its flops, its bytes and its launch.
 
 
 def work_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds of one operation that is no collective."""
     operands = stand_ins_of_args(node)
+    return max(_compute_seconds(node, operands, hardware), _memory_seconds(node, operands, hardware), hardware.launch)
+
+
+def limit_of(node: Node, seconds: float, hardware: Hardware) -> str:
+    """Return what bounds an operation that takes some seconds."""
+    operands = stand_ins_of_args(node)
+    if seconds == _compute_seconds(node, operands, hardware):
+        return "products"
+    return "memory" if seconds == _memory_seconds(node, operands, hardware) else "launches"
+
+
+def _compute_seconds(node: Node, operands: Sequence[torch.Tensor], hardware: Hardware) -> float:
     count = flops(node)
     compute = count / _rate(node, hardware) if count else 0.0
     if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.slow
-    if _packet(node) is aten._scaled_mm:
-        compute /= hardware.float8
-    return max(compute, nbytes(*stand_ins_of(node), *operands) / hardware.memory, hardware.launch)
+    return compute / hardware.float8 if _packet(node) is aten._scaled_mm else compute
+
+
+def _memory_seconds(node: Node, operands: Sequence[torch.Tensor], hardware: Hardware) -> float:
+    return nbytes(*stand_ins_of(node), *operands) / hardware.memory
 
 
 TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
@@ -364,18 +265,3 @@ def _filled(batch: int, m: int, n: int, processors: int) -> float:
     tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
     waves = math.ceil(tiles / processors) * processors if processors else tiles
     return batch * m * n / (waves * rows * columns)
-
-
-def _host_seconds(node: Node, hardware: Hardware) -> float:
-    """Estimate the seconds of one operation of the host."""
-    return max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host, hardware.launch)
-
-
-def _host_work(graph: Graph) -> set[Node]:
-    """Return the nodes that the device's clock does not count: the host's work, and copies."""
-    return on_host(graph.nodes) | {n for n in graph.nodes if is_move(n)}
-
-
-def _common_hardware(graph: Graph) -> Hardware:
-    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in stand_ins_of(n)}
-    return HARDWARE["cuda" if "cuda" in kinds else "cpu"]

@@ -28,8 +28,9 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
+from fzero.graph.planning._clocks import estimate_seconds, limits_of, timeline
 from fzero.graph.planning._collective_units import infer_units
-from fzero.graph.planning._cost import Hardware, estimate_seconds
+from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
 
@@ -203,6 +204,8 @@ class Plan(FigureReport):
         transfers: the copies from the device to the host and back, in order.
         messages: the messages that the rank sends to other ranks of its pipeline.
         workspace_bytes: the bytes that a GPU's matrix products take beside the peak, from the first product on.
+        limits: the step's seconds by what bounds them: "products", "memory" (its bandwidth), "launches", "wire" (a
+            wait for a collective), "host link", "host" or "pipeline". They add up to `seconds`.
     """
 
     name: str
@@ -215,6 +218,7 @@ class Plan(FigureReport):
     transfers: tuple[Transfer, ...] = ()
     messages: tuple[SentMessage, ...] = ()
     workspace_bytes: int = 0
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def live(self) -> list[int]:
@@ -347,6 +351,7 @@ def make_plan(
             ]
         ),
         _workspace_bytes(ops),
+        limits_of(timeline(graph, hardware)),
     )
 
 

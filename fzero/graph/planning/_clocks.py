@@ -1,0 +1,254 @@
+"""The clocks that compare candidate schedules: they estimate a step's seconds, and when each stream is busy."""
+
+from collections.abc import Collection, Iterable, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from fzero.graph._ir import (
+    collective_kind,
+    collective_of,
+    is_carried,
+    is_collective,
+    is_input,
+    is_wait,
+    nbytes,
+    stand_ins_of,
+    stand_ins_of_args,
+    start_of,
+)
+from fzero.graph._ops import is_view, name_of
+from fzero.graph._storages import is_move, on_host
+from fzero.graph.loop._memory import pipeline_seconds
+from fzero.graph.loop._scan import Loop, loop_of
+from fzero.graph.planning._cost import (
+    HARDWARE,
+    Hardware,
+    collective_seconds,
+    limit_of,
+    message_seconds,
+    work_seconds,
+)
+
+__all__ = ["LIMITS", "Interval", "estimate_seconds", "limits_of", "timeline"]
+
+
+def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
+    """Estimate the seconds of a graph, with one clock for the device's work, one for collectives and one for the host.
+
+    Work takes `max(flops / hardware.flops, bytes / hardware.memory)` seconds, at least `hardware.launch`. A collective
+    starts after the collectives before it, and takes `collective_seconds`. Work stops at a wait until the collective
+    has ended.
+
+    A copy of b bytes between device and host takes `b / host_link` seconds of the device's time, since copies are in
+    the order of its work. The host computes at `hardware.host` bytes per second, as soon as its operands have arrived.
+
+    Args:
+        graph: a step, or the body of a loop.
+        hardware: what the graph runs on; if its `host` is 0, the host's work and copies are not counted. By default
+            common hardware of the kind that the values lie on; a CPU then does the host's work itself.
+        first: whether the graph is a loop's first iteration, for which no earlier one has started a reduction.
+    """
+    clocks = _Clocks(graph, hardware)
+    for node in graph.nodes:
+        if is_carried(node) and not first:
+            clocks.start_carried(node)
+        clocks.run(node)
+    return max(clocks.work, clocks.host.now)
+
+
+LIMITS: tuple[str, ...] = ("products", "memory", "launches", "wire", "host link", "host", "pipeline")
+
+
+class Interval(NamedTuple):
+    """A time in which a stream of a step is busy, or waits.
+
+    Attributes:
+        stream: "compute", "communication" or "host".
+        start: its start in seconds, from the start of the step.
+        seconds: its length.
+        name: the operation, such as "mm", the unit of a collective, or "wait".
+        limit: what bounds it: "products" (the rate of matrix products), "memory" (its bandwidth), "launches", "wire",
+            "host link", "host" or "pipeline".
+    """
+
+    stream: str
+    start: float
+    seconds: float
+    name: str
+    limit: str
+
+
+def timeline(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> list[Interval]:
+    """List when compute, collectives and the host are busy, by the clocks of `estimate_seconds` and its arguments.
+
+    The compute stream has no gaps. A wait for a collective is an interval with the limit "wire", and a wait for the
+    host one with the limit "host". The iterations of a loop follow each other; the loop of a pipeline is
+    one interval.
+    """
+    clocks = _Clocks(graph, hardware, [])
+    for node in graph.nodes:
+        if is_carried(node) and not first:
+            clocks.start_carried(node)
+        clocks.run(node)
+    if clocks.host.now > clocks.work:
+        clocks.note("compute", clocks.work, clocks.host.now - clocks.work, "wait", "host")
+    return clocks.intervals or []
+
+
+def limits_of(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Add up the seconds of the compute stream by what bounds them, without zeros. They add up to the step's."""
+    sums: dict[str, float] = dict.fromkeys(LIMITS, 0.0)
+    for x in intervals:
+        if x.stream == "compute":
+            sums[x.limit] += x.seconds
+    return {limit: seconds for limit, seconds in sums.items() if seconds}
+
+
+class _Clocks:
+    """The clocks of a graph's device, of its collectives and of its host. They advance operation by operation.
+
+    Attributes:
+        work: the time at which the device has finished all work so far, in seconds.
+        wires: the time at which the last collective so far has ended, in seconds.
+        ends: the time at which each collective ends, in seconds.
+        host: the host's clock.
+        intervals: the busy times so far; None if they are not recorded.
+    """
+
+    def __init__(self, graph: Graph, hardware: Hardware | None, intervals: list[Interval] | None = None) -> None:
+        self.intervals = intervals
+        self._body_hardware = hardware  # a loop's body is estimated as the graph is: None finds its own hardware
+        self._hardware = _common_hardware(graph) if hardware is None else hardware
+        self._excluded: Collection[Node] = () if hardware is None or self._hardware.host else _host_work(graph)
+        self.host = _HostClock(on_host(graph.nodes) if self._hardware.host else set())
+        self.work, self.wires = 0.0, 0.0
+        self.ends: dict[Node, float] = {}
+
+    def run(self, node: Node) -> None:
+        """Advance the clocks by a node."""
+        if node.op != "call_function" or is_view(node) or node in self._excluded:
+            self.host.passes_on(node)
+        elif is_collective(node):
+            self._start(node)
+        elif loop := loop_of(node):
+            self._run_loop(loop)
+        elif is_wait(node):
+            self._wait_until(self.ends.get(start_of(node), 0.0))
+        elif self._hardware.host and is_move(node):
+            self._move(node)
+        elif node in self.host.nodes:
+            seconds = _host_seconds(node, self._hardware)
+            self.host.computes(node, seconds)
+            self.note("host", self.host.now - seconds, seconds, name_of(node), "host")
+        else:
+            seconds = work_seconds(node, self._hardware)
+            if self.intervals is not None:
+                self.note("compute", self.work, seconds, name_of(node), limit_of(node, seconds, self._hardware))
+            self.work += seconds
+
+    def note(self, stream: str, start: float, seconds: float, name: str, limit: str) -> None:
+        """Record a busy time."""
+        if self.intervals is not None:
+            self.intervals.append(Interval(stream, start, seconds, name, limit))
+
+    def _wait_until(self, time: float) -> None:
+        if time > self.work:
+            self.note("compute", self.work, time - self.work, "wait", "wire")
+            self.work = time
+
+    def start_carried(self, node: Node) -> None:
+        """Start a reduction that the iteration before left in flight, unless it has started: it began at its end."""
+        start = collective_of(node.meta["carried"])
+        if start not in self.ends:
+            self._start(start)
+
+    def _start(self, node: Node) -> None:
+        start, seconds = max(self.work, self.wires), collective_seconds(node, self._hardware)
+        self.ends[node] = self.wires = start + seconds
+        self.note("communication", start, seconds, node.meta.get("unit", "") or collective_kind(node), "wire")
+
+    def _run_loop(self, loop: Loop) -> None:
+        self._wait_until(self.wires)
+        start, seconds = self.work, self._loop_seconds(loop)
+        self.work = self.wires = start + seconds
+        if self.intervals is not None and loop.rank_schedule:
+            self.note("compute", start, seconds, f"a pipeline of {loop.iterations} micro-batches", "pipeline")
+        elif self.intervals is not None:
+            self._note_iterations(loop, start)
+
+    def _note_iterations(self, loop: Loop, start: float) -> None:
+        """Record the busy times of a loop's iterations, one after the other."""
+        later = timeline(loop.body, self._body_hardware)
+        first = timeline(loop.body, self._body_hardware, first=True) if loop.carried_count else later
+        for intervals in [first, *[later] * (loop.iterations - 1)]:
+            for x in intervals:
+                self.note(x.stream, start + x.start, x.seconds, x.name, x.limit)
+            start += sum([x.seconds for x in intervals if x.stream == "compute"])
+
+    def _loop_seconds(self, loop: Loop) -> float:
+        if loop.rank_schedule:
+            message = partial(message_seconds, hardware=self._hardware)
+            return pipeline_seconds(loop, partial(estimate_seconds, hardware=self._hardware), message)
+        iteration = estimate_seconds(loop.body, self._body_hardware)
+        first = estimate_seconds(loop.body, self._body_hardware, first=True) if loop.carried_count else iteration
+        return first + (loop.iterations - 1) * iteration
+
+    def _move(self, node: Node) -> None:
+        arrival, seconds = self.host.arrival(node), nbytes(*stand_ins_of(node)) / self._hardware.host_link
+        if arrival > self.work:
+            self.note("compute", self.work, arrival - self.work, "wait", "host")
+            self.work = arrival
+        self.note("compute", self.work, seconds, name_of(node), "host link")
+        self.work += seconds
+        self.host.arrives(node, self.work)
+
+
+@dataclass
+class _HostClock:
+    """The host's clock.
+
+    Attributes:
+        nodes: the nodes whose results lie in host memory.
+        now: the time at which the host has finished all work so far, in seconds.
+        ready: the time at which each node's result is ready, in seconds.
+    """
+
+    nodes: Set[Node]
+    now: float = 0.0
+    ready: dict[Node, float] = field(default_factory=dict)
+
+    def arrival(self, node: Node) -> float:
+        """Return the time at which all of a node's operands on the host are ready."""
+        return max([self.ready.get(a, 0.0) for a in node.all_input_nodes], default=0.0)
+
+    def arrives(self, node: Node, time: float) -> None:
+        """Record the time at which a copy to the host is ready."""
+        if node in self.nodes:
+            self.ready[node] = time
+
+    def passes_on(self, node: Node) -> None:
+        """Record that a view is ready when its base is."""
+        self.arrives(node, self.arrival(node))
+
+    def computes(self, node: Node, seconds: float) -> None:
+        """Advance the clock by an operation, which starts when the host is free and the operands are ready."""
+        self.now = max(self.now, self.arrival(node)) + seconds
+        self.ready[node] = self.now
+
+
+def _host_seconds(node: Node, hardware: Hardware) -> float:
+    """Estimate the seconds of one operation of the host."""
+    return max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host, hardware.launch)
+
+
+def _host_work(graph: Graph) -> set[Node]:
+    """Return the nodes that the device's clock does not count: the host's work, and copies."""
+    return on_host(graph.nodes) | {n for n in graph.nodes if is_move(n)}
+
+
+def _common_hardware(graph: Graph) -> Hardware:
+    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in stand_ins_of(n)}
+    return HARDWARE["cuda" if "cuda" in kinds else "cpu"]
