@@ -60,6 +60,7 @@ __all__ = [
     "start_of",
     "users_through_views",
     "views_and_users",
+    "write_part",
 ]
 
 # Queries on a flat graph of aten operations: which nodes communicate, and which may move.
@@ -121,6 +122,12 @@ def _sends_codes(node: Node) -> bool:
 def is_maximum(node: Node) -> bool:
     """Return whether a node starts an all_reduce of maxima, such as the largest magnitudes of a unit's blocks."""
     return node.target in REDUCE_COLLECTIVES and "max" in node.args
+
+
+def write_part(buffer: torch.Tensor, part: torch.Tensor, dim: int, start: int) -> torch.Tensor:
+    """Write a part into a buffer along a dimension, from an index on; return the buffer."""
+    buffer.narrow(dim, start, part.shape[dim]).copy_(part)
+    return buffer
 
 
 def is_write(node: Node) -> bool:

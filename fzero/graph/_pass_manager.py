@@ -14,6 +14,7 @@ from fzero.graph.loop._scan import loop_of, set_body
 from fzero.graph.passes import (
     bucket,
     carry,
+    cat_into,
     donate,
     drop_lone_collectives,
     early_move,
@@ -156,6 +157,7 @@ PASSES = (
         slice_of_gather,
         lambda settings, context: None if context.functional else (context.group_ranks,),
     ),
+    Pass("cat_into", cat_into, lambda settings, context: None if context.functional else (context.fuses,)),
     Pass("mark_fused", mark_fused, lambda settings, context: () if context.fuses else None),
     Pass("schedule", schedule, _schedule_arguments, Orders),
     Pass(

@@ -59,6 +59,8 @@ def one_after_the_other(graph: Graph, settings: PassSettings, context: PassConte
         ("early_move", "donate"),
         ("donate", "gather_into"),  # the writes into leaves that gathers replace
         ("gather_into", "slice_of_gather"),
+        ("donate", "cat_into"),
+        ("cat_into", "mark_fused"),  # a part that is written is stored
         ("mark_fused", "schedule"),  # the schedule counts no bytes of marked values
         ("schedule", "carry"),
     ],

@@ -43,6 +43,7 @@ from fzero.graph._storages import storages
 from fzero.graph.passes import (
     bucket,
     carry,
+    cat_into,
     donate,
     drop_lone_collectives,
     early_move,
@@ -116,6 +117,7 @@ def selected_passes(sample: Sample, choices: dict[str, Any]) -> list[tuple[str, 
         "in_place": in_place,
         "gather_into": gather_into,
         "slice_of_gather": lambda g: slice_of_gather(g, PLACES),
+        "cat_into": cat_into,
         "mark_fused": mark_fused,
         "schedule": lambda g: schedule(g, choices["prefetch"], choices["in_flight"], choices["limit"]),
         "carry": lambda g: carry(g, 1),  # these have no loops: see test_carry.py

@@ -494,6 +494,12 @@ MUTANTS = [
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
         Fault("an item of a tuple counts as live while another item is", "_viewed", becomes("A(B) and not C", "A(B)")),
     ),
+    *File("graph/passes/_cat_into.py", ("tests/graph/test_cat_into.py",)).faults(
+        Fault("a part that is read elsewhere is written too", "_are_exclusive", never("len(made.users) > 1 or A")),
+        Fault("all parts are written at the start", "_write_parts", becomes("A[x]", "0", at="2 of 2")),
+        Fault("parts are written where memory is fuller before", "cat_into", dropped("_lowers_peak(A, B, C)")),
+        Fault("cheap parts are written between a compiler's kernels", "_are_exclusive", dropped("fuses and A")),
+    ),
     *File("graph/passes/_overwrite.py", SLICE_OF_GATHER).faults(
         Fault(
             "every rank takes the first part of a gathered buffer", "slice_of_gather", becomes("A[str(B.args[2])]", "0")

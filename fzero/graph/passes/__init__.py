@@ -1,5 +1,6 @@
 """Passes: pure functions from a flat graph to a flat graph with the same results."""
 
+from fzero.graph.passes._cat_into import cat_into
 from fzero.graph.passes._collectives import bucket, drop_lone_collectives
 from fzero.graph.passes._loops import carry, hoist
 from fzero.graph.passes._mark_fused import mark_fused
@@ -11,6 +12,7 @@ from fzero.graph.passes._schedule import schedule
 __all__ = [
     "bucket",
     "carry",
+    "cat_into",
     "donate",
     "drop_lone_collectives",
     "early_move",

@@ -20,6 +20,7 @@ from fzero.graph._ir import (
     nbytes,
     stand_ins_of,
     users_through_views,
+    write_part,
 )
 from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
 from fzero.graph._storages import is_move, on_host
@@ -260,9 +261,16 @@ def is_own_part(node: Node) -> bool:
 
 
 def runs_alone(node: Node) -> bool:
-    """Return whether a node runs outside of segments: a collective, a move, a wait, a loop, or a packing."""
-    moves = is_move(node) or node.target is wait_to_host
-    return moves or is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
+    """Return whether a node runs outside of segments: a collective, a move, a wait, a loop, a packing or a write."""
+    moves = is_move(node) or node.target in (wait_to_host, write_part)
+    return (
+        moves
+        or is_collective(node)
+        or is_wait(node)
+        or loop_of(node) is not None
+        or _packs(node)
+        or node.target is write_part
+    )
 
 
 def _packs(node: Node) -> bool:
