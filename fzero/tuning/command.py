@@ -238,10 +238,20 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
             raise ValueError(f"--{option} is for one model and size, and these are {len(each)}; --html has all")
     for one in each:
         _check_required(one)
+        machine_of(one.machine)  # an unknown one is an error before the first case is planned
     _what_fails(args)  # its options are wrong without --mtbf
-    cases = [_case_of(one)[0] for one in each]
+    cases, errors = list[Case](), dict[str, ValueError]()
+    for one in each:
+        try:
+            cases.append(_case_of(one)[0])
+        except ValueError as error:  # such as a batch that some ranks do not divide; the other cases go on
+            errors[", ".join([f"{name} {value}" for name, value in choices_of(one).items()])] = error
+    if not cases:
+        raise next(iter(errors.values()))
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     console.print(render_cases(cases))
+    for name, error in errors.items():
+        console.print(f"not planned: {name}: {error}", style="yellow", markup=False)
     if args.html:
         args.html.write_text(page(cases), encoding="utf-8")
         print(f"wrote {args.html}", file=sys.stderr)

@@ -179,7 +179,19 @@ def test_a_browser_chooses_sorts_and_filters(several):
     assert up[1] == ["1 x 2", "2 x 1"] and down[1] == up[1][::-1] and filtered[1] == ["2 x 1"]
 
 
-def test_what_several_sizes_cannot_have(capsys):
+def test_a_size_that_cannot_be_planned_leaves_the_others(capsys):
+    words = [*SEVERAL[:3], "4,3", *SEVERAL[4:6], *FEW, "--length", "8", "--memory", "1GB", "--workers", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert said.count("stage 3") == 1 and "not planned: model tiny, ranks 3, batch 8, length 8" in said
+    assert main([*words[:3], "3,5", *words[4:]]) == 2  # all fail: the first error
+    assert "fzero plan: " in capsys.readouterr().err
+    assert main([*words, "--machine", "h100,h1000"]) == 2
+    found = capsys.readouterr()
+    assert "machine='h1000' is unknown" in found.err and not found.out
+
+
+def test_several_sizes_cannot_have_the_files_of_one(capsys):
     assert main([*SEVERAL, *FEW, "--json", "t.json"]) == 2
     assert "--json is for one model and size, and these are 4; --html has all" in capsys.readouterr().err
     assert main(["plan", "tiny,nothing", *SEVERAL[2:], *FEW]) == 2
