@@ -64,8 +64,8 @@ def _follow(x: Any, memo: dict[int, Any]) -> Any:
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, MethodType):
-        owner = _follow(x.__self__, memo)
-        return x if owner is x.__self__ else MethodType(x.__func__, owner)
+        owner, function = _follow(x.__self__, memo), _follow(x.__func__, memo)  # `forward` may be replaced by a closure
+        return x if owner is x.__self__ and function is x.__func__ else MethodType(function, owner)
     if isinstance(x, functools.partial):
         parts = [x.func, x.args, x.keywords]
         new = [_follow(part, memo) for part in parts]

@@ -11,6 +11,7 @@ from fzero.checkpoint import load, save
 from fzero.collectives import pmean
 from fzero.graph import jit
 from fzero.plugs._param_groups import ParamGroups
+from fzero.plugs._stand_ins import guard
 from fzero.ranks import Mesh
 from fzero.sharding import sharded_units
 from fzero.transforms import gather, partition, scaled_value_and_grad, value_and_grad
@@ -116,7 +117,7 @@ class LoopStep:
 
     Attributes:
         models: the models.
-        loss: `loss(model, batch, count, items)` returns the loss of one micro-batch of `count`, a 0-d tensor.
+        loss: `loss(model, batch)` returns what a micro-batch adds to the loss of the step, a 0-d tensor.
         groups: the optimizer.
         ranks: the number of ranks, over which the loss is averaged.
         clip: how the gradients are clipped; None if they are not.
@@ -140,9 +141,7 @@ class LoopStep:
         opt = opt if self.precision is None else optim.master_weights(opt, self.precision)
         return optim.dynamic_loss_scale(opt) if self.loss_scale else opt
 
-    def __call__(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, items: Any, rates: Any
-    ) -> Any:
+    def __call__(self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, rates: Any) -> Any:
         """Run the step.
 
         Args:
@@ -151,25 +150,23 @@ class LoopStep:
             buffers: the buffers of the trained model.
             others: the frozen parameters of the trained model, and a pair of parameters and buffers of each other one.
             batches: the micro-batches, stacked where they are alike.
-            items: the number of items in the step, such as tokens, by which a loss may divide; None if it does not.
             rates: the learning rates of the groups.
 
         Returns:
             `(params, opt_state, buffers, metrics)`.
         """
-        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, others, batches, items)
+        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, others, batches)
         params, opt_state = self.update(params, opt_state, grads, rates)
         return params, opt_state, buffers, {**metrics, **self.skipped(opt_state)}
 
     def accumulate(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, items: Any
+        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any
     ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
         """Return the sum of the gradients of the micro-batches, the new buffers, the loss and the norm."""
-        count = sum([batch.count for batch in batches])
         total: Any = None
         grads: Any = None
         for batch in batches:
-            value, new, buffers = self.gradients(params, opt_state, buffers, others, batch, items, count)
+            value, new, buffers = self.gradients(params, opt_state, buffers, others, batch)
             total = value if total is None else total + value
             grads = new if grads is None else tree.elementwise(torch.add, grads, new)
         return grads, buffers, {"loss": total, "norm": optim.global_norm(grads)}
@@ -184,15 +181,15 @@ class LoopStep:
         return optim.apply_updates(params, updates), opt_state
 
     def gradients(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch, items: Any, count: int
+        self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch
     ) -> tuple[torch.Tensor, Any, Any]:
-        """Return the loss, the gradients and the new buffers of stacked micro-batches, of `count` in the step."""
+        """Return the loss, the gradients and the new buffers of stacked micro-batches."""
         is_mutable = bool(self.models.apply.mutable_names)
 
         def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
             one = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
             state = ((frozen[0], buffers), *frozen[1:])
-            loss, new = self.models.run(self.loss, params, state, one, count, items)
+            loss, new = self.models.run(self.loss, params, state, one)
             loss = loss / self.ranks
             return (loss, new) if is_mutable else loss
 
@@ -255,35 +252,39 @@ class Engine:
         """The mesh of the step."""
         return self.step.mesh
 
-    def train(self, batches: Sequence[dict[str, Any]], items: Any, rates: Sequence[float]) -> dict[str, torch.Tensor]:
-        """Run a step on this rank's micro-batches; `items` is the number of items in them, or None."""
+    def train(self, batches: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Run a step on this rank's micro-batches."""
         stacked = stack(batches, together=self.is_jitted and not self.models.apply.mutable_names)
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
-        if isinstance(items, torch.Tensor):
-            items = self.mesh.local(lambda rank: items)
         state = self.params, self.opt_state, self.buffers, self.others
         if self._run is not None:
-            new = self._run(*state, local, items, _tensors(rates))
+            new = self._run(*state, local, _tensors(rates))
             self.params, self.opt_state, self.buffers, self.metrics = new
             return self.metrics
-        grads, self.buffers, metrics = self._program(self._loop_step.accumulate)(*state, local, items)
+        grads, self.buffers, metrics = self._program(self._loop_step.accumulate)(*state, local)
         del state  # the old optimizer's state is donated
         self.update(grads, rates)
         self.metrics = {**metrics, **self._loop_step.skipped(self.opt_state)}
         return self.metrics
 
-    def gradients(self, batch: dict[str, Any], count: int) -> Any:
-        """Return the gradients of one of `count` micro-batches, which may hold any values. It runs eagerly.
+    def gradients(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Return the loss and the gradients of one micro-batch, which may hold any values. It runs eagerly.
 
         A loop that takes its micro-batches one by one adds them up, and calls `update`. The buffers are new at once.
         """
 
-        def run(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any]:
-            one = MicroBatch({}, batch, 1)
-            return self._loop_step.gradients(params, opt_state, buffers, others, one, None, count)[1:]
+        def run(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any, Any]:
+            return self._loop_step.gradients(params, opt_state, buffers, others, MicroBatch({}, batch, 1))
 
-        grads, self.buffers = self._program(run)(self.params, self.opt_state, self.buffers, self.others)
-        return grads
+        state = self.params, self.opt_state, self.buffers, self.others
+        loss, grads, self.buffers = self._program(run)(*state)
+        return loss, grads
+
+    def finish(self, grads: Any, rates: Sequence[float], loss: torch.Tensor) -> None:
+        """Update as `update` does, and set `metrics`, with this loss of the step."""
+        norm = self.step.program(optim.global_norm)(grads)  # before the update, which may reuse the gradients' memory
+        self.update(grads, rates)
+        self.metrics = {"loss": loss, "norm": norm, **self._loop_step.skipped(self.opt_state)}
 
     def _program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Make a rank program of `f(params, ...)`, in which parameters have the layout that they have within a step."""
@@ -421,6 +422,8 @@ def make_engine(
     state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
     for module in others if in_place else (model, *others):  # callers hold their model on, and its memory with it
         module.to("meta")
+    for module in (model, *others, *[apply.module for apply in (models.apply, *models.others)]):
+        guard(module)
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
 
 

@@ -56,7 +56,8 @@ class ParamGroups:
                 if group[name] != value:
                     raise ValueError(
                         f"{name} of the optimizer's group {i} was {value!r} and is {group[name]!r} now: a sharded step "
-                        "reads only the learning rates anew. Pass cycle_momentum=False to OneCycleLR or CyclicLR"
+                        "reads only the learning rates anew. Leave it as it is; to OneCycleLR or CyclicLR pass "
+                        "cycle_momentum=False"
                     )
         return [group["lr"] for group in opt.param_groups]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 
 from fzero import optim, tree
 from fzero._arguments import check_choice
@@ -52,7 +52,7 @@ class Step:
         batches = list(self._micro_batches)
         self._micro_batches.clear()  # before the step, which may raise an error
         skipped = self._engine.metrics.get("skipped", 0)
-        metrics = self._engine.train(batches, None, self._engine.groups.rates(self.optimizer.optimizer))
+        metrics = self._engine.train(batches, self._engine.groups.rates(self.optimizer.optimizer))
         self.norm = metrics["norm"]
         self.optimizer._is_overflow = "skipped" in metrics and bool(metrics["skipped"] > skipped)
         self.optimizer.optimizer.step()  # it has no gradients, and tells schedulers that it was called
@@ -138,7 +138,7 @@ def shard_loop(
     engine = make_engine(
         model,
         [],
-        lambda model, one, count, items: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
+        lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
         groups,
         [group["lr"] for group in optimizer.param_groups],
         stage=stage,
@@ -180,6 +180,12 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
             raise TypeError(
                 f"{name} is prepared by accelerate already: pass the plain one, and prepare the others only"
             )
+    held = [p for opt in accelerator._optimizers for group in opt.param_groups for p in group["params"]]
+    if any(p.is_meta for p in held):
+        raise ValueError(
+            "the accelerator has a sharded step already, and save_state has one folder for it: make another "
+            "Accelerator for another model"
+        )
     if accelerator.distributed_type not in [DistributedType(kind) for kind in KINDS]:
         raise ValueError(
             f"the accelerator's distributed_type={accelerator.distributed_type.value} cannot hold: fzero shards in its "
@@ -188,6 +194,15 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
         raise ValueError(
             f"Accelerator(mixed_precision={accelerator.mixed_precision!r}): expected 'no', 'bf16' or 'fp16'"
+        )
+    if accelerator.ddp_handler is not None and accelerator.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            "DistributedDataParallelKwargs(comm_hook=...) cannot hold: DDP is not used, and gradients are reduced in "
+            "their own dtype; leave it out"
+        )
+    if accelerator.autocast_handler is not None and not accelerator.autocast_handler.enabled:
+        raise ValueError(
+            "AutocastKwargs(enabled=False) cannot hold: the step has no autocast; pass mixed_precision='no'"
         )
     dynamo: Any = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:

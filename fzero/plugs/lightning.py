@@ -78,6 +78,7 @@ class Strategy(Processes):
         self._output: Any = None  # what training_step returned
         self._new: Any = None  # its gradients, until Lightning calls `backward`
         self._grads: Any = None  # the sum of the gradients since the latest `zero_grad`
+        self._is_zeroed = True  # whether `zero_grad` was called since the latest update
         self._shards = ""  # the folder of the checkpoint that was loaded
 
     # ------------------------------------------------------------ the module, and the end
@@ -94,7 +95,8 @@ class Strategy(Processes):
             )
         accelerator: Any = self.accelerator
         accelerator.setup(trainer)
-        self._engine, self._new, self._grads, self._has_failed = None, None, None, False
+        self._engine, self._new, self._grads = None, None, None
+        self._is_zeroed, self._has_failed = True, False
         self.model = self.precision_plugin.convert_module(module)
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         opt, groups, rates = None, ParamGroups("SGD", (tuple(names.values()),), (EVALUATION,)), [0.0]
@@ -149,11 +151,11 @@ class Strategy(Processes):
         """Run the module's training step, and compute its gradients."""
         assert self._engine is not None
         batch = {"args": self._cast(args), "kwargs": self._cast(kwargs)}
-        self._new = self._engine.gradients(batch, self._trainer.accumulate_grad_batches)
+        _, self._new = self._engine.gradients(batch)
         output, self._output = self._output, None
         return output
 
-    def _loss(self, model: Any, batch: dict[str, Any], count: int, items: Any) -> torch.Tensor:
+    def _loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         with self._context("train"):
             output = model.training_step(*batch["args"], **batch["kwargs"])
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -163,23 +165,28 @@ class Strategy(Processes):
                 "with 'loss'. All ranks step together, so none can skip a batch: return a loss that is multiplied by 0"
             )
         self._output = apply_to_collection(output, torch.Tensor, torch.Tensor.detach)
-        return loss / count
+        return loss / self._trainer.accumulate_grad_batches
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Add the gradients of the latest training step to those of the step's other micro-batches."""
+        if not self._is_zeroed:
+            raise ValueError(
+                f"{type(self.lightning_module).__name__}.optimizer_zero_grad left out optimizer.zero_grad() after an "
+                "update, which would add its gradients again, and a sharded step has dropped them: call it each time"
+            )
         Precision().pre_backward(closure_loss, self._trainer.lightning_module)  # calls on_before_backward
         self._grads = self._new if self._grads is None else tree.elementwise(torch.add, self._grads, self._new)
         self._new = None
         return closure_loss
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._grads = None
+        self._grads, self._is_zeroed = None, True
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, which computes gradients, and update the parameters by them."""
         assert self._engine is not None
         loss = closure()
-        grads, self._grads = self._grads, None
+        grads, self._grads, self._is_zeroed = self._grads, None, False
         if grads is None:
             raise RuntimeError(
                 "optimizer.step() was called without its closure: call optimizer.step(optimizer_closure)"

@@ -1,13 +1,12 @@
 """shard_trainer: the Trainer of transformers, its subclasses and those of TRL, with sharded steps."""
 
-import copy
 import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from fzero import optim, tree
 from fzero._arguments import check_choice
@@ -15,6 +14,7 @@ from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import hold_stand_ins, param_groups
+from fzero.plugs._trainer_settings import check_settings, disable_checkpointing
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
@@ -22,6 +22,7 @@ __all__ = ["full_model", "shard_trainer"]
 
 T = TypeVar("T", bound=Trainer)
 FOLDER = "fzero"  # in a checkpoint of Trainer: the shards
+COUNT, ITEMS = "fzero.count", "fzero.items"  # in a micro-batch: of how many it was one, and the items in all of them
 
 
 @api_boundary
@@ -77,7 +78,7 @@ def shard_trainer(
     if isinstance(trainer, _ShardedTrainer):
         raise TypeError("trainer is sharded already")
     check_choice("backend", backend, ("default", "inductor", "auto", "fx", None))
-    _check_settings(trainer)
+    check_settings(trainer)
     if backend == "default":
         backend = "inductor" if type(trainer).compute_loss is Trainer.compute_loss else None
     if mesh is None:  # one rank is simulated, and a loss that reads numbers runs in lockstep only
@@ -116,49 +117,21 @@ def full_model(trainer: Trainer) -> torch.nn.Module:
     return trainer._fzero.engine.full_model()
 
 
-def _check_settings(trainer: Trainer) -> None:
-    args = trainer.args
-    refused = {
-        "fsdp": "fzero shards in its place",
-        "deepspeed": "fzero shards in its place",
-        "torch_compile": "the sharded step is compiled: pass backend= to fzero.plugs.transformers.shard_trainer",
-        "auto_find_batch_size": "a step that ran out of memory cannot be repeated; fzero.plan tells what fits",
-        "use_liger_kernel": "its kernels have no derivative under torch.func",
-        "torch_empty_cache_steps": "a step runs as a whole",
-    }
-    for name, reason in refused.items():
-        if getattr(args, name, None):
-            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) cannot hold: {reason}")
-    if trainer.model_init is not None:
-        raise ValueError("Trainer(model_init=...) makes a new model in train(): pass model=, as model_init()")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"one process sees {args.n_gpu} GPUs, which Trainer gives to DataParallel: start a process for each with "
-            f"torchrun --nproc-per-node {args.n_gpu}, or set CUDA_VISIBLE_DEVICES=0"
-        )
-    if getattr(trainer, "is_distributed_loading_by_transformers", False) or trainer.is_model_parallel:
-        raise ValueError("the model was spread over devices when it was loaded: load it without device_map")
-    for callback in trainer.callback_handler.callbacks:
-        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            raise ValueError(
-                f"callback {type(callback).__name__} has on_pre_optimizer_step, for gradients before the update: the "
-                "sharded step computes both at once, and no parameter has a .grad; use on_step_end"
-            )
-
-
 @dataclass
 class _Sharding:
     """What a sharded trainer holds besides the attributes of the given trainer."""
 
     engine: Engine
     precision: optim.Precision | None
-    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    max_norm: float
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)  # of a compiled step that is not complete
+    grads: Any = None  # the sum of the gradients of an eager step that is not complete
 
 
 def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend | None) -> None:
     """Put the model, other models among the trainer's attributes, and the optimizer on the mesh."""
     model: Any = trainer.model
-    remat = _disable_checkpointing(trainer)
+    remat = disable_checkpointing(trainer)
     chosen: Any = trainer.args.optim
     source = f"TrainingArguments(optim={str(chosen.value)!r})" if trainer.optimizer is None else "optimizers="
     opt: Any = trainer.create_optimizer()
@@ -180,7 +153,7 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         clip=optim.clip_by_global_norm(trainer.args.max_grad_norm) if trainer.args.max_grad_norm else None,
         precision=precision,
     )
-    trainer._fzero = _Sharding(engine, precision)
+    trainer._fzero = _Sharding(engine, precision, args.max_grad_norm)
     shell: Any = engine.models.apply.module
     hold_stand_ins(opt, names, shell)
     opt.step_was_skipped = False
@@ -191,21 +164,6 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         setattr(trainer, name, apply.module)
 
 
-def _disable_checkpointing(trainer: Trainer) -> bool:
-    """Disable activation checkpointing, whose hooks torch.func refuses, and return whether fzero's takes over."""
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(trainer.args, name)]
-    is_enabled = any(getattr(trainer.args, name) for name in names)
-    trainer.args = copy.copy(trainer.args)
-    for name in names:
-        setattr(trainer.args, name, False)
-    models = [x for x in vars(trainer).values() if isinstance(x, torch.nn.Module)]
-    for module in {id(m): m for model in models for m in model.modules()}.values():
-        for method in ("activation_checkpointing_disable", "disable_input_require_grads"):
-            if hasattr(type(module), method):
-                getattr(module, method)()
-    return is_enabled
-
-
 def _batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
     """Bring a batch to the device, and its floating-point tensors to the dtype of the parameters."""
     batch = dict(trainer._prepare_inputs(inputs))
@@ -213,13 +171,15 @@ def _batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
     return batch if precision is None else tree.map(lambda x: cast(x, precision), batch)
 
 
-def _loss(trainer: Any, model: Any, batch: dict[str, Any], count: int, items: Any) -> torch.Tensor:
-    """Compute the loss of one of `count` micro-batches, scaled as `Trainer.training_step` scales it."""
-    loss: Any = trainer.compute_loss(model, batch, num_items_in_batch=items)
+def _loss(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Compute the loss of a micro-batch, scaled as `Trainer.training_step` scales it."""
+    inputs = {name: x for name, x in batch.items() if name not in (COUNT, ITEMS)}
+    items = batch[ITEMS]
+    loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if is_scaled is None:
         is_scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
-    return loss if is_scaled else loss / count
+    return loss if is_scaled else loss / batch[COUNT]
 
 
 class _Prediction:
@@ -238,21 +198,41 @@ class _ShardedTrainer(Trainer):
 
     _fzero: _Sharding
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._fzero.micro_batches.clear()  # as Trainer clears gradients of a step that another call left incomplete
+        self._fzero.grads = None
+        return super()._inner_training_loop(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Keep a micro-batch; with the last one, run the step, and return the loss of all."""
-        micro_batches, engine = self._fzero.micro_batches, self._fzero.engine
-        model.train()  # as Trainer does here: an evaluation has left dropout off
-        micro_batches.append(_batch(self, inputs))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+        """Compute a micro-batch's gradients, and with the last one the update; a compiled step runs as a whole then."""
+        state, engine = self._fzero, self._fzero.engine
         optimizer: Any = self.optimizer
+        if self.args.max_grad_norm != state.max_norm:
+            raise ValueError(
+                f"max_grad_norm was {state.max_norm} and is {self.args.max_grad_norm} now: a sharded step has the "
+                "limit that it was made with; leave it unchanged in callbacks"
+            )
+        model.train()  # as Trainer does here: an evaluation has left dropout off
+        counts = {COUNT: self.current_gradient_accumulation_steps, ITEMS: num_items_in_batch}
+        batch, rates = {**_batch(self, inputs), **counts}, engine.groups.rates(optimizer)
         skipped = engine.metrics.get("skipped", 0)
-        batches = list(micro_batches)
-        micro_batches.clear()  # before the step, which may raise an error
-        metrics = engine.train(batches, num_items_in_batch, engine.groups.rates(optimizer))
-        if "skipped" in metrics:
-            optimizer.step_was_skipped = bool(metrics["skipped"] > skipped)
-        return metrics["loss"]
+        if not engine.is_jitted:
+            loss, new = engine.gradients(batch)
+            state.grads = new if state.grads is None else tree.elementwise(torch.add, state.grads, new)
+            if not self.accelerator.sync_gradients:
+                return loss
+            grads, state.grads = state.grads, None
+            engine.finish(grads, rates, loss)
+        else:
+            state.micro_batches.append(batch)
+            if not self.accelerator.sync_gradients:
+                return torch.zeros((), device=self.args.device)
+            batches = list(state.micro_batches)
+            state.micro_batches.clear()  # before the step, which may raise an error
+            loss = engine.train(batches, rates)["loss"]
+        if "skipped" in engine.metrics:
+            optimizer.step_was_skipped = bool(engine.metrics["skipped"] > skipped)
+        return loss
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self._fzero.engine.metrics["norm"]

@@ -14,10 +14,15 @@ MUTANTS = [
         Fault(
             "a trainer's micro-batches are kept for the next step",
             "_ShardedTrainer.training_step",
-            skipped("micro_batches.clear()"),
+            skipped("state.micro_batches.clear()"),
         ),
         Fault("dropout stays off after an evaluation", "_ShardedTrainer.training_step", skipped("model.train()")),
-        Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / count", "loss")),
+        Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / batch[COUNT]", "loss")),
+        Fault(
+            "micro-batches of a step that a callback stopped are used by the next run",
+            "_ShardedTrainer._inner_training_loop",
+            skipped("self._fzero.grads = None"),
+        ),
         Fault("the best model is not loaded", "_ShardedTrainer._load_best_model", skipped("A.load(B)")),
     ),
     *File("plugs/_engine.py", TRAINER).faults(
@@ -42,11 +47,15 @@ MUTANTS = [
             "Strategy.backward",
             becomes("self._grads is None", "True"),
         ),
-        Fault("gradients outlive zero_grad", "Strategy._zero_grad", skipped("self._grads = None")),
+        Fault(
+            "gradients outlive zero_grad",
+            "Strategy._zero_grad",
+            becomes("(None, True)", "(self._grads, True)"),
+        ),
         Fault(
             "a Lightning loss is not divided by the number of batches",
             "Strategy._loss",
-            becomes("loss / count", "loss"),
+            becomes("loss / self._trainer.accumulate_grad_batches", "loss"),
         ),
         Fault(
             "the shards of a removed checkpoint stay",
@@ -84,6 +93,18 @@ MUTANTS = [
     ),
     *File("plugs/_engine.py", LIGHTNING).faults(
         Fault("evaluation is recorded by autograd", "Engine.call", becomes("torch.no_grad()", "torch.enable_grad()")),
+    ),
+    *File("plugs/_stand_ins.py", TRAINER).faults(
+        Fault(
+            "a callback changes weights that are not there",
+            "_StandIn.__torch_function__",
+            becomes("not is_read", "False"),
+        ),
+        Fault(
+            "a callback freezes a parameter that goes on training",
+            "_StandIn.__torch_function__",
+            becomes("wanted != stand_in.requires_grad", "False"),
+        ),
     ),
     *File("plugs/_lightning_settings.py", LIGHTNING).faults(
         Fault(

@@ -1,6 +1,7 @@
 """Functions that a module holds, in attributes and as hooks, refer to the copy of it that `apply` runs."""
 
 import functools
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ class Scaled(nn.Module):
             self.inner.register_forward_pre_hook(lambda m, args: (args[0] * self.scale,))
         if how == "forward":
             self.inner.forward = lambda x: run(x) * self.scale
+        if how == "forward as a method":
+            self.inner.forward = MethodType(lambda inner, x: run(x) * inner.weight.sum(), self.inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         f = self.f[0] if isinstance(self.f, list) else self.f
@@ -46,9 +49,10 @@ def _times(x: torch.Tensor, of: Any) -> torch.Tensor:
 
 
 FUNCTIONS = ["a lambda", "a submodule", "a default", "a default by keyword", "a method", "a function in a function"]
+FORWARDS = ["forward", "forward as a method"]
 
 
-@pytest.mark.parametrize("how", [*FUNCTIONS, "a list", "a partial", "a hook", "a hook before", "forward"])
+@pytest.mark.parametrize("how", [*FUNCTIONS, "a list", "a partial", "a hook", "a hook before", *FORWARDS])
 def test_a_function_that_refers_to_its_module_is_trained_through(how):
     torch.manual_seed(0)
     module, x = Scaled(how), torch.randn(3, 2)

@@ -43,7 +43,11 @@ def make_trainer(
     folder: pathlib.Path, kind: type[Trainer] = Trainer, dropout: float = 0.0, model: Any = None, **options: Any
 ) -> Trainer:
     """Make a Trainer of the tiny Llama; names of `Trainer`'s own arguments go there, others to its arguments."""
-    own = {k: options.pop(k) for k in ("optimizers", "compute_loss_func", "callbacks", "data_collator") if k in options}
+    own = {
+        k: options.pop(k)
+        for k in ("optimizers", "compute_loss_func", "callbacks", "data_collator", "train_dataset")
+        if k in options
+    }
     model = llama(dropout) if model is None else model
     data = {"train_dataset": documents(40), "eval_dataset": documents(6)}
     return kind(model, arguments(folder, **options), **{**data, **own})

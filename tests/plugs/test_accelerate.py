@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AutocastKwargs, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from fzero.plugs import accelerate as plug
 from tests.distributed.launch import world
@@ -108,6 +109,14 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"optimizer: torch\.optim\.rmsprop\.RMSprop owns its parameters"):
         _, other, _, _, _ = make(0.0, 8, 4)
         shard_loop(accelerator, other, torch.optim.RMSprop(other.parameters()))
+    hooks = [
+        (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16), r"comm_hook=\.\.\.\) cannot hold"),
+        (AutocastKwargs(enabled=False), r"AutocastKwargs\(enabled=False\) cannot hold"),
+    ]
+    for handler, message in hooks:
+        accelerator, model, optimizer, _, _ = make(0.0, 8, 4, kwargs_handlers=[handler])
+        with pytest.raises(ValueError, match=message):
+            shard_loop(accelerator, model, optimizer)
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4, dynamo_backend="eager")
     with pytest.raises(ValueError, match=r"dynamo_backend=\.\.\.\) cannot hold"):
         shard_loop(accelerator, model, optimizer)
@@ -118,5 +127,7 @@ def test_refusals(tmp_path):
     accelerator.save_state(str(tmp_path))
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
     shard_loop(accelerator, model, optimizer)
+    with pytest.raises(ValueError, match="has a sharded step already"):
+        shard_loop(accelerator, *make(0.0, 8, 4)[1:3])
     with pytest.raises(ValueError, match=r"load_state: .* has no folder 'fzero'"):
         accelerator.load_state(str(tmp_path))

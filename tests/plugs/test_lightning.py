@@ -396,13 +396,20 @@ def test_other_refusals(tmp_path):
     with pytest.raises(TypeError, match=r"Skips.training_step returned NoneType.*multiplied by 0"):
         make_trainer(tmp_path, plug.Strategy(3)).fit(Skips(), loader(8))
 
+    class KeepsGradients(Regression):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            pass
+
+    with pytest.raises(ValueError, match=r"KeepsGradients.optimizer_zero_grad left out optimizer.zero_grad"):
+        make_trainer(tmp_path, plug.Strategy(3)).fit(KeepsGradients(), loader(8))
+
     class Cycles(Regression):
         def configure_optimizers(self) -> Any:
             opt = torch.optim.AdamW(self.parameters())
             schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20)
             return [opt], [{"scheduler": schedule, "interval": "step"}]
 
-    with pytest.raises(ValueError, match=r"betas of the optimizer's group 0 was .* Pass cycle_momentum=False"):
+    with pytest.raises(ValueError, match=r"betas of the optimizer's group 0 was .* pass cycle_momentum=False"):
         make_trainer(tmp_path, plug.Strategy(3)).fit(Cycles(), loader(8))
 
     saving = ModelCheckpoint(tmp_path, "plain")

@@ -298,7 +298,116 @@ class LooksAtGradients(TrainerCallback):
         pass
 
 
+class ShortStream(torch.utils.data.IterableDataset[Any]):
+    """Three batches of two documents, or four."""
+
+    def __iter__(self) -> Any:
+        return iter(documents(7))
+
+
+@pytest.mark.parametrize("backend", [None, "fx"])
+def test_a_stream_that_ends_within_a_step_leaves_gradients_for_the_next(tmp_path, backend):
+    # Trainer does not know its length: 4 batches by 3, and the fourth one's gradients go into the next epoch's step
+    options: dict[str, Any] = {"train_dataset": ShortStream(), "gradient_accumulation_steps": 3}
+    plain = make_trainer(tmp_path, **options)
+    sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=backend)
+    plain.train()
+    sharded.train()
+    torch.testing.assert_close(logged(sharded, "grad_norm"), logged(plain, "grad_norm"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
+
+
+class StopsWithinStep(TrainerCallback):
+    """Stops at the first micro-batch of the third step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.parametrize("backend", [None, "fx"])
+def test_a_run_after_a_stop_within_a_step_begins_afresh(tmp_path, backend):
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    plain = make_trainer(tmp_path, callbacks=[StopsWithinStep()], **options)
+    sharded = plug.shard_trainer(
+        make_trainer(tmp_path, callbacks=[StopsWithinStep()], **options), stage=3, backend=backend
+    )
+    losses = []
+    for trainer in (plain, sharded):
+        losses.append(trainer.train().training_loss)
+        trainer.pop_callback(StopsWithinStep)
+        trainer.train()
+    if backend is None:  # a compiled step computes the loss with its last micro-batch
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
+
+
+def clamp(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.clamp_(-0.01, 0.01)
+
+
+def scale_buffers(model: Any) -> None:
+    next(model.buffers()).mul_(1.1)
+
+
+BETWEEN_STEPS = {
+    "clamp": (clamp, "clamp_ on 'lm_head.weight': between sharded steps"),
+    "data": (lambda model: model.lm_head.weight.data.mul_(0.5), "mul_ on 'lm_head.weight'"),
+    "average": (lambda model: torch.optim.swa_utils.AveragedModel(model), "clone on 'model.embed_tokens.weight'"),
+    "buffers": (scale_buffers, "mul_ on 'model.rotary_emb.inv_freq'"),
+    "norm": (lambda model: model.lm_head.weight.norm(), "norm on 'lm_head.weight'.*full_model"),
+    "freeze": (lambda model: model.lm_head.requires_grad_(False), "requires_grad of 'lm_head.weight' was changed"),
+    "loss": (lambda model: model(torch.zeros(1, 2, dtype=torch.long)), "embedding on 'model.embed_tokens.weight'"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_STEPS)
+def test_weights_cannot_be_read_or_changed_between_steps(tmp_path, name):
+    act, message = BETWEEN_STEPS[name]
+
+    class Acts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            assert model.num_parameters() > 0 and model.lm_head.weight.requires_grad_().grad is None
+            act(model)
+
+    trainer = make_trainer(tmp_path, callbacks=[Acts()])
+    given = trainer.model
+    sharded = plug.shard_trainer(trainer, stage=3, backend=None)
+    with pytest.raises(RuntimeError, match=message):
+        sharded.train()
+    with pytest.raises(RuntimeError, match=message):
+        act(given)
+
+
+class Autocasts(Trainer):
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        return torch.autocast("cpu", torch.bfloat16)
+
+
+class ChangesLimit(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.max_grad_norm = 0.5
+
+
+def test_a_limit_of_gradients_that_changes_is_refused(tmp_path):
+    sharded = plug.shard_trainer(make_trainer(tmp_path, callbacks=[ChangesLimit()]), stage=3, backend=None)
+    with pytest.raises(ValueError, match=r"max_grad_norm was 1\.0 and is 0\.5 now"):
+        sharded.train()
+
+
 REFUSED = {
+    "bf16_full_eval": (lambda folder: make_trainer(folder, bf16_full_eval=True), "bf16_full_eval=True.*pass bf16=True"),
+    "max_grad_norm": (lambda folder: make_trainer(folder, max_grad_norm=-1.0), "max_grad_norm=-1.0"),
+    "best": (
+        lambda folder: make_trainer(
+            folder,
+            load_best_model_at_end=True,
+            save_only_model=True,
+            **{"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+        ),
+        "save_only_model=True.*load_best_model_at_end",
+    ),
+    "autocast": (lambda folder: make_trainer(folder, Autocasts), "Autocasts overrides autocast_smart_context_manager"),
     "torch_compile": (lambda folder: make_trainer(folder, torch_compile=True), "torch_compile=True"),
     "auto_find_batch_size": (lambda folder: make_trainer(folder, auto_find_batch_size=True), "auto_find_batch_size"),
     "optim": (lambda folder: make_trainer(folder, optim="adafactor"), "optim='adafactor'.*AdamW"),
