@@ -430,7 +430,8 @@ MUTANTS = [
         Fault("donation does not free the memory of a view's base", "donate_memory", never("A._is_view()")),
     ),
     *File("graph/trace/_donation.py", DONATION).faults(
-        Fault("a view of a donated tensor is not refused", "_check_unshared", always("max(A) <= 1")),
+        Fault("a view of a donated tensor is not refused", "_find_shared", never("max(A) > 1")),
+        Fault("memory that a thread releases at once is refused", "_check_unshared", always("time.monotonic() > A")),
         Fault(
             "a captured tensor may share memory with a donated one", "check_separate", dropped("*[A for A in B if C]")
         ),

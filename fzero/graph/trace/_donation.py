@@ -1,5 +1,6 @@
 """Check donated arguments, and match each with a result that may be written into it."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,9 @@ from fzero._torch import count_holders, storage_id
 from fzero.graph.trace._arguments import Arguments, leaf_names_of
 
 __all__ = ["check_separate", "match_results"]
+
+# A thread of gloo holds the tensors of a collective for about a millisecond after its wait has returned.
+_RELEASE_SECONDS = 0.2
 
 
 def check_separate(arguments: Arguments, donated: Sequence[int], captured: Sequence[Any]) -> None:
@@ -69,18 +73,27 @@ def _name_of(arguments: Arguments, number: int) -> str:
 
 def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
     """Check that only the call's tensors and the captured ones refer to the memory of a donated tensor."""
-    references = count_holders([arguments.tensors[i] for i in donated])
-    if max(references) <= 1:
-        return
-    known_references = Counter([storage_id(x) for x in tensors])
-    for i, n in zip(donated, references, strict=True):
-        if n > known_references[storage_id(arguments.tensors[i])]:
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while (i := _find_shared(arguments, tensors, donated)) is not None:
+        if time.monotonic() > deadline:
             raise ValueError(
                 f"{arguments.tensor_names[i]} is donated to fzero.jit and shares its memory with something that is no "
                 "argument: a view or its base, a .detach() or .numpy(), an autograd graph or a leaf beside it, perhaps "
                 "a variable that a loop left over. It would see the new values: delete it (del) or replace it by a "
                 "clone before the call, or jit with donate=()"
             )
+        time.sleep(0.001)
+
+
+def _find_shared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> int | None:
+    """Return the number of the first donated tensor whose memory something else than `tensors` holds, or None."""
+    references = count_holders([arguments.tensors[i] for i in donated])
+    if max(references) > 1:
+        known_references = Counter([storage_id(x) for x in tensors])
+        for i, n in zip(donated, references, strict=True):
+            if n > known_references[storage_id(arguments.tensors[i])]:
+                return i
+    return None
 
 
 def match_results(

@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_memory_that_lives_on_elsewhere_is_not_donated(name):
     assert x.tolist() == [1, 1, 1]
     del held
     assert f(f(x)).tolist() == [3, 3, 3]
+
+
+def test_memory_that_another_thread_releases_at_once_is_donated():
+    """As a thread of gloo does, after the wait for a collective has returned."""
+    f, x = fzero.jit(lambda x: x + 1, donate=0, backend="fx"), torch.ones(3)
+    held = [x.detach()]
+    thread = threading.Timer(0.02, held.clear)
+    thread.start()
+    assert f(x).tolist() == [2, 2, 2] and not held
+    thread.join()
 
 
 HANDED_ON: dict[str, tuple[Callable[[Any, Any], Any], str]] = {  # what becomes of a and b, and what may not be shared
