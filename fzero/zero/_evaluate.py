@@ -63,9 +63,7 @@ def evaluate(
         >>> fzero.data.mean(program(params, batch, rows) for batch, rows in data)
         {'error': 1.2}
     """
-    axes = step.data_axes if axis is None else step.mesh.names(axis)
-    if other := [name for name in axes if name not in step.data_axes]:
-        raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")
+    axes = _example_axes(step, axis)
 
     def totals(*args: Any) -> Any:
         *trees, batch, rows = args
@@ -83,7 +81,9 @@ def evaluate(
 
 
 @api_boundary
-def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
+def predict(
+    step: ShardedStep, f: Callable[..., Any], *, gather: bool = True, axis: AxisName = None
+) -> Callable[..., Any]:
     """Make a program that runs a model on every rank's batch and gathers the outputs.
 
     Call it as `program(params, ..., batch)`. It can be jitted. If the batch was padded, use the first `rows` of the
@@ -93,12 +93,15 @@ def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) ->
         step: the sharded step. The program takes trees in the layout of its parameters.
         f: the model: `f(params, ..., batch)` on a rank's b examples returns a tree of tensors `[b, ...]`.
         gather: whether boxes in the arguments are gathered first; see `fzero.evaluate`.
+        axis: the N ranks along these axes have different examples; by default all axes of the step's batch. Name them
+            if tokens are split over an axis "cp": `f` gathers its outputs by `fzero.parallel.context.all_gather`.
 
     Returns:
         A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
 
     Raises:
-        ValueError: when called, if a result does not have b rows. The message names the result.
+        ValueError: when called, if a result does not have b rows. The message names the result. Also if `axis` names
+            an axis that is not among those of the step's batch.
 
     Example:
         >>> import fzero, torch
@@ -110,14 +113,23 @@ def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) ->
         >>> torch.cat([program(params, batch)[:rows] for batch, rows in data])
         tensor([0., 2., 4., 6., 8.])
     """
+    axes = _example_axes(step, axis)
 
     def gathered_outputs(*args: Any) -> Any:
         *trees, batch = args
         out = f(*_full(trees, gather), batch)
         _examples("predict", f, out)
-        return tree.map(lambda x: all_gather_invariant(x, step.data_axes), out)
+        return tree.map(lambda x: all_gather_invariant(x, axes), out)
 
     return _program(step, f, gathered_outputs)
+
+
+def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
+    """Return the axes over which examples are split."""
+    axes = step.data_axes if axis is None else step.mesh.names(axis)
+    if other := [name for name in axes if name not in step.data_axes]:
+        raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")
+    return axes
 
 
 def _full(args: list[Any], gather: bool) -> list[Any]:

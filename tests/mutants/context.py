@@ -25,6 +25,9 @@ MUTANTS = [
             LAYOUT + ATTENTION,
         ),
     ),
+    *File("parallel/context/_layout.py", LAYOUT + TRAINING).faults(
+        Fault("gathered tokens are in the order of ranks", "all_gather", bare("from_rank_order(A, B, C)")),
+    ),
     *File("parallel/context/_ring_pattern.py", ATTENTION).faults(
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
         Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
@@ -79,6 +82,11 @@ MUTANTS = [
             "an evaluation counts parts as examples",
             "evaluate",
             becomes("axis_index(axes)", "axis_index(step.data_axes)"),
+        ),
+        Fault(
+            "predictions are gathered over the axis of tokens too",
+            "predict.gathered_outputs",
+            becomes("all_gather_invariant(A, axes)", "all_gather_invariant(A, step.data_axes)"),
         ),
     ),
     *File("_torch/attention.py", KERNELS).faults(

@@ -123,7 +123,9 @@ MUTANTS = [
             becomes("A((B, C(D)), E.F)", "A((B, C(D)), E.axis)"),
         ),
         Fault(
-            "predict returns a row for each pipeline stage", "predict.gathered_outputs", becomes("step.A", "step.axis")
+            "predict returns a row for each pipeline stage",
+            "_example_axes",
+            becomes("step.A if B else C", "step.axis if B else C"),
         ),
     ),
     *File("zero/_sharded_step.py", OUTPUTS).faults(

@@ -1,10 +1,10 @@
 """Context parallelism: sequences whose tokens are split over an axis, and attention across its ranks."""
 
 from fzero.parallel.context._attention import attention
-from fzero.parallel.context._layout import positions, shift_labels, split
+from fzero.parallel.context._layout import all_gather, positions, shift_labels, split
 from fzero.parallel.context._models import check_model, install
 
-__all__ = ["attention", "positions", "shift_labels", "split"]
+__all__ = ["all_gather", "attention", "positions", "shift_labels", "split"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = ["check_model", "install"]

@@ -14,11 +14,13 @@ from fzero import tree
 from fzero._arguments import is_int
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName, axis_if_bound, axis_size, bound_axis, index_on
-from fzero.collectives import NO_AXIS
+from fzero.collectives import NO_AXIS, check_dim
+from fzero.collectives import all_gather as all_gather_in_rank_order
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, is_box
 
 __all__ = [
+    "all_gather",
     "from_rank_order",
     "parts_in_rank_order",
     "positions",
@@ -51,7 +53,7 @@ def from_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
 
 
 def _reordered(x: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
-    if len(order) == 2:  # one rank holds both parts in their order
+    if len(order) == 2 or not x.shape[dim]:  # one rank holds both parts in their order
         return x
     parts = x.split(x.shape[dim] // len(order), dim)  # not an index, whose gradient would be summed element by element
     return torch.cat([parts[i] for i in order], dim)
@@ -97,6 +99,43 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
         )
     own = bound_axis(axis) if bound else NO_AXIS
     return positions_of(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
+
+
+@api_boundary
+def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tensor:
+    """Concatenate the tokens of all ranks in the order of their positions: the inverse of `split` along one axis.
+
+    Each rank then holds whole sequences, as `fzero.predict(step, f, axis="dp")` wants them. Padding is part of them.
+
+    Args:
+        x: `[.., t, ..]`: a value for each of this rank's t tokens, such as logits.
+        axis: the axis along which tokens are split. If no axis of this name is bound, this rank holds all tokens.
+        dim: the dimension of tokens.
+
+    Returns:
+        `[.., n t, ..]`, equal on the n ranks of the axis. Its transpose sums, as that of `collectives.all_gather`.
+
+    Raises:
+        ValueError: if `x` has no dimension `dim`, or its size is odd and the axis has several ranks.
+
+    Example:
+        >>> import fzero
+        >>> from fzero.parallel import context
+        >>> mesh = fzero.mesh(dp=1, cp=2)
+        >>> own = context.split(mesh, torch.arange(8).view(1, 8))
+        >>> mesh.spmd(lambda x: context.all_gather(2 * x))(own)
+        tensor([[ 0,  2,  4,  6,  8, 10, 12, 14]])
+    """
+    check_dim("context.all_gather", x, dim)
+    if not axis_if_bound(axis):
+        return x
+    n = axis_size(axis)
+    if n > 1 and x.shape[dim] % 2:
+        raise ValueError(
+            f"x is {list(x.shape)}: expected an even number of tokens in dimension {dim}, since each rank holds two "
+            "equal parts of a sequence"
+        )
+    return from_rank_order(all_gather_in_rank_order(x, axis, dim=dim), n, dim)
 
 
 Dims = int | Mapping[str, int | None]

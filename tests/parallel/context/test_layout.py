@@ -34,6 +34,31 @@ def test_each_rank_holds_the_tokens_of_its_positions(dp, n, half, dim, first):
     assert sorted(positions.flatten().tolist()) == sorted(2 * dp * list(range(length)))
 
 
+@examples(12, 60)
+@given(st.integers(1, 8), st.integers(0, 3), st.sampled_from([1, 2, -1]), st.sampled_from(["vmap", "lockstep"]))
+def test_gathered_tokens_are_those_of_the_whole(n, half, dim, simulate):
+    """On every rank; the gradient of a rank's tokens is the sum over the ranks, as all_gather has it."""
+    mesh = fzero.mesh(cp=n, simulate=simulate)
+    shape = [2, 3, 3]
+    shape[dim] = 2 * n * half
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    own = context.split(mesh, x, dims=dim % 3, batch_axis=())
+    assert torch.equal(mesh.spmd(lambda x: context.all_gather(x, dim=dim))(own), x)
+    grads = mesh.spmd(
+        lambda y: fzero.PerRank(torch.func.grad(lambda y: context.all_gather(y, dim=dim).square().sum())(y))
+    )(own)
+    assert torch.equal(grads.value, 2 * n * own.value)
+
+
+def test_what_cannot_be_gathered_is_refused():
+    mesh = fzero.mesh(cp=2)
+    with pytest.raises(ValueError, match=r"x is \[1, 3\]: expected an even number of tokens in dimension 1"):
+        mesh.spmd(context.all_gather)(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="dim=2"):
+        mesh.spmd(lambda x: context.all_gather(x, dim=2))(torch.zeros(1, 4))
+    assert torch.equal(context.all_gather(torch.ones(1, 3)), torch.ones(1, 3))  # outside any mesh
+
+
 @examples(10, 40)
 @given(st.integers(1, 8), st.integers(1, 3), st.sampled_from([0, 1, -1]))
 def test_orders_are_inverse(n, half, dim):

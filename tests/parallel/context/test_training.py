@@ -106,6 +106,28 @@ def test_an_evaluation_counts_the_tokens_of_all_parts():
         fzero.evaluate(step, sums, axis="tp")
 
 
+@pytest.mark.parametrize("mesh", [fzero.mesh(dp=2, cp=2), fzero.mesh(cp=4, dp=2, simulate="lockstep")], ids=repr)
+@pytest.mark.parametrize("backend", [None, "fx"])
+def test_predictions_are_of_whole_sequences(mesh, backend):
+    """In the order of the batch, with padded tokens at their end."""
+    params, batch = params_of(), batch_of(0, samples=8, length=13)
+    step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh)
+
+    def outputs(params: Any, batch: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, documents: Any) -> Any:
+            return context.attention(q, k, v, causal=True)
+
+        return context.all_gather(logits_of(params, batch, attend))
+
+    program = fzero.predict(step, outputs, axis="dp")
+    program = program if backend is None else fzero.jit(program, backend=backend)
+    found = program(step.init(params, OPT)[0], context.split(mesh, batch, pad=0))
+    torch.testing.assert_close(found[:, :13], outputs(params, batch), rtol=1e-12, atol=1e-12)
+    assert found.shape == (8, 16, 13)
+    with pytest.raises(ValueError, match="'tp' is not an axis"):
+        fzero.predict(step, outputs, axis="tp")
+
+
 def test_a_step_averages_over_the_axis():
     """Else its ranks would keep the gradients of their own tokens."""
     mesh, params = fzero.mesh(dp=1, cp=2), params_of()
