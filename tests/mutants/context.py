@@ -7,6 +7,7 @@ ATTENTION = ("tests/parallel/context/test_attention.py",)
 LAYOUT = ("tests/parallel/context/test_layout.py",)
 TRAINING = ("tests/parallel/context/test_training.py",)
 MODELS = ("tests/parallel/context/test_transformers.py",)
+MEMORY = ("tests/parallel/context/test_memory.py",)
 KERNELS = ("tests/_torch/test_attention.py",)
 
 MUTANTS = [
@@ -42,6 +43,12 @@ MUTANTS = [
             "results of two parts are added without a new scale",
             "_combine",
             bare("A * B.exp().unsqueeze(-1)", at="1 of 2"),
+        ),
+        Fault(
+            "attention keeps two copies of its result",
+            "_Attention.setup_context",
+            becomes("A(*inputs[3:], *output)", "A(*inputs[3:], *[x.sort(-1)[0] for x in output])"),
+            MEMORY,
         ),
         Fault("gradients of keys do not come home", "_attend_grad", becomes("A + B[0]", "A")),
         Fault(
