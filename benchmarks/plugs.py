@@ -1,8 +1,9 @@
-"""Measure transformers' Trainer beside itself: sharded by fzero, by FSDP2 and by DeepSpeed, on two processes.
+"""Measure Trainers beside themselves: sharded by fzero, by FSDP2 and by DeepSpeed, on two processes.
 
 python benchmarks/plugs.py [--write] [--rounds 3] [--systems "fzero 3, fx" FSDP2]
 
-Each system trains one Llama in a torchrun of its own, one after the other, in rounds. A step's time is the median of
+Each system trains one Llama in a torchrun of its own, one after the other, in rounds. The Trainers are
+transformers' and Lightning's. A step's time is the median of
 the steps after the third. The peaks are the CPU allocator's: of those steps, and of the whole life. `--write` keeps
 plugs.md.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ DEEPSPEED = {
 }
 FSDP2 = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
 FSDP2["fsdp_config"] |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": True}
-# a system: options of TrainingArguments, and the backend and stage of fzero
+# a system of transformers: options of TrainingArguments, and the stage and backend of fzero
 SYSTEMS: dict[str, tuple[dict[str, Any], Any]] = {
     "DDP": ({}, None),
     "FSDP2": (FSDP2, None),
@@ -53,12 +55,18 @@ SYSTEMS: dict[str, tuple[dict[str, Any], Any]] = {
     "fzero 3, eager": ({}, (3, None)),
     "fzero 1, inductor": ({}, (1, "inductor")),
 }
+LIGHTNING = ("Lightning, DDP", "Lightning, FSDP2", "Lightning, fzero 3", "Lightning, fzero 1")
 PEERS = ("FSDP2", "DeepSpeed 3")
 NOTE = (
     "A Llama of 8 blocks, 512 wide, has 28 million float32 parameters. transformers' Trainer trains it with AdamW, "
     "clipping and 2 micro-batches of 2 x 128 tokens a rank, on two processes of one thread on gloo. A step's time is "
     "the median of the steps after the third. The peaks are the CPU allocator's. accelerate leaves FSDP2 off where "
     "there is no accelerator, so the benchmark turns it on."
+)
+NOTE_OF_LIGHTNING = (
+    "The same model, optimizer, clipping and batches in Lightning's Trainer. Its FSDPStrategy and DeepSpeedStrategy "
+    "ask for a GPU, so FSDP2 is its ModelParallelStrategy, whose `configure_model` calls `fully_shard` for each block. "
+    "Steps of `fzero.plugs.lightning` are eager, as FSDP2's are."
 )
 GOALS = "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of FSDP2's and of DeepSpeed's."
 
@@ -72,42 +80,28 @@ FLOOR = (
 
 def work(name: str) -> None:
     """Train as one process, and print the numbers on rank 0."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
     from benchmarks.allocator import held_bytes, most_bytes, restart
-    from fzero.plugs import transformers as plug
 
-    class Clock(TrainerCallback):
-        """Notes when each step ends."""
+    def note_step() -> None:
+        ends.append(time.perf_counter())
+        if len(ends) == 4:
+            peaks.append(most_bytes())
+            restart()
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-            if len(ends) == 4:
-                peaks.append(most_bytes())
-                restart()
+    def start() -> None:
+        ends.append(time.perf_counter())
 
     torch.set_num_threads(1)
-    options, sharding = SYSTEMS[name]
-    if "fsdp" in options:
-        turn_on_fsdp()
-    ends, peaks = [time.perf_counter()], []
+    ends: list[float] = []
+    peaks: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
-        arguments: dict[str, Any] = {"use_cpu": True, "max_steps": STEPS, "report_to": [], "disable_tqdm": True}
-        arguments |= {"save_strategy": "no", "logging_strategy": "no", "per_device_train_batch_size": 2}
-        args = TrainingArguments(folder, gradient_accumulation_steps=2, **arguments, **options)
         torch.manual_seed(0)
-        sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-        sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": VOCAB}
         tokens = torch.randint(0, VOCAB, (64 * 4, LENGTH), generator=torch.Generator().manual_seed(0))
         data = [{"input_ids": x, "labels": x} for x in tokens]
         before = held_bytes()
         restart()
-        trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=data, callbacks=[Clock()])
-        if sharding is not None:
-            stage, backend = sharding
-            trainer = plug.shard_trainer(trainer, stage=stage, backend=backend)
-        ends[0] = time.perf_counter()
-        trainer.train()
+        train = train_by_lightning if name in LIGHTNING else train_by_transformers
+        train(name, folder, data, start, note_step)
     peak = most_bytes() - before
     steps = [b - a for a, b in itertools.pairwise(ends)]
     numbers = {"first": steps[0], "step": statistics.median(steps[3:]), "peak": peak}
@@ -116,6 +110,101 @@ def work(name: str) -> None:
         print("RESULT", json.dumps(numbers))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def make_llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCAB, use_cache=False)  # pyright: ignore
+    )
+
+
+def train_by_transformers(
+    name: str, folder: str, data: list[Any], start: Callable[[], None], note_step: Callable[[], None]
+) -> None:
+    """Train with transformers' Trainer; `note_step` is called after each step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fzero.plugs import transformers as plug
+
+    class Clock(TrainerCallback):
+        """Notes when each step ends."""
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            note_step()
+
+    options, sharding = SYSTEMS[name]
+    if "fsdp" in options:
+        turn_on_fsdp()
+    arguments: dict[str, Any] = {"use_cpu": True, "max_steps": STEPS, "report_to": [], "disable_tqdm": True}
+    arguments |= {"save_strategy": "no", "logging_strategy": "no", "per_device_train_batch_size": 2}
+    args = TrainingArguments(folder, gradient_accumulation_steps=2, **arguments, **options)
+    trainer = Trainer(make_llama(), args, train_dataset=data, callbacks=[Clock()])
+    if sharding is not None:
+        stage, backend = sharding
+        trainer = plug.shard_trainer(trainer, stage=stage, backend=backend)
+    start()
+    trainer.train()
+
+
+def train_by_lightning(
+    name: str, folder: str, data: list[Any], start: Callable[[], None], note_step: Callable[[], None]
+) -> None:
+    """Train with Lightning's Trainer; `note_step` is called after each step."""
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from fzero.plugs.lightning import Strategy
+
+    class Module(lightning.LightningModule):
+        """The Llama, with FSDP2's calls where the strategy has a mesh."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = make_llama()
+
+        def configure_model(self) -> None:
+            if name == "Lightning, FSDP2" and not self.model_is_sharded:
+                mesh: Any = self.device_mesh
+                for block in self.model.model.layers:
+                    fully_shard(block, mesh=mesh["data_parallel"])
+                fully_shard(self.model, mesh=mesh["data_parallel"])
+                self.model_is_sharded = True
+
+        model_is_sharded = False
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=5e-5)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2:
+                note_step()
+
+        def on_train_start(self) -> None:
+            start()
+
+    strategies = {
+        "Lightning, DDP": lambda: DDPStrategy(process_group_backend="gloo"),
+        "Lightning, FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "Lightning, fzero 3": lambda: Strategy(stage=3),
+        "Lightning, fzero 1": lambda: Strategy(stage=1),
+    }
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options |= {"accelerator": "cpu", "devices": 2, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = lightning.Trainer(
+        strategy=strategies[name](),
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        **options,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))  # pyright: ignore
 
 
 def turn_on_fsdp() -> None:
@@ -148,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep benchmarks/plugs.md")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, *LIGHTNING])
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -159,24 +248,30 @@ def main() -> None:
             if not any(isinstance(x, str) for x in found[name]):
                 found[name].append(run(name))
                 print(name, found[name][-1], file=sys.stderr, flush=True)
-    head = ["system", "peak of steps, MB", "peak of the whole life, MB", "s a step", "first step, s"]
-    head += [f"{what} / {peer}" for peer in PEERS for what in ("peak", "step")]
-    parts = [NOTE, GOALS, FLOOR, table(head, [row_of(name, found) for name in args.systems])]
+    parts = [NOTE, GOALS, FLOOR, table_of(args.systems, found, PEERS)]
+    parts += ["## Lightning", NOTE_OF_LIGHTNING, table_of(args.systems, found, LIGHTNING[1:2])]
     publish(__file__, "python benchmarks/plugs.py --write", parts, args.write)
 
 
-def row_of(name: str, found: dict[str, list[Any]]) -> list[str]:
+def table_of(systems: Sequence[str], found: dict[str, list[Any]], peers: Sequence[str]) -> str:
+    """Make the table of one Trainer's systems, beside its peers."""
+    head = ["system", "peak of steps, MB", "peak of the whole life, MB", "s a step", "first step, s"]
+    head += [f"{what} / {peer}" for peer in peers for what in ("peak", "step")]
+    return table(head, [row_of(name, found, peers) for name in systems if (name in LIGHTNING) == (peers != PEERS)])
+
+
+def row_of(name: str, found: dict[str, list[Any]], peers: Sequence[str]) -> list[str]:
     """Make a row of medians; a system that failed says why."""
     failed = [x for x in found[name] if isinstance(x, str)]
     if failed:
-        return [name, failed[0], *[""] * (3 + 2 * len(PEERS))]
+        return [name, failed[0], *[""] * (3 + 2 * len(peers))]
 
     def median(system: str, key: str) -> float:
         return statistics.median([x[key] for x in found[system]])
 
     row = [name, *[f"{median(name, key) / 1e6:.0f}" for key in ("peak", "whole")]]
     row += [quartiles([x[key] for x in found[name]]) for key in ("step", "first")]
-    for peer in PEERS:
+    for peer in peers:
         is_known = bool(found.get(peer)) and not any(isinstance(x, str) for x in found[peer])
         row += [f"{median(name, key) / median(peer, key):.2f}" if is_known else "" for key in ("peak", "step")]
     return row
