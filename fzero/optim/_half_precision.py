@@ -29,6 +29,7 @@ __all__ = [
     "MasterState",
     "all_finite",
     "check_dtypes",
+    "convert_masters",
     "difference",
     "dynamic_loss_scale",
     "loss_scale",
@@ -42,7 +43,8 @@ __all__ = [
 class MasterState(NamedTuple):
     """The master weights, a tree like the parameters, and the state of the optimizer.
 
-    A parameter that is itself in full precision has no second copy: its entry in `master` is None.
+    A parameter that is itself in full precision has no second copy: its entry in `master` is None. With
+    `Precision(shard=)` these are all parameters that are sharded between steps.
     """
 
     master: Params
@@ -87,23 +89,17 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     master = precision.master
 
-    def distinct_masters(masters: Params, like: Params) -> Params:
-        """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
-        entries, structure = tree.flatten(masters, is_box)
-        dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
-        narrow = [None if dtype in (None, master) else x for x, dtype in zip(entries, dtypes, strict=True)]
-        return tree.unflatten(structure, narrow)
-
     def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(distinct_masters(masters, precision.dtype_tree(params)), opt.init(masters))
+        return MasterState(_distinct_masters(masters, precision.dtype_tree(params)), opt.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
         like = precision.dtype_tree(params)
         check_dtypes(params, grads, like, precision, "master_weights")
+        _check_masters(params, state.master, precision)
         masters = master_params(params, state)
         updates, inner = opt.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
@@ -111,9 +107,19 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             return u if p.dtype == master else _to_rounded(p, m)
 
-        return tree.map(update_of, params, updates, new), MasterState(distinct_masters(new, like), inner)
+        return tree.map(update_of, params, updates, new), MasterState(_distinct_masters(new, like), inner)
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)
+
+
+def _distinct_masters(masters: Params, like: Params) -> Params:
+    """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
+    entries, structure = tree.flatten(masters, is_box)
+    expected = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
+    is_narrow = [to is not None and to != _dtype(x) for x, to in zip(entries, expected, strict=True)]
+    narrow_units = {x.spec_id for x, narrow in zip(entries, is_narrow, strict=True) if isinstance(x, Shard) and narrow}
+    kept = [x.spec_id in narrow_units if isinstance(x, Slot) else n for x, n in zip(entries, is_narrow, strict=True)]
+    return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, kept, strict=True)])
 
 
 def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
@@ -162,6 +168,41 @@ def master_params(params: Params, opt_state: OptState) -> Params:
     return tree.unflatten(structure, [p if m is None else m for p, m in zip(param_entries, entries, strict=True)])
 
 
+def convert_masters(params: Params, opt_state: OptState, precision: Precision) -> tuple[Params, OptState]:
+    """Return parameters and state with master weights where a policy keeps them: in the state, or as the shards.
+
+    So a checkpoint that was saved without `Precision(shard=)` goes on with it, and the reverse. Load it into what
+    `step.init` makes by the policy of the checkpoint, and convert that.
+
+    Args:
+        params: the parameters between steps, at stage 3 or unsharded.
+        opt_state: a `MasterState`, or a state that holds one.
+        precision: the new policy; only `shard` may differ from the old one.
+
+    Raises:
+        ValueError: if `opt_state` holds no `MasterState`, or the trees differ in structure.
+
+    Example:
+        >>> import fzero
+        >>> from fzero import optim
+        >>> precision = Precision(param=torch.bfloat16)
+        >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+        >>> state = step.init({"w": torch.full((4,), 1 / 3)}, master_weights(optim.sgd(0.1), precision))
+        >>> params, opt_state = convert_masters(*state, Precision(param=torch.bfloat16, shard=torch.float32))
+        >>> step.gather(params), opt_state.master
+        ({'w': tensor([0.3333, 0.3333, 0.3333, 0.3333])}, {'w': None})
+    """
+    masters = master_params(params, opt_state)
+    new = precision.cast(masters)
+    state = MasterState(_distinct_masters(masters, new), find_state(opt_state, MasterState).inner)
+    entries, structure = tree.flatten(opt_state, _is_master_state)
+    return new, tree.unflatten(structure, [state if isinstance(x, MasterState) else x for x in entries])
+
+
+def _is_master_state(x: object) -> bool:
+    return isinstance(x, MasterState)
+
+
 def _check_params(params: Params, precision: Precision) -> None:
     narrow = []
     for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
@@ -179,6 +220,24 @@ def _check_params(params: Params, precision: Precision) -> None:
             f"masters in {precision.master} start from rounded values: if you have the parameters before the cast, "
             "pass those to step.init"
         )
+
+
+def _check_masters(params: Params, masters: Params, precision: Precision) -> None:
+    """Check that the state has masters of the parameters that are in half precision, and of no others.
+
+    Raises:
+        ValueError: if not, as with a state that was made for `Precision(shard=)`, or without it. The message names the
+            leaf.
+    """
+    paths, entries, _ = tree.flatten_with_paths(params, is_box)
+    for path, p, m in zip(paths, entries, tree.flatten(masters, is_box)[0], strict=True):
+        dtype = _dtype(p)
+        if dtype is not None and not isinstance(p, Slot) and (m is None) != (dtype == precision.master):
+            has = "no master weights" if m is None else "master weights, too,"
+            raise ValueError(
+                f"master_weights: params leaf {path!r} is {dtype}, and the state has {has} of it: it was made with "
+                "another precision.shard; see docs/training.md#master-weights-as-shards"
+            )
 
 
 def _dtype(x: object) -> torch.dtype | None:

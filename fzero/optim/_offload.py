@@ -76,8 +76,9 @@ def offload(
         TypeError: if `ratio` is neither a number nor a rule.
         ValueError: if `ratio` is not from 0 to 1, or `update` is not "host" or "device". If `delay` is neither 0 nor
             1, or is 1 with `update="device"`. If `update="host"` and `opt` reads more than one element of a leaf. If
-            `opt` is a loss scale, which goes around `offload`. In `step.init`, if `params` is true below stage 3. On
-            use, if the state was split at another ratio, or made for gradients of another dtype.
+            `opt` is a loss scale, which goes around `offload`, or its precision has `shard=`. In
+            `step.init`, if `params` is true below stage 3. On use, if the state was split at another ratio, or made for
+            gradients of another dtype.
 
     Example:
         >>> import fzero
@@ -96,6 +97,11 @@ def offload(
     check_choice("update", update, UPDATE_SPACES)
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
+    if optimizer.precision is not None and optimizer.precision.shard not in (None, optimizer.precision.param):
+        raise ValueError(
+            f"offload: Precision(shard={optimizer.precision.shard}) keeps the master weights among the parameters, on "
+            "the device: leave shard= out, and the host holds its share of the masters"
+        )
     if update == "host" and optimizer.elementwise is False:
         raise ValueError(
             f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "

@@ -49,14 +49,18 @@ class Precision:
         full: a rule `(path, leaf) -> bool` for leaves that always have the dtype `master`, such as norms and routers:
             `lambda path, leaf: "norm" in path`. They have no second copy. A block with leaves of both kinds is two
             units.
+        shard: the dtype of parameters that are sharded between steps, as at stage 3; by default `param`. With the dtype
+            `master`, a rank's shards are the master weights, and gathers cast them to `param`, as FSDP2 does. So there
+            are no shards in half precision beside them. Numbers are equal to the last bit. Other stages keep full
+            parameters in `param`, with masters in the optimizer state.
         gather: a codec, such as `fzero.codecs.int8()`, by which the parameters are rounded wherever the loss uses
             them, at every stage; at stage 3 they are sent so. Gradients pass the rounding unchanged. Leaves of `full`
             are not rounded if the parameters have another dtype.
 
     Raises:
         TypeError: if a dtype is not a floating-point dtype, or a codec is none.
-        ValueError: if master weights would be in half precision, or narrower than the parameters, or `gather` rounds
-            at random.
+        ValueError: if master weights would be in half precision, or narrower than the parameters; if `shard` is neither
+            `param` nor `master`; or if `gather` rounds at random.
 
     Example:
         >>> precision = Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" in path)
@@ -70,11 +74,13 @@ class Precision:
     master: torch.dtype = torch.float32
     grad: torch.dtype | None = None
     full: Callable[[str, torch.Tensor], bool] | None = None
+    shard: torch.dtype | None = None
     gather: Codec | None = None
 
     def __post_init__(self) -> None:
         """Check the dtypes and the codecs."""
-        dtypes = {"param": self.param, "reduce": self.reduce_dtype, "master": self.master, "grad": self.grad}
+        dtypes = {"param": self.param, "reduce": self.reduce_dtype, "master": self.master}
+        dtypes |= {"grad": self.grad, "shard": self.shard}
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 codec = ", or a codec, such as fzero.codecs.int4()" if name == "reduce" else ""
@@ -95,6 +101,11 @@ class Precision:
             raise ValueError(
                 f"param={self.param} is wider than master={self.master}: give master={self.param}, or a narrower param="
             )
+        if self.shard not in (None, self.param, self.master):
+            raise ValueError(
+                f"shard={self.shard}: expected param={self.param}, for master weights in the optimizer state, or "
+                f"master={self.master}, for shards that are the master weights"
+            )
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -108,7 +119,7 @@ class Precision:
         return self.master if self.full is not None and self.full(path, leaf) else self.param
 
     def cast(self, params: Tree) -> Tree:
-        """Cast a tree of parameters to the policy's dtypes; a sharded unit gets the dtype in its spec.
+        """Cast a tree of parameters to the policy's dtypes; a sharded unit gets the dtype in its spec, or `shard`.
 
         `step.init(params, optim.master_weights(opt, precision))` casts the parameters after it made the master weights.
         If the cast came first, the masters would start from rounded values.
@@ -121,13 +132,42 @@ class Precision:
         empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                empty = torch.empty(0, dtype=traced_spec(x.spec_id).dtype, device="meta")
+                empty = torch.empty(0, dtype=self._dtype_of_shard(x), device="meta")
                 entries[i] = box_of(x.spec_id, [empty] * len(x.pieces))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in empty_leaves:
                     empty_leaves[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
                 entries[i] = empty_leaves[id(x)]
         return tree.unflatten(structure, entries)
+
+    def to_param(self, params: Tree) -> Tree:
+        """Cast shards that are master weights to `param`, for a forward pass outside `fzero.value_and_grad`.
+
+        Example:
+            >>> import fzero
+            >>> precision = Precision(param=torch.bfloat16, shard=torch.float32)
+            >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+            >>> params, _ = step.init({"w": torch.ones(4)}, fzero.optim.master_weights(fzero.optim.sgd(0.1), precision))
+            >>> step.gather(params), step.gather(precision.to_param(params))
+            ({'w': tensor([1., 1., 1., 1.])}, {'w': tensor([1., 1., 1., 1.], dtype=torch.bfloat16)})
+        """
+
+        def narrow(x: Any) -> Any:
+            dtype = traced_spec(x.spec_id).dtype if isinstance(x, Shard) else None
+            is_master = dtype == self.param and x.dtype == self.shard
+            return tree.map(lambda data: data.to(dtype), x) if is_master else x
+
+        entries, structure = tree.flatten(params, is_box)
+        return tree.unflatten(structure, [narrow(x) for x in entries])
+
+    def _dtype_of_shard(self, x: Shard) -> torch.dtype:
+        """Return the dtype of a shard: that of its unit, or `shard` if it is sharded between steps and has this dtype.
+
+        A shard of stage 1 or 2 is part of full leaves, its origin. When the masters are made, it has their dtype, too.
+        """
+        spec = traced_spec(x.spec_id)
+        is_master = self.shard is not None and spec.dtype == self.param and x.dtype == self.shard
+        return x.dtype if is_master and spec.axes and x.origin is None else spec.dtype
 
     def gradients(self, dtype: torch.dtype) -> GradientDtypes:
         """Return the dtypes in which gradients of parameters of this dtype are summed, over ranks and micro-batches.
@@ -155,12 +195,14 @@ class Precision:
                 leaf = torch.empty(shape, dtype=traced_spec(x.spec_id).dtype, device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
-            dtype = x.dtype if isinstance(x, Shard) else leaf.dtype
             if key not in expected:
                 expected[key] = self.dtype_of(path, leaf)
-            if not dtype == leaf.dtype == expected[key]:
+            dtype, of_policy = leaf.dtype, expected[key]
+            if isinstance(x, Shard) and dtype == of_policy:
+                dtype, of_policy = x.dtype, self._dtype_of_shard(x)
+            if dtype != of_policy:
                 raise TypeError(
-                    f"{name}: leaf {path!r} is {dtype}, and precision= says {expected[key]}: start with "
+                    f"{name}: leaf {path!r} is {dtype}, and precision= says {of_policy}: start with "
                     "params, opt_state = step.init(params, optim.master_weights(opt, precision)); unsharded, params = "
                     "precision.cast(params) after opt.init(params)"
                 )

@@ -11,6 +11,7 @@ from fzero._dtypes import sum_dtype
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import AxisName, axis_index
 from fzero.collectives import all_gather_invariant, psum
+from fzero.optim import Precision
 from fzero.parallel.pipeline import Pipeline
 from fzero.transforms import gather as gather_boxes
 from fzero.zero._checks import as_value
@@ -27,6 +28,7 @@ def evaluate(
     weighted: bool = False,
     gather: bool = True,
     axis: AxisName = None,
+    precision: Precision | None = None,
 ) -> Callable[..., Any]:
     """Make a program that evaluates a model on a batch over all ranks of a step.
 
@@ -44,6 +46,8 @@ def evaluate(
             remat do.
         axis: the axes over which examples are split; by default all axes of the step's batch. Name them if ranks share
             examples, as along an axis of tokens (`fzero.parallel.context`): sums are over all ranks.
+        precision: the policy of `fzero.value_and_grad`, if it has `shard=`. The model then gets parameters in the
+            dtype in which it was trained, and not the master weights.
 
     Returns:
         A program that returns `(sums, weight)`: the tree with 0-d sums over the first `rows` examples of the global
@@ -67,7 +71,7 @@ def evaluate(
 
     def totals(*args: Any) -> Any:
         *trees, batch, rows = args
-        out = f(*_full(trees, gather), batch)
+        out = f(*_full(trees, gather, precision), batch)
         values, weights = out if weighted else (out, None)
         b = _examples("evaluate", f, values if weights is None else (values, weights))
         device = tree.tensors(values)[0].device  # the rows are counted on the host
@@ -82,7 +86,12 @@ def evaluate(
 
 @api_boundary
 def predict(
-    step: ShardedStep, f: Callable[..., Any], *, gather: bool = True, axis: AxisName = None
+    step: ShardedStep,
+    f: Callable[..., Any],
+    *,
+    gather: bool = True,
+    axis: AxisName = None,
+    precision: Precision | None = None,
 ) -> Callable[..., Any]:
     """Make a program that runs a model on every rank's batch and gathers the outputs.
 
@@ -95,6 +104,7 @@ def predict(
         gather: whether boxes in the arguments are gathered first; see `fzero.evaluate`.
         axis: the N ranks along these axes have different examples; by default all axes of the step's batch. Name them
             if tokens are split over an axis "cp": `f` gathers its outputs by `fzero.parallel.context.all_gather`.
+        precision: the policy, if it has `shard=`; see `fzero.evaluate`.
 
     Returns:
         A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
@@ -117,7 +127,7 @@ def predict(
 
     def gathered_outputs(*args: Any) -> Any:
         *trees, batch = args
-        out = f(*_full(trees, gather), batch)
+        out = f(*_full(trees, gather, precision), batch)
         _examples("predict", f, out)
         return tree.map(lambda x: all_gather_invariant(x, axes), out)
 
@@ -132,8 +142,9 @@ def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
     return axes
 
 
-def _full(args: list[Any], gather: bool) -> list[Any]:
+def _full(args: list[Any], gather: bool, precision: Precision | None) -> list[Any]:
     args = tree.map(as_value, args)
+    args = args if precision is None else precision.to_param(args)
     return gather_boxes(args) if gather else args
 
 

@@ -22,6 +22,7 @@ WRAPPERS, OPTIM_LAWS = ("tests/optim/test_wrappers.py",), ("tests/optim/test_opt
 FULL_LEAVES = ("tests/optim/test_full_leaves.py",)
 AXES = ("tests/zero/test_axes.py",)
 HALF = ("tests/test_precision.py",)
+SHARD_MASTERS = ("tests/test_masters_as_shards.py",)
 STEP = ("tests/axes/test_lockstep.py",)
 RANDOM = ("tests/random/test_random.py",)
 REMAT = ("tests/transforms/test_remat.py",)

@@ -1,7 +1,7 @@
 """Faults in fzero/optim."""
 
-from tests.mutants.changes import always, bare, becomes, constant, never, returns, skipped, swapped
-from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, WRAPPERS, Fault, File
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
+from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, SHARD_MASTERS, WRAPPERS, Fault, File
 
 EIGHT_BIT, ROUNDING = ("tests/optim/test_eight_bit.py",), ("tests/optim/test_stochastic_rounding.py",)
 SIXTEEN_BIT = ("tests/optim/test_sixteen_bit.py",)
@@ -170,6 +170,20 @@ MUTANTS = [
         ),
         Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),
         Fault("padding counts as a row", "_leaf_ranges", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
+    ),
+    *File("optim/_precision.py", SHARD_MASTERS).faults(
+        Fault("a shard of full leaves counts as a master", "Precision._dtype_of_shard", dropped("x.origin is None")),
+        Fault("a shard over no axis counts as a master", "Precision._dtype_of_shard", dropped("spec.axes")),
+        Fault("programs run on master weights", "Precision.to_param", never("is_master")),
+        Fault("init rounds the shards that are masters", "Precision._dtype_of_shard", never("is_master and A and B")),
+    ),
+    *File("optim/_half_precision.py", SHARD_MASTERS).faults(
+        Fault("a state without masters trains half-precision shards", "_check_masters", never("A and B and C")),
+        Fault(
+            "converted states keep old masters",
+            "convert_masters",
+            becomes("_distinct_masters(masters, new)", "masters"),
+        ),
     ),
     *File("optim/_half_precision.py", HALF).faults(
         Fault(
