@@ -23,14 +23,14 @@ from benchmarks.peers.row import Row
 from benchmarks.peers.systems import Setup
 
 
-def measured(of: Any, key: str, name: str, mesh: fzero.ranks.Mesh) -> tuple[Row, Runner]:
+def measured(of: Any, key: str, name: str, mesh: fzero.ranks.Mesh, peaks: int) -> tuple[Row, Runner]:
     """Build a system and measure its memory; its row's `state` is what it holds between steps."""
     system, config = of.SYSTEMS[key], of.CONFIGS[name]
     row = Row(system.name, system.stage, system.variant, name, 1, mesh.size, state=0)
     settle()
     before = held_bytes()
     setup: Any = Setup(config, 1, mesh)  # pyright's Config is the other benchmark's; both make batches
-    runner = alone(system, row, setup)
+    runner = alone(system, row, setup, peaks)
     settle()
     row.state = int(over_ranks(held_bytes() - before))
     if mesh.rank == 0:
@@ -45,13 +45,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", default="state")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peaks", type=int, default=5, help="of so many steps, the least counts")
     parser.add_argument("--systems", nargs="+", default=[""])
     args = parser.parse_args()
     torch.set_num_threads(1)
     mesh = fzero.mesh(simulate=False, dp=-1)
     of = importlib.import_module(args.module)
     keys = [key for key in of.SYSTEMS if key.startswith(tuple(args.systems))]
-    found = {key: measured(of, key, args.config, mesh) for key in keys}
+    found = {key: measured(of, key, args.config, mesh, args.peaks) for key in keys}
     rows = {key: row for key, (row, _) in found.items()}
     together({key: runner for key, (_, runner) in found.items()}, rows, args.rounds, steps=1)
     if mesh.rank == 0:

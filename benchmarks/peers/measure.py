@@ -77,8 +77,8 @@ def over_ranks(value: float) -> float:
     return x.item()
 
 
-def alone(system: System, row: Row, setup: Setup) -> Runner:
-    """Build a system, and measure what does not need the others."""
+def alone(system: System, row: Row, setup: Setup, measured: int = MEASURED) -> Runner:
+    """Build a system, and measure what does not need the others; the peak is the least of so many steps'."""
     batches = setup.config.batches(setup.micro_batches, setup.mesh.rank, BATCHES)
     settle()
     before, start = held_bytes(), time.perf_counter()
@@ -90,7 +90,7 @@ def alone(system: System, row: Row, setup: Setup) -> Runner:
     row.losses += [mean(runner()) for _ in range(WARM)]
     row.life = int(over_ranks(most_bytes() - before))
     peaks = []
-    for _ in range(MEASURED):
+    for _ in range(measured):
         settle()
         restart()
         loss = runner()
@@ -130,12 +130,15 @@ def together(runners: dict[str, Runner], rows: dict[str, Row], rounds: int, step
         start = i * max(1, len(keys) // (rounds + 1)) % len(keys)
         for key in keys[start:] + keys[:start]:
             dist.barrier()
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 runners[key]()
+            used = torch.tensor(time.process_time() - used, dtype=torch.float64)
             dist.barrier()
             if i:  # the first round warms up
                 rows[key].seconds.append(over_ranks(time.perf_counter() - begun) / steps)
+                dist.all_reduce(used)
+                rows[key].processor.append(used.item() / steps)
 
 
 def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.ranks.Mesh, rounds: int) -> list[Row]:

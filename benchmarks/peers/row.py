@@ -24,6 +24,7 @@ class Row:
     sent: int = 0
     collectives: int = 0
     seconds: list[float] = field(default_factory=list)  # a step's, one a round
+    processor: list[float] = field(default_factory=list)  # of all ranks together, one a round
     losses: list[float] = field(default_factory=list)
 
     @property
