@@ -28,7 +28,7 @@ from fzero.nn._copy import (
 from fzero.nn._lazy_logits import check_head, install_lazy_logits
 from fzero.nn._products import ProductsLike, install_products, products_of
 from fzero.nn._remat_blocks import boxes_to_blocks, remat_blocks
-from fzero.parallel.context import check_model
+from fzero.parallel.context import check_model, check_tokens
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
@@ -277,6 +277,8 @@ def functional(
     buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
     copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
+    if context_axis is not None:
+        check_tokens(copy_module(copied, _shared(copied)), context_axis.name)
     policy = products_of(products)
     linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
@@ -446,9 +448,13 @@ class Apply:
             return self.module
         rank, copies = tuple([axis.rank for axis in bound_axes()]), self._cache.copies
         if rank not in copies:
-            shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # nothing writes to these
-            copies[rank] = copy_module(self.module, shared)
+            copies[rank] = copy_module(self.module, _shared(self.module))
         return copies[rank]
+
+
+def _shared(module: torch.nn.Module) -> dict[int, Any]:
+    """List a module's tensors, which nothing writes to, so that its copy shares them."""
+    return {id(x): x for x in [*module.parameters(), *module.buffers()]}
 
 
 class _Method(torch.nn.Module):

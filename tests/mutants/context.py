@@ -84,6 +84,15 @@ MUTANTS = [
         Fault("rotary angles may follow from one rank's tokens", "check_model", never("(found := A)")),
         Fault("a softcap is ignored", "_check_call", never("(other := A)")),
     ),
+    *File("parallel/context/_models.py", MODELS).faults(
+        Fault("documents that do not reach attention are ignored", "_check_call", never("A is MISSING and B")),
+    ),
+    *File("parallel/context/_token_check.py", MODELS).faults(
+        Fault(
+            "a model's operations along tokens are not looked for", "_AlongTokens.__torch_dispatch__", never("any(A)")
+        ),
+        Fault("the probe attends", "_own_value", becomes("value.repeat_interleave(A, 1)", "(query @ key.mT) @ value")),
+    ),
     *File("zero/_evaluate.py", TRAINING).faults(
         Fault(
             "an evaluation counts parts as examples",

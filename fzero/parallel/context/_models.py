@@ -1,6 +1,7 @@
 """Check and prepare a transformers model for split sequences."""
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -23,6 +24,16 @@ ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassif
 CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
 MISSING: Any = object()
+
+
+class _Calls(threading.local):
+    """The models that this thread runs, innermost last: whether each was given documents."""
+
+    def __init__(self) -> None:
+        self.have_documents: list[bool] = []
+
+
+_CALLS = _Calls()
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,11 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
             kwargs["position_ids"] = positions(tokens.shape[1], context.axis, device=tokens.device).unsqueeze(0)
         if "use_cache" in signature.parameters:
             kwargs["use_cache"] = False
-        return run(*args, documents=documents, **kwargs)
+        _CALLS.have_documents.append(documents is not None)
+        try:
+            return run(*args, documents=documents, **kwargs)
+        finally:
+            _CALLS.have_documents.pop()
 
     return forward
 
@@ -164,7 +179,7 @@ def _attend(
         value,
         causal=bool(causal),
         window=_window(name, module, sliding_window, causal),
-        documents=documents,
+        documents=None if documents is MISSING else documents,
         scale=scaling,
         dropout=dropout,
         key=random_key,
@@ -175,7 +190,7 @@ def _attend(
 
 def _check_call(name: str, documents: Any, attention_mask: Any, kwargs: Mapping[str, Any]) -> None:
     """Check what a model hands on to its attention."""
-    if documents is MISSING:
+    if documents is MISSING and any(_CALLS.have_documents[-1:]):  # remat's second call comes after the model's own
         raise ValueError(f"{name} does not hand keyword arguments on to its attention, so documents do not reach it")
     if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
         raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")

@@ -207,6 +207,89 @@ def test_attention_that_is_more_than_attention_is_refused(name, config, sizes, m
         apply(params, buffers, input_ids=batch_of(0)["tokens"])
 
 
+class Shifted(torch.nn.Module):
+    """A layer that mixes something of other tokens into each."""
+
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x)
+
+
+MIXES: dict[str, tuple[str, Any]] = {
+    "a shift by F.pad": ("slice|constant_pad_nd", lambda x: F.pad(x, [0, 0, 1, -1])),
+    "a shift by slices": ("slice", lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)),
+    "roll": ("roll", lambda x: x.roll(1, 1)),
+    "a sum of earlier tokens": ("cumsum", lambda x: x.cumsum(1)),
+    "a mean of tokens": ("mean", lambda x: x.mean(1, keepdim=True)),
+    "one token": ("select", lambda x: x[:, 0].unsqueeze(1)),
+    "softmax": ("_softmax", lambda x: x.softmax(-2)),
+    "attention of its own": ("bmm", lambda x: (x @ x.mT) @ x),
+    "a convolution": ("convolution", lambda x: F.conv1d(x.mT, x.new_ones(32, 1, 3), padding=1, groups=32).mT),
+    "an index": ("flip|index", lambda x: x[:, torch.arange(x.shape[1], device=x.device).flip(0)]),
+    "a Fourier transform": ("_fft", lambda x: torch.fft.fft(x, dim=1).real),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_model_that_looks_across_tokens_is_refused_by_its_line(mix):
+    operation, f = MIXES[mix]
+    model = model_of("LlamaForCausalLM")
+    model.model.layers[1].mlp = Shifted(f)
+    message = rf"LlamaForCausalLM: ({operation}).* of a tensor .* along its 53 tokens, at .*test_transformers\.py:\d+"
+    with pytest.raises(ValueError, match=message):
+        fzero.nn.functional(model, context="cp")
+
+
+def test_operations_on_single_tokens_are_not_refused():
+    """Also where a size is 1 or a factor of others: a slice, sum or norm of a token's own elements."""
+    model = model_of("LlamaForCausalLM")
+    own = Shifted(lambda x: F.conv1d(x.mT, x.new_ones(32, 1, 1), groups=32).mT.softmax(-1)[..., :1] + x.roll(1, -1))
+    model.model.layers[1].mlp = own
+    fzero.nn.functional(model, context="cp")
+
+
+def test_a_model_that_hands_on_no_documents_trains_without_them():
+    model = model_of("StableLmForCausalLM", "StableLmConfig", **GROUPED)
+    plain, params, buffers = fzero.nn.functional(model)
+    apply = fzero.nn.functional(model, context="cp", remat=True).apply
+    mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]
+
+    def grads(tokens: Any, **options: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return apply(params, buffers, input_ids=tokens, **options)[0].logits.square().sum()
+
+        return fzero.collectives.psum(torch.func.grad(loss_fn)(params))
+
+    found = mesh.spmd(grads)(context.split(mesh, tokens))
+    expected = torch.func.grad(lambda p: plain(p, buffers, input_ids=tokens)[0].logits.square().sum())(params)
+    for path, x in found.items():
+        torch.testing.assert_close(x, expected[path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
+    with pytest.raises(ValueError, match=r"StableLmAttention does not hand keyword arguments on .* documents do not"):
+        mesh.spmd(lambda x: grads(x, documents=torch.zeros_like(x)))(context.split(mesh, tokens))
+
+
+def test_experts_that_read_numbers_run_in_lockstep():
+    """JetMoE reads the number of each expert's tokens in Python, which a simulation by vmap cannot."""
+    sizes = {**{k: x for k, x in GROUPED.items() if k != "num_attention_heads"}, "kv_channels": 8}
+    model = model_of("JetMoeForCausalLM", "JetMoeConfig", **sizes, num_local_experts=4, num_experts_per_tok=2)
+    plain, params, buffers = fzero.nn.functional(model)
+    apply, tokens = fzero.nn.functional(model, context="cp").apply, batch_of(0)["tokens"]
+
+    def logits(tokens: Any) -> Any:
+        return fzero.PerRank(apply(params, buffers, input_ids=tokens)[0].logits)
+
+    mesh = fzero.mesh(cp=2, simulate="lockstep")
+    expected = context.split(mesh, plain(params, buffers, input_ids=tokens)[0].logits)
+    torch.testing.assert_close(mesh.spmd(logits)(context.split(mesh, tokens)).value, expected.value, rtol=0, atol=1e-6)
+    mesh = fzero.mesh(cp=2)
+    with pytest.raises(RuntimeError) as raised:
+        mesh.spmd(logits)(context.split(mesh, tokens))
+    assert 'simulate="lockstep"' in "".join(raised.value.__notes__)
+
+
 def test_a_module_of_ones_own_is_refused():
     with pytest.raises(TypeError, match=r"expected a model of transformers.*context\.attention"):
         fzero.nn.functional(torch.nn.Linear(2, 2), context="cp")

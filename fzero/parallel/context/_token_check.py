@@ -1,0 +1,160 @@
+"""Check that a model of transformers combines tokens by attention alone: a forward pass on tensors without numbers.
+
+Attention returns each token's own value there. The number of tokens is a prime that is no other size of the model, so
+that an operation along a dimension of this size is one along tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fzero._torch import TorchDispatchMode, user_line
+
+__all__ = ["check_tokens"]
+
+aten = torch.ops.aten
+PROBE = "fzero, one token"  # the name of the implementation of attention
+SAMPLES, FIRST, LAST = 2, 53, 1000
+
+
+def check_tokens(model: torch.nn.Module, name: str) -> None:
+    """Check that no operation of a model's forward pass reads several tokens, but for its attention.
+
+    A model whose forward pass does not run on tensors without numbers is not checked.
+
+    Args:
+        model: a copy of the model, which the check changes.
+        name: the name of its class, for messages.
+
+    Raises:
+        ValueError: if an operation reads several tokens. The message names it and its line.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PROBE, _own_value)
+    tokens = _token_count(model)
+    if tokens is None:
+        return
+    watch = _AlongTokens(tokens)
+    state = {n: torch.empty_like(x, device="meta") for n, x in [*model.named_parameters(), *model.named_buffers()]}
+    positions = torch.arange(tokens, device="meta").unsqueeze(0)
+    inputs = {"input_ids": torch.zeros(SAMPLES, tokens, dtype=torch.int64, device="meta"), "position_ids": positions}
+    try:
+        model.set_attn_implementation(PROBE)  # type: ignore[operator]
+        with watch, torch.no_grad():
+            torch.func.functional_call(model, state, (), {**inputs, "use_cache": False})
+    except _Found as found:
+        raise ValueError(
+            f"{name}: {found}, which combines tokens without attention: the neighbours of a part's tokens are on other "
+            "ranks"
+        ) from None
+    except Exception:  # such as an operation that reads numbers
+        return
+
+
+class _Found(Exception):
+    """An operation that reads several tokens."""
+
+
+def _own_value(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the value of each token itself, `[b, t, h, e]`, in the place of attention."""
+    y = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _token_count(model: torch.nn.Module) -> int | None:
+    """Return a prime that is no size of the model's tensors."""
+    sizes = {n for x in [*model.parameters(), *model.buffers()] for n in x.shape}
+    config: Any = model.config
+    sizes |= {n for n in vars(config.get_text_config()).values() if isinstance(n, int)}
+    longest = getattr(config.get_text_config(), "max_position_embeddings", LAST) or LAST
+    primes = (n for n in range(FIRST, min(LAST, longest)) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return next((n for n in primes if n not in sizes and SAMPLES * n not in sizes), None)
+
+
+class _AlongTokens(TorchDispatchMode):
+    """Raises at an operation that reads several tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = READS.get(func.overloadpacket)
+        x = args[0] if args else None
+        if read is not None and isinstance(x, torch.Tensor):
+            bound = _bound(func, args, kwargs or {})
+            if any(-x.ndim <= d < x.ndim and x.shape[d] == self.tokens for d in read(bound, x, out)):
+                name = str(func.overloadpacket).removeprefix("aten.")
+                raise _Found(f"{name} of a tensor {list(x.shape)} along its {self.tokens} tokens, at {user_line()}")
+        return out
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operator by name, with defaults."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return {**given, **{a.name: x for a, x in zip(schema, args, strict=False)}, **kwargs}
+
+
+Reads = Callable[[dict[str, Any], torch.Tensor, Any], Iterable[int]]
+
+
+def _dims(name: str = "dim") -> Reads:
+    """The dimensions that an argument names. None if it names none: a mean over all tokens is one number of a loss."""
+
+    def read(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+        dims = args.get(name)
+        return () if dims is None else (dims,) if isinstance(dims, int) else dims
+
+    return read
+
+
+def _shortened(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+    """The dimension of a slice, if it leaves elements out."""
+    return [args["dim"]] if out.shape != x.shape else []
+
+
+def _padded(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+    widths = args["pad"] if "pad" in args else args["padding"]  # those of the last dimension come first
+    return [d for d in range(x.ndim) if any(widths[2 * (x.ndim - 1 - d) :][:2])]
+
+
+def _spatial(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterator[int]:
+    """The dimensions along which a kernel has several elements."""
+    weight = args["weight"]
+    return (x.ndim - i for i in range(1, x.ndim - 1) if weight.shape[-i] > 1)
+
+
+def _last(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+    return [x.ndim - 1]
+
+
+def _indexed(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+    return [d for d, index in enumerate(args["indices"]) if index is not None]
+
+
+def _beyond_channels(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+    return range(2, x.ndim)
+
+
+READS: dict[Any, Reads] = {
+    **dict.fromkeys((aten.constant_pad_nd, aten.reflection_pad1d, aten.replication_pad1d), _padded),
+    aten.slice: _shortened,
+    **dict.fromkeys((aten.roll, aten.flip), _dims("dims")),
+    **dict.fromkeys((aten.select, aten.index_select, aten.gather), _dims()),
+    aten.unfold: _dims("dimension"),
+    **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin), _dims()),
+    **dict.fromkeys((aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.var), _dims()),
+    **dict.fromkeys((aten.std, aten.logsumexp, aten.linalg_vector_norm, aten._softmax, aten.sort, aten.topk), _dims()),
+    **dict.fromkeys((aten._fft_r2c, aten._fft_c2c), _dims()),
+    aten.convolution: _spatial,
+    **dict.fromkeys((aten.mm, aten.bmm), _last),
+    aten.index: _indexed,
+    **dict.fromkeys((aten.native_group_norm, aten.native_batch_norm), _beyond_channels),
+}
