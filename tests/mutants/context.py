@@ -6,6 +6,7 @@ from tests.mutants.mutant import Fault, File
 ATTENTION = ("tests/parallel/context/test_attention.py",)
 LAYOUT = ("tests/parallel/context/test_layout.py",)
 TRAINING = ("tests/parallel/context/test_training.py",)
+HALO = ("tests/parallel/context/test_halo.py",)
 MODELS = ("tests/parallel/context/test_transformers.py",)
 MEMORY = ("tests/parallel/context/test_memory.py",)
 KERNELS = ("tests/_torch/test_attention.py",)
@@ -28,6 +29,20 @@ MUTANTS = [
     ),
     *File("parallel/context/_layout.py", LAYOUT + TRAINING).faults(
         Fault("gathered tokens are in the order of ranks", "all_gather", bare("from_rank_order(A, B, C)")),
+    ),
+    *File("parallel/context/_halo.py", HALO).faults(
+        Fault("edges in the middle of a sequence are zeros", "halo", becomes("A == n - 1", "A == n", at="1 of 1")),
+        Fault(
+            "late parts get the edges of early ones",
+            "halo",
+            becomes("[tail(late), head(early)]", "[tail(early), head(late)]"),
+        ),
+        Fault("documents are ignored within a part", "_within_documents", becomes("A == own", "A == A")),
+        Fault(
+            "all documents of a convolution are one",
+            "causal_conv1d",
+            becomes("halo(documents, A, axis=B, dim=1)", "halo(documents * 0, A, axis=B, dim=1)"),
+        ),
     ),
     *File("parallel/context/_ring_pattern.py", ATTENTION).faults(
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),

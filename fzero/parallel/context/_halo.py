@@ -1,0 +1,151 @@
+"""Edges of neighbours: the tokens before and after each part of a sequence, and a causal convolution of them."""
+
+import torch
+import torch.nn.functional as F
+
+from fzero._arguments import is_int
+from fzero._tracebacks import api_boundary
+from fzero.axes import axis_if_bound, axis_size, bound_axis, index_on
+from fzero.collectives import PermutationOptions, apply, check_dim
+
+__all__ = ["causal_conv1d", "halo"]
+
+
+@api_boundary
+def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim: int = 1) -> list[torch.Tensor]:
+    """Return the parts of a sequence that this rank holds, each with the tokens before and after it.
+
+    The neighbours send the edges of their parts. A function that reads a token's neighbours, such as a convolution
+    without padding, is applied to each part, and its results are concatenated.
+
+    Args:
+        x: `[.., t, ..]`: this rank's tokens, in the order of `positions`.
+        before: the number of tokens before each part.
+        after: the number of tokens after each part.
+        axis: the axis along which tokens are split. If no axis of this name is bound, this rank holds all tokens.
+        dim: the dimension of tokens.
+
+    Returns:
+        The early and the late part, each `[.., before + t / 2 + after, ..]`; one part of all t tokens if the axis has
+        one rank. Tokens before a sequence and after it are zeros. The transpose adds the gradients of edges to those
+        of the tokens.
+
+    Raises:
+        ValueError: if `x` has no dimension `dim`, or a number is negative. Also if a part has fewer tokens than
+            `before` or `after`, or t is odd and the axis has several ranks.
+
+    Example:
+        >>> import fzero
+        >>> from fzero.parallel import context
+        >>> mesh = fzero.mesh(dp=1, cp=2)
+        >>> own = context.split(mesh, torch.arange(1, 9).view(1, 8))
+        >>> mesh.spmd(lambda x: fzero.PerRank(torch.cat(context.halo(x, 1), 0)))(own).value
+        tensor([[[0, 1, 2],
+                 [6, 7, 8]],
+        <BLANKLINE>
+                [[2, 3, 4],
+                 [4, 5, 6]]])
+    """
+    dim = check_dim("context.halo", x, dim)
+    n = axis_size(axis_if_bound(axis))
+    _check_sizes(x, before, after, dim, n)
+    if n == 1:
+        return [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])]
+    early, late = x.chunk(2, dim)
+    own, size = bound_axis(axis), early.shape[dim]
+
+    def tail(part: torch.Tensor) -> torch.Tensor:
+        return part.narrow(dim, size - before, before)
+
+    def head(part: torch.Tensor) -> torch.Tensor:
+        return part.narrow(dim, 0, after)
+
+    def sent(part: torch.Tensor, step: int) -> torch.Tensor:
+        if not before + after:
+            return part
+        pairs = tuple([(r, r + step) for r in range(n) if 0 <= r + step < n])
+        return apply(own.token, "ppermute", own.binding, PermutationOptions(pairs), part)[0]
+
+    # early parts lie on the ranks in the order of the sequence, and late parts in the reverse order
+    up = sent(torch.cat([tail(early), head(late)], dim), 1)
+    down = sent(torch.cat([tail(late), head(early)], dim), -1)
+    is_last = index_on(x.device, own.token, own.binding) == n - 1  # it holds both parts of the middle
+    before_early, after_late = up.split([before, after], dim)
+    before_late, after_early = down.split([before, after], dim)
+    before_late = torch.where(is_last, tail(early), before_late)
+    after_early = torch.where(is_last, head(late), after_early)
+    return [torch.cat([before_early, early, after_early], dim), torch.cat([before_late, late, after_late], dim)]
+
+
+def _check_sizes(x: torch.Tensor, before: int, after: int, dim: int, n: int) -> None:
+    tokens = x.shape[dim]
+    if n > 1 and tokens % 2:
+        raise ValueError(
+            f"x is {list(x.shape)}: expected an even number of tokens in dimension {dim}, since each rank holds two "
+            "equal parts of a sequence"
+        )
+    for name, count in ("before", before), ("after", after):
+        if not is_int(count) or count < 0 or (n > 1 and count > tokens // 2):
+            most = f" and at most {tokens // 2}, the tokens of a part" if n > 1 else ""
+            raise ValueError(f"{name}={count!r}: expected an int of at least 0{most}")
+
+
+@api_boundary
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    documents: torch.Tensor | None = None,
+    axis: str = "cp",
+) -> torch.Tensor:
+    """Convolve each channel with the tokens before: the short convolution of Mamba, LFM2 and others.
+
+    Args:
+        x: `[b, channels, t]`: this rank's tokens, in the order of `positions`.
+        weight: `[channels, width]`: the last element is the factor of a token itself.
+        bias: `[channels]`, or None.
+        documents: ints `[b, t]`: tokens of another document count as zeros; None for one document.
+        axis: the axis along which tokens are split. If no axis of this name is bound, this rank holds all tokens.
+
+    Returns:
+        `[b, channels, t]`, this rank's tokens.
+
+    Raises:
+        ValueError: if shapes do not match, or a part has fewer tokens than `width - 1`.
+
+    Example:
+        >>> from fzero.parallel import context
+        >>> context.causal_conv1d(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.tensor([[10.0, 1.0]]))
+        tensor([[[ 1., 12., 23.]]])
+    """
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
+        raise ValueError(
+            f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [batch, channels, tokens] and "
+            "[channels, width]"
+        )
+    if documents is not None and documents.shape != (x.shape[0], x.shape[2]):
+        raise ValueError(
+            f"documents have the shape {list(documents.shape)}: expected {[x.shape[0], x.shape[2]]}, one for each token"
+        )
+    if not x.numel():  # torch's kernels need a token
+        return torch.zeros_like(x)
+    channels, width = weight.shape
+    parts = halo(x, width - 1, axis=axis, dim=2)
+    if documents is None:
+        return torch.cat([F.conv1d(part, weight.unsqueeze(1), bias, groups=channels) for part in parts], 2)
+    numbers = halo(documents, width - 1, axis=axis, dim=1)
+    y = torch.cat([_within_documents(part, d, weight) for part, d in zip(parts, numbers, strict=True)], 2)
+    return y if bias is None else y + bias.unsqueeze(-1)
+
+
+def _within_documents(x: torch.Tensor, documents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Convolve a part `[b, channels, width - 1 + t]`, and leave out products across documents."""
+    width = weight.shape[1]
+    tokens = x.shape[2] - width + 1
+    own = documents[:, width - 1 :]
+    taps = []
+    for i in range(width):
+        same = (documents[:, i : i + tokens] == own).unsqueeze(1)
+        taps.append(torch.where(same, x[:, :, i : i + tokens] * weight[:, i : i + 1], 0))
+    return torch.stack(taps).sum(0)
