@@ -121,8 +121,8 @@ def main() -> None:
     for name in args.configs:
         for ranks in args.ranks:
             found[f"{name} {ranks}"] = measured(ranks, name, [*FEW.get(name, []), "--systems", *args.systems])
-    if args.write:
-        ROWS.write_text(json.dumps(found))
+            if args.write:  # another size may fail
+                ROWS.write_text(json.dumps(found))
     order = [*context_systems.CONFIGS]
     keys = sorted(found, key=lambda key: (order.index(key.split()[0]), key))
     text = ABOUT + [part for key in keys for part in section(key, found[key])]
