@@ -37,6 +37,7 @@ __all__ = [
     "record_contents",
     "record_versions",
     "restore_modules",
+    "shared_tensors",
     "tensors_in",
 ]
 
@@ -57,6 +58,11 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> 
         for hooks in forward_hooks(m):
             hooks.update({key: _follow(hook, memo) for key, hook in hooks.items()})
     return copied
+
+
+def shared_tensors(module: torch.nn.Module) -> dict[int, Any]:
+    """List a module's tensors by their ids, so that a copy of the module, which writes to none of them, shares them."""
+    return {id(x): x for x in [*module.parameters(), *module.buffers()]}
 
 
 def _follow(x: Any, memo: dict[int, Any]) -> Any:

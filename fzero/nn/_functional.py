@@ -13,6 +13,7 @@ from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook, 
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.axes import bound_axes, in_lockstep, loss_axes
+from fzero.nn._context import checked_context
 from fzero.nn._copy import (
     LeftoverCheck,
     check_functions,
@@ -23,12 +24,12 @@ from fzero.nn._copy import (
     record_contents,
     record_versions,
     restore_modules,
+    shared_tensors,
     tensors_in,
 )
 from fzero.nn._lazy_logits import check_head, install_lazy_logits
 from fzero.nn._products import ProductsLike, install_products, products_of
 from fzero.nn._remat_blocks import boxes_to_blocks, remat_blocks
-from fzero.parallel.context import check_model, check_tokens
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
@@ -268,17 +269,13 @@ def functional(
     """
     if isinstance(ignore_writes, str):
         raise TypeError(f"ignore_writes={ignore_writes!r} is a str: expected a list of paths, [{ignore_writes!r}]")
-    if context is not None and not isinstance(context, str):
-        raise TypeError(f'context={context!r}: expected the name of an axis, such as "cp"')
-    context_axis = None if context is None else check_model(module, context)
+    context_axis = None if context is None else checked_context(module, context)
     head = check_head(module) if chunked_loss else None
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
     buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
     copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
-    if context_axis is not None:
-        check_tokens(copy_module(copied, _shared(copied)), context_axis.name)
     policy = products_of(products)
     linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
@@ -448,13 +445,8 @@ class Apply:
             return self.module
         rank, copies = tuple([axis.rank for axis in bound_axes()]), self._cache.copies
         if rank not in copies:
-            copies[rank] = copy_module(self.module, _shared(self.module))
+            copies[rank] = copy_module(self.module, shared_tensors(self.module))
         return copies[rank]
-
-
-def _shared(module: torch.nn.Module) -> dict[int, Any]:
-    """List a module's tensors, which nothing writes to, so that its copy shares them."""
-    return {id(x): x for x in [*module.parameters(), *module.buffers()]}
 
 
 class _Method(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRules
+from fzero.nn._context import with_context
 from fzero.nn._split_module import split_module
 from fzero.parallel.pipeline import Pipeline
 from fzero.parallel.pipeline import pipeline as pipeline_of
@@ -61,6 +62,7 @@ def pipeline(
     inputs: Callable[[Any], Any] | None = None,
     split: SplitRules | None = None,
     tp: Layers | None = None,
+    context: str | None = None,
     ignore_writes: Sequence[str] = (),
 ) -> ModulePipeline:
     """Make a loss function that runs a module's repeated blocks as a pipeline. The module is not edited.
@@ -91,13 +93,15 @@ def pipeline(
         split: one or several rules for leaves that are split along other axes, by their paths in `params`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split`
             includes their rule.
+        context: the axis over which the tokens of sequences are split, such as "cp", for a model of transformers.
+            Documents are an argument, `documents`, in place of a mask; see `fzero.nn.functional`.
         ignore_writes: the paths of attributes that forward may write; see `fzero.nn.functional`.
 
     Returns:
         `(loss, params, join)`.
 
     Raises:
-        TypeError: if `module` cannot be taken apart; see `functional`.
+        TypeError: if `module` cannot be taken apart, or its sequences cannot be split; see `functional`.
         ValueError: if the module has no list of blocks, or several. Also if its blocks' parameters differ, are frozen
             or are shared; the message names them. Also if its configuration requests outputs of blocks that would be
             lost (`output_router_logits`, `output_attentions`, `output_hidden_states`). Also where `fzero.pipeline`
@@ -123,6 +127,7 @@ def pipeline(
     """
     if not callable(loss):
         raise TypeError(f"fzero.nn.pipeline: loss={loss!r}: expected a function (output, batch) -> (total, weight)")
+    module = module if context is None else with_context(module, context)
     split_model, params = split_module(module, blocks, tp, ignore_writes)
     inputs_of = inputs or (lambda batch: batch)
 

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
-from fzero.nn._copy import copy_module
+from fzero.nn._copy import copy_module, shared_tensors
 from fzero.nn._functional import Apply, check_module, functional
 from fzero.nn._shells import (
     ArgumentRecorder,
@@ -358,7 +358,7 @@ def split_module(
     shells = {
         id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(block_modules, parts, strict=True))
     }
-    shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy shares the module's tensors
+    shared = shared_tensors(module)
     plain = functional(copy_module(module, {**shells, **shared}), ignore_writes=ignore_writes)
     rest = plain
     if tp is not None:

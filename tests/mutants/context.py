@@ -100,13 +100,20 @@ MUTANTS = [
         Fault("a softcap is ignored", "_check_call", never("(other := A)")),
     ),
     *File("parallel/context/_models.py", MODELS).faults(
-        Fault("documents that do not reach attention are ignored", "_check_call", never("A is MISSING and B")),
+        Fault(
+            "documents that do not reach attention are ignored",
+            "_with_positions",
+            never("A is not None and B is False"),
+        ),
     ),
     *File("parallel/context/_token_check.py", MODELS).faults(
         Fault(
             "a model's operations along tokens are not looked for", "_AlongTokens.__torch_dispatch__", never("any(A)")
         ),
         Fault("the probe attends", "_own_value", becomes("value.repeat_interleave(A, 1)", "(query @ key.mT) @ value")),
+    ),
+    *File("nn/_pipeline.py", MODELS).faults(
+        Fault("a pipeline attends to the rank's tokens alone", "pipeline", becomes("with_context(A, B)", "A")),
     ),
     *File("zero/_evaluate.py", TRAINING).faults(
         Fault(

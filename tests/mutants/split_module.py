@@ -82,7 +82,11 @@ MUTANTS = [
         Fault("a shell is copied with its block", "Shell.__deepcopy__", renamed("copied"), PIPELINE),
     ),
     *File("nn/_functional.py", NN).faults(
-        Fault("a rank's copy of a module copies its parameters", "Apply._own_module", dropped("_shared(self.module)")),
+        Fault(
+            "a rank's copy of a module copies its parameters",
+            "Apply._own_module",
+            dropped("shared_tensors(self.module)"),
+        ),
     ),
     *File("nn/_pipeline.py", PIPELINE).faults(
         Fault("every block of a pipeline is the first one", "pipeline.block", becomes("index", "0")),

@@ -1,7 +1,6 @@
 """Check and prepare a transformers model for split sequences."""
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -24,16 +23,7 @@ ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassif
 CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
 MISSING: Any = object()
-
-
-class _Calls(threading.local):
-    """The models that this thread runs, innermost last: whether each was given documents."""
-
-    def __init__(self) -> None:
-        self.have_documents: list[bool] = []
-
-
-_CALLS = _Calls()
+NO_DOCUMENTS = "{} does not hand keyword arguments on to its attention, so documents do not reach it"
 
 
 @dataclass(frozen=True)
@@ -43,10 +33,12 @@ class ContextAxis:
     Attributes:
         name: the name of the model's class.
         axis: the axis along which tokens are split.
+        takes_documents: whether documents reach its attention; None if that is not known before a call.
     """
 
     name: str
     axis: str
+    takes_documents: bool | None = None
 
 
 def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
@@ -123,11 +115,9 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
             kwargs["position_ids"] = positions(tokens.shape[1], context.axis, device=tokens.device).unsqueeze(0)
         if "use_cache" in signature.parameters:
             kwargs["use_cache"] = False
-        _CALLS.have_documents.append(documents is not None)
-        try:
-            return run(*args, documents=documents, **kwargs)
-        finally:
-            _CALLS.have_documents.pop()
+        if documents is not None and context.takes_documents is False:
+            raise ValueError(NO_DOCUMENTS.format(context.name))
+        return run(*args, documents=documents, **kwargs)
 
     return forward
 
@@ -170,7 +160,9 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' registry asks: from `[b, h, t, d]` to `[b, t, h, e]`."""
     name = f"{context.name}: {type(module).__name__}"
-    _check_call(name, documents, attention_mask, kwargs)
+    if documents is MISSING and context.takes_documents is None:
+        raise ValueError(NO_DOCUMENTS.format(name))
+    _check_call(name, attention_mask, kwargs)
     random_key = _dropout_key(name, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     y = attention(
@@ -188,10 +180,8 @@ def _attend(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _check_call(name: str, documents: Any, attention_mask: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_call(name: str, attention_mask: Any, kwargs: Mapping[str, Any]) -> None:
     """Check what a model hands on to its attention."""
-    if documents is MISSING and any(_CALLS.have_documents[-1:]):  # remat's second call comes after the model's own
-        raise ValueError(f"{name} does not hand keyword arguments on to its attention, so documents do not reach it")
     if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
         raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
     if attention_mask is not None:

@@ -6,11 +6,14 @@ that an operation along a dimension of this size is one along tokens.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fzero._torch import TorchDispatchMode, user_line
+from fzero.parallel.context._models import ContextAxis
 
 __all__ = ["check_tokens"]
 
@@ -19,24 +22,28 @@ PROBE = "fzero, one token"  # the name of the implementation of attention
 SAMPLES, FIRST, LAST = 2, 53, 1000
 
 
-def check_tokens(model: torch.nn.Module, name: str) -> None:
+def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
     """Check that no operation of a model's forward pass reads several tokens, but for its attention.
 
     A model whose forward pass does not run on tensors without numbers is not checked.
 
     Args:
         model: a copy of the model, which the check changes.
-        name: the name of its class, for messages.
+        context: the axis over which its sequences are split.
+
+    Returns:
+        `context`, and whether documents reach the model's attention.
 
     Raises:
         ValueError: if an operation reads several tokens. The message names it and its line.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PROBE, _own_value)
     tokens = _token_count(model)
     if tokens is None:
-        return
+        return context
+    have_documents: list[bool] = []
+    AttentionInterface.register(PROBE, partial(_own_value, have_documents))
     watch = _AlongTokens(tokens)
     state = {n: torch.empty_like(x, device="meta") for n, x in [*model.named_parameters(), *model.named_buffers()]}
     positions = torch.arange(tokens, device="meta").unsqueeze(0)
@@ -44,14 +51,15 @@ def check_tokens(model: torch.nn.Module, name: str) -> None:
     try:
         model.set_attn_implementation(PROBE)  # type: ignore[operator]
         with watch, torch.no_grad():
-            torch.func.functional_call(model, state, (), {**inputs, "use_cache": False})
+            torch.func.functional_call(model, state, (), {**inputs, "use_cache": False, "documents": None})
     except _Found as found:
         raise ValueError(
-            f"{name}: {found}, which combines tokens without attention: the neighbours of a part's tokens are on other "
-            "ranks"
+            f"{context.name}: {found}, which combines tokens without attention: the neighbours of a part's tokens are "
+            "on other ranks"
         ) from None
     except Exception:  # such as an operation that reads numbers
-        return
+        return context
+    return replace(context, takes_documents=all(have_documents))
 
 
 class _Found(Exception):
@@ -59,9 +67,16 @@ class _Found(Exception):
 
 
 def _own_value(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    have_documents: list[bool],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the value of each token itself, `[b, t, h, e]`, in the place of attention."""
+    have_documents.append("documents" in kwargs)
     y = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
     return y.transpose(1, 2).contiguous(), None
 

@@ -267,8 +267,42 @@ def test_a_model_that_hands_on_no_documents_trains_without_them():
     expected = torch.func.grad(lambda p: plain(p, buffers, input_ids=tokens)[0].logits.square().sum())(params)
     for path, x in found.items():
         torch.testing.assert_close(x, expected[path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
-    with pytest.raises(ValueError, match=r"StableLmAttention does not hand keyword arguments on .* documents do not"):
+    with pytest.raises(ValueError, match=r"StableLmForCausalLM does not hand keyword arguments on .* documents do not"):
         mesh.spmd(lambda x: grads(x, documents=torch.zeros_like(x)))(context.split(mesh, tokens))
+
+
+PIPELINES = [("LlamaForCausalLM", "1f1b", 3), ("MistralForCausalLM", "gpipe", 0), ("LlamaForCausalLM", "gpipe", 0)]
+
+
+@pytest.mark.parametrize("name,schedule,stage", cases(PIPELINES, [("MistralForCausalLM", "1f1b", 3)]))
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_pipeline_of_split_sequences_trains_as_the_whole(name, schedule, stage, simulate):
+    """With documents: two pipeline stages on each half of the tokens."""
+    model = model_of(name)
+    plain, params, buffers = fzero.nn.functional(model, context="cp")
+
+    def loss(output: Any, batch: Any) -> Any:
+        logits, labels = output.logits, batch["labels"]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+    def inputs(batch: Any) -> Any:
+        return {"input_ids": batch["tokens"], "documents": batch["documents"]}
+
+    options: Any = {"micro_batches": 2, "schedule": schedule, "inputs": inputs, "context": "cp"}
+    pipelined, split_params, join = fzero.nn.pipeline(model, loss, **options)
+    mesh = fzero.mesh(dp=1, cp=2, pp=2, simulate=simulate)
+    train_step = train_step_for(pipelined, OPT, reduce="weighted")
+    step = fzero.shard(train_step, stage=stage, mesh=mesh, split=pipelined.split)
+    state, expected = step.init(pipelined.stack(split_params, mesh), OPT), (params, OPT.init(params))
+    for i in range(2):
+        tokens = batch_of(i)["tokens"]
+        documents = (torch.arange(16) >= 7).long().expand(2, 16)
+        batch = {"tokens": tokens, "documents": documents, "labels": context.shift_labels(tokens, documents)}
+        *state, value = step(*state, context.split(mesh, batch, batch_axis="dp"))
+        *expected, wanted = step_for(plain, buffers)(*expected, batch)
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=0)
+    for path, x in join(pipelined.unstack(step.gather(state[0]), mesh)).items():
+        torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
 
 
 def test_experts_that_read_numbers_run_in_lockstep():
