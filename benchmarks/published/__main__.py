@@ -34,14 +34,14 @@ FILE = pathlib.Path(__file__).parents[1] / "published.py"  # whose suffix become
 
 @dataclass(frozen=True)
 class PublishedConfiguration(Configuration):
-    """A configuration whose gradients may be summed over ranks in bfloat16."""
+    """A configuration whose gradients may be summed over ranks in bfloat16; over micro-batches they are in float32."""
 
     bfloat16_sums: bool = False
 
     @property
     def policy(self) -> Precision:
         policy = Configuration.policy.__get__(self)
-        return replace(policy, reduce=torch.bfloat16) if self.bfloat16_sums else policy
+        return replace(policy, reduce=torch.bfloat16, grad=torch.float32) if self.bfloat16_sums else policy
 
 
 @dataclass(frozen=True)

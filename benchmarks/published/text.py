@@ -55,8 +55,8 @@ def parts(
         f"All these runs ran, so each should fit 93% of its card. {len(fitting)} of {len(results)} do: {told}. "
         '"As it ran" keeps all that unfused torch operations keep, and the logits in float32; llm-foundry computes its '
         'loss in place. "Recompute" is the choice of fzero.jit to compute cheap operations again, which it makes by '
-        "itself. Gradients of llm-foundry's runs are summed in bfloat16, as there: 14 and 2 bytes a parameter, where "
-        "FSDP has 12 and 4.",
+        "itself. Gradients of llm-foundry's runs are summed in bfloat16 over ranks, as there. Shards and gradients "
+        "take 12 and 4 bytes a parameter, as in FSDP.",
         tables["runs"],
         "## Not planned",
         "\n".join([f"- {line}" for line in left]),

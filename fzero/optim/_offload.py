@@ -97,9 +97,10 @@ def offload(
     check_choice("update", update, UPDATE_SPACES)
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
-    if optimizer.precision is not None and optimizer.precision.shard not in (None, optimizer.precision.param):
+    policy = optimizer.precision
+    if ratio and policy is not None and policy.shard not in (None, policy.param):
         raise ValueError(
-            f"offload: Precision(shard={optimizer.precision.shard}) keeps the master weights among the parameters, on "
+            f"offload: Precision(shard={policy.shard}) keeps the master weights among the parameters, on "
             "the device: leave shard= out, and the host holds its share of the masters"
         )
     if update == "host" and optimizer.elementwise is False:

@@ -13,7 +13,7 @@ def recipe(config: Configuration) -> str:
     opt = f"optim.offload({opt}, {c.offload:g})" if c.offload else opt
     lines = [
         f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
-        f"precision = fzero.Precision(param=torch.{c.precision}{_codecs(c)})",
+        f"precision = fzero.Precision(param=torch.{c.precision}{_policy_options(c)})",
         f"opt = optim.chain(optim.clip_by_global_norm(1.0), {opt})",
         *_model_lines(c),
         "",
@@ -28,10 +28,11 @@ def recipe(config: Configuration) -> str:
     return "\n".join(lines)
 
 
-def _codecs(c: Configuration) -> str:
+def _policy_options(c: Configuration) -> str:
     """Write the further arguments of `Precision`."""
     kinds = (("gather", c.gather), ("reduce", c.reduce))
-    return "".join([f", {name}=fzero.codecs.{kind}()" for name, kind in kinds if kind is not None])
+    shard = ", shard=torch.float32" if c.has_master_shards else ""
+    return shard + "".join([f", {name}=fzero.codecs.{kind}()" for name, kind in kinds if kind is not None])
 
 
 def _rules(c: Configuration) -> list[str]:
