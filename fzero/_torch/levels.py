@@ -17,6 +17,7 @@ __all__ = [
     "VersionKey",
     "derivatives",
     "differentiates_now",
+    "in_forward_mode",
     "in_transform",
     "is_current_vmap",
     "is_deciding",
@@ -179,6 +180,11 @@ def differentiates_now() -> bool:
     """Return whether a transform around this code takes a gradient or a forward-mode derivative."""
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(i.key() in kinds for i in functorch.get_interpreter_stack() or ())
+
+
+def in_forward_mode() -> bool:
+    """Return whether a transform around this code takes a forward-mode derivative."""
+    return any(i.key() == functorch.TransformType.Jvp for i in functorch.get_interpreter_stack() or ())
 
 
 def unwrap(x: torch.Tensor) -> torch.Tensor:

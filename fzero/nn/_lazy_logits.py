@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from fzero.nn._linear_cross_entropy import LogitMap, cross_entropy_of_head
+from fzero.nn._linear_cross_entropy import LogitMap, LossOptions, cross_entropy_of_head
 from fzero.parallel.tensor import Layers
 
 __all__ = ["LazyLogits", "check_head", "install_lazy_logits"]
@@ -191,9 +191,8 @@ def _cross_entropy(
         raise input._error(f"cross_entropy({given[0]}=)")
     if input.ndim > 2:  # there the classes are dimension 1
         raise input._error(f"cross_entropy of {list(input.shape)}")
-    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    hidden, maps = input.hidden, input.maps
-    return cross_entropy_of_head(hidden, input.weight, target, input.bias, maps, axis=input.axis, **options)
+    options = LossOptions(ignore_index, reduction, label_smoothing, axis=input.axis)
+    return cross_entropy_of_head(input.hidden, input.weight, target, input.bias, input.maps, options)
 
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = {torch.tanh: LazyLogits.tanh, F.cross_entropy: _cross_entropy}

@@ -2,7 +2,8 @@
 
 The classes are taken chunk by chunk. A chunk's logits become three numbers a token: the log of their sum of
 exponentials, the target's logit, and their sum. `remat` computes the logits again for the backward pass. So memory
-holds one chunk of logits, and each chunk of the head's gradient is written once.
+holds one chunk of logits, and each chunk of the head's gradient is written once. The gradient of the hidden states is a
+sum over chunks, which is taken in float32.
 """
 
 from collections.abc import Callable
@@ -15,14 +16,27 @@ import torch.nn.functional as F
 from fzero._arguments import check_int
 from fzero._dtypes import at_least_float32
 from fzero._torch import in_chunk
+from fzero._torch.levels import in_forward_mode
 from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor import along, check_loss_options, check_part, enter, leave, logits_of, loss_of_sums
 from fzero.transforms import remat
 
-__all__ = ["LogitMap", "cross_entropy_of_head", "linear_cross_entropy"]
+__all__ = ["LogitMap", "LossOptions", "cross_entropy_of_head", "linear_cross_entropy"]
 
+HALF = torch.bfloat16, torch.float16
 LogitMap = Callable[[torch.Tensor], torch.Tensor]  # changes logits one by one
+
+
+class LossOptions(NamedTuple):
+    """The options of `linear_cross_entropy`, but for those of the logits."""
+
+    ignore_index: int
+    reduction: Literal["mean", "sum", "none"]
+    label_smoothing: float
+    z_loss: float = 0.0
+    axis: str | None = None
+    chunk: int = 2048
 
 
 @api_boundary
@@ -79,9 +93,8 @@ def linear_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
     maps: tuple[LogitMap, ...] = () if softcap is None else (partial(_cap, softcap),)
-    options: dict[str, Any] = {"chunk": chunk, "axis": axis, "ignore_index": ignore_index, "reduction": reduction}
-    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    return cross_entropy_of_head(hidden, weight, labels, bias, maps, **options)
+    options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, axis, chunk)
+    return cross_entropy_of_head(hidden, weight, labels, bias, maps, options)
 
 
 def _cap(softcap: float, logits: torch.Tensor) -> torch.Tensor:
@@ -94,15 +107,10 @@ def cross_entropy_of_head(
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     maps: tuple[LogitMap, ...],
-    *,
-    chunk: int = 2048,
-    axis: str | None = None,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    options: LossOptions,
 ) -> torch.Tensor:
     """Compute `linear_cross_entropy` of logits that some functions change one by one, in their order."""
+    ignore_index, reduction, label_smoothing, z_loss, axis, chunk = options
     _check(hidden, weight, labels, bias)
     check_loss_options(reduction, label_smoothing)
     check_int("chunk", chunk, 1)
@@ -116,8 +124,7 @@ def cross_entropy_of_head(
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
     classes = len(weight) * axis_size(bound)
-    options = ignore_index, reduction, label_smoothing, penalty
-    return loss_of_sums(log_sum, target, total, labels, classes, *options)
+    return loss_of_sums(log_sum, target, total, labels, classes, ignore_index, reduction, label_smoothing, penalty)
 
 
 def _check(
@@ -162,14 +169,37 @@ def _sums_of_chunks(
     run: Callable[..., torch.Tensor] = remat(_of_chunk)
     # split, not slices: the gradients of the parts are concatenated once
     weights = weight.split(chunk)
+    wide = None
+    # a forward-mode derivative has no sum, and takes no tangents of values without memory
+    if hidden.dtype in HALF and not torch.compiler.is_dynamo_compiling() and not in_forward_mode():
+        hidden, wide = hidden.detach(), _WideGradient.apply(hidden)
     biases = [None] * len(weights) if bias is None else bias.split(chunk)
     chunks = enumerate(zip(weights, biases, strict=True))
-    sums = torch.stack([run(hidden, w, b, labels, chunk, i, smooth, maps) for i, (w, b) in chunks])
+    sums = torch.stack([run(hidden, wide, w, b, labels, chunk, i, smooth, maps) for i, (w, b) in chunks])
     return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None)
+
+
+class _WideGradient(torch.autograd.Function):
+    """Zeros `[..]` in float32 that take no memory: added to a value, they bring it gradients that are summed there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros((), dtype=torch.float32).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
 
 
 def _of_chunk(
     hidden: torch.Tensor,
+    wide: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
@@ -180,6 +210,7 @@ def _of_chunk(
 ) -> torch.Tensor:
     """Return `[2 or 3, ..]`: what the logits of some classes add to a token's numbers."""
     with in_chunk(number):
+        hidden = hidden if wide is None else (hidden + wide).to(hidden.dtype)
         logits = at_least_float32(F.linear(hidden, weight, bias))
         for change in maps:
             logits = change(logits)

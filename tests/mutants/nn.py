@@ -74,6 +74,11 @@ MUTANTS = [
     ),
     *File("nn/_linear_cross_entropy.py", CHUNKS).faults(
         Fault("logits are kept for the backward pass", "_sums_of_chunks", bare("remat(A)")),
+        Fault(
+            "the gradient of hidden states is summed in half precision",
+            "_WideGradient.forward",
+            becomes("A.new_zeros((), dtype=torch.float32).expand(A.shape)", "torch.zeros_like(A)"),
+        ),
         Fault("a chunk's labels are those of the first chunk", "_of_chunk", bare("A - B * C")),
         Fault("the sums of half precision are taken in half precision", "_of_chunk", bare("at_least_float32(A)")),
         Fault("logits are not capped again", "_cap", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
@@ -84,7 +89,9 @@ MUTANTS = [
         Fault("a head's scale is forgotten", "LazyLogits._then", becomes("(*A, change)", "A")),
         Fault("a slice of tokens is forgotten", "LazyLogits.__getitem__", becomes("self.hidden[A]", "self.hidden")),
         Fault(
-            "ignored labels of the model count", "_cross_entropy", becomes('"ignore_index": A', '"ignore_index": -1')
+            "ignored labels of the model count",
+            "_cross_entropy",
+            becomes("LossOptions(ignore_index, ...)", "LossOptions(-1, reduction, label_smoothing)"),
         ),
         Fault("a head split over an axis counts as whole", "install_lazy_logits", becomes("A if B else C", "None")),
         Fault("logits that exist pass for those that do not", "_with_check", never("not any(A)")),

@@ -116,6 +116,25 @@ def test_classes_may_be_split_over_an_axis(simulate, n, options, values, chunk, 
     torch.testing.assert_close(of_weight.value, parts(grads[1]).value, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_hidden_states_is_as_exact_in_many_chunks_as_in_one(dtype):
+    """Each chunk's part of it is rounded, and their sum is not: 63 chunks took 0.016 of its norm in bfloat16."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(32, 64, generator=g).to(dtype), (torch.randn(2016, 64, generator=g) / 8).to(dtype)
+    labels = torch.randint(2016, (32,), generator=g)
+    exact = torch.func.grad(lambda x: F.cross_entropy(x @ weight.double().mT, labels))(hidden.double())
+
+    def error(f: Any) -> float:
+        grad = f(lambda x, chunk: linear_cross_entropy(x, weight, labels, chunk=chunk))
+        assert grad.dtype == dtype
+        return float((grad.double() - exact).norm() / exact.norm())
+
+    one = error(lambda f: torch.func.grad(lambda x: f(x, 2016))(hidden))
+    assert error(lambda f: torch.func.grad(lambda x: f(x, 32))(hidden)) < 1.7 * one
+    forward = torch.func.jvp(lambda x: linear_cross_entropy(x, weight, labels, chunk=32), (hidden,), (hidden,))[1]
+    torch.testing.assert_close(forward.double(), (exact * hidden.double()).sum(), rtol=2e-2, atol=1e-2)
+
+
 def test_half_precision_is_summed_in_float32():
     hidden, weight = normal(6, WIDTH).bfloat16(), WEIGHT.bfloat16()
     labels = torch.arange(6)
