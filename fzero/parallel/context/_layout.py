@@ -121,7 +121,7 @@ def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tens
     Example:
         >>> import fzero
         >>> from fzero.parallel import context
-        >>> mesh = fzero.mesh(dp=1, cp=2)
+        >>> mesh = fzero.mesh(cp=2)
         >>> own = context.split(mesh, torch.arange(8).view(1, 8))
         >>> mesh.spmd(lambda x: context.all_gather(2 * x))(own)
         tensor([[ 0,  2,  4,  6,  8, 10, 12, 14]])
