@@ -15,7 +15,10 @@ ROOT = pathlib.Path(__file__).parents[1]
     ("file", "expected"),
     [
         ("fzero/graph/_any_length.py", ["tests/graph/test_any_length.py"]),
-        ("fzero/optim/_precision.py", ["tests/sharding/test_coded.py", "tests/test_precision.py"]),
+        (
+            "fzero/optim/_precision.py",
+            ["tests/sharding/test_coded.py", "tests/test_masters_as_shards.py", "tests/test_precision.py"],
+        ),
         ("fzero/_donated.py", ["tests/graph/trace/test_donation.py", "tests/test_remedies.py"]),
         ("tests/test_errors.py", ["tests/test_errors.py"]),
         ("docs/jit.md", ["tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[jit]"]),

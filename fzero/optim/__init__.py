@@ -17,18 +17,6 @@ from fzero.optim._base import (
 )
 from fzero.optim._convert_moments import convert_moments
 from fzero.optim._groups import by_group
-from fzero.optim._half_precision import (
-    LossScaleState,
-    MasterState,
-    all_finite,
-    convert_masters,
-    dynamic_loss_scale,
-    loss_scale,
-    master_params,
-    master_weights,
-    rounded,
-    static_loss_scale,
-)
 from fzero.optim._links import (
     EmaState,
     ScaleByScheduleState,
@@ -40,6 +28,8 @@ from fzero.optim._links import (
     scale_by_schedule,
     set_to_zero,
 )
+from fzero.optim._loss_scaling import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
+from fzero.optim._master_weights import MasterState, convert_masters, master_params, master_weights, rounded
 from fzero.optim._moments import EightBit, Moments, SixteenBit
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms

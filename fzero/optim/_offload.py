@@ -23,7 +23,7 @@ from fzero.optim._base import (
     find_state,
     wrap_optimizers,
 )
-from fzero.optim._half_precision import MasterState, difference, rounded
+from fzero.optim._master_weights import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, plan_offload
 from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, apply_updates, wrap_optimizers
-from fzero.optim._half_precision import check_dtypes, difference
+from fzero.optim._master_weights import check_dtypes, difference
 from fzero.optim._precision import Precision
 from fzero.optim._rounding import round_at_random
 from fzero.random import bits_at, check_key, fold_in

@@ -144,7 +144,7 @@ MUTANTS = [
     *File("optim/_adam.py", OFFLOAD).faults(
         Fault("lamb does not declare that it is not elementwise", "scale_by_trust_ratio", constant(False, None)),
     ),
-    *File("optim/_half_precision.py", OFFLOAD).faults(
+    *File("optim/_loss_scaling.py", OFFLOAD).faults(
         Fault(
             "an overflow does not skip the host's part of an update",
             "_select",

@@ -177,7 +177,7 @@ MUTANTS = [
         Fault("programs run on master weights", "Precision.to_param", never("is_master")),
         Fault("init rounds the shards that are masters", "Precision._dtype_of_shard", never("is_master and A and B")),
     ),
-    *File("optim/_half_precision.py", SHARD_MASTERS).faults(
+    *File("optim/_master_weights.py", SHARD_MASTERS).faults(
         Fault("a state without masters trains half-precision shards", "_check_masters", never("A and B and C")),
         Fault(
             "converted states keep old masters",
@@ -185,7 +185,7 @@ MUTANTS = [
             becomes("_distinct_masters(masters, new)", "masters"),
         ),
     ),
-    *File("optim/_half_precision.py", HALF).faults(
+    *File("optim/_master_weights.py", HALF).faults(
         Fault(
             "the master copy is dropped",
             "master_weights.update",
@@ -197,7 +197,7 @@ MUTANTS = [
             becomes("expected", "torch.float32", at="2 of 3"),
         ),
     ),
-    *File("optim/_half_precision.py", HALF).faults(
+    *File("optim/_loss_scaling.py", HALF).faults(
         Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
         Fault("a skipped step changes the state", "_select", becomes("old", "new")),
         Fault(
