@@ -48,8 +48,8 @@ NOTES = [
     "2,947 and DeepSpeed 2,978. So the floor is 0.92 of the best peer, and the goal of 0.95 leaves 3% for all else.",
     "Causal attention in smaller blocks, which skips more of the upper triangle, was tried. At 2,048 to 16,384 tokens "
     "blocks of 4,096 down to 256 took 0.93 to 1.5 times as long as one call, mostly more. It was left out.",
-    "Both rings, fzero's and torch's, take a fifth more of the processor on 4 ranks than all_to_all. A ring calls the "
-    "kernel for each part, and combines the results.",
+    "Both rings, fzero's and torch's, take a fifth to a third more of the processor on 4 ranks than all_to_all. A "
+    "ring calls the kernel for each part, and combines the results.",
 ]
 HEAD = [
     "system",
