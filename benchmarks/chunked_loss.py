@@ -49,13 +49,13 @@ def in_parts(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
 
     pairs = zip(hidden.chunk(PARTS), labels.chunk(PARTS), strict=True)
     losses = [checkpoint(part, h, y, use_reentrant=False) for h, y in pairs]
-    return torch.stack(losses).sum() / len(labels)  # pyright: ignore
+    return torch.stack(losses).sum() / len(labels)
 
 
 def of_torch(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the loss of torch's own chunked form, with its default options."""
-    options: Any = torch.nn.LinearCrossEntropyOptions()  # pyright: ignore
-    return F.linear_cross_entropy(hidden, weight, labels, options=options)  # pyright: ignore
+    options: Any = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, weight, labels, options=options)
 
 
 def by_backward(loss: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -117,7 +117,7 @@ def make_llama() -> torch.nn.Module:
 
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
     return LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCAB, use_cache=False)  # pyright: ignore
+        LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCAB, use_cache=False)
     )
 
 
@@ -204,7 +204,7 @@ def train_by_lightning(
         gradient_clip_val=1.0,
         **options,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))  # pyright: ignore
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
 
 
 def turn_on_fsdp() -> None:

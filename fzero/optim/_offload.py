@@ -98,7 +98,7 @@ def offload(
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
     policy = optimizer.precision
-    if ratio and policy is not None and policy.shard not in (None, policy.param):
+    if ratio and policy is not None and policy.has_master_shards:
         raise ValueError(
             f"offload: Precision(shard={policy.shard}) keeps the master weights among the parameters, on "
             "the device: leave shard= out, and the host holds its share of the masters"

@@ -112,6 +112,11 @@ class Precision:
         """The dtype in which gradients are summed over ranks: with a codec, the dtype of the decoded sum."""
         return torch.float32 if isinstance(self.reduce, Codec) else self.reduce
 
+    @property
+    def has_master_shards(self) -> bool:
+        """Whether shards of parameters are the master weights, and wider than what gathers send."""
+        return self.shard not in (None, self.param)
+
     def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
         """Return the dtype that the policy gives a parameter: its own if that is not a floating-point dtype."""
         if not leaf.is_floating_point():

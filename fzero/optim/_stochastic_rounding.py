@@ -70,7 +70,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
             f"stochastic_rounding: param={precision.param}, master={precision.master}: expected torch.bfloat16 and "
             "torch.float32; for another dtype use optim.master_weights"
         )
-    if precision.shard not in (None, precision.param):
+    if precision.has_master_shards:
         raise ValueError(
             f"stochastic_rounding: precision has shard={precision.shard}, for master weights; leave it out, or use "
             "optim.master_weights"

@@ -31,7 +31,7 @@ def recipe(config: Configuration) -> str:
 def _policy_options(c: Configuration) -> str:
     """Write the further arguments of `Precision`."""
     kinds = (("gather", c.gather), ("reduce", c.reduce))
-    shard = ", shard=torch.float32" if c.has_master_shards else ""
+    shard = ", shard=torch.float32" if c.policy.has_master_shards else ""
     return shard + "".join([f", {name}=fzero.codecs.{kind}()" for name, kind in kinds if kind is not None])
 
 

@@ -127,13 +127,8 @@ class Configuration:
         """
         gather = None if self.gather is None else CODECS[self.gather]()
         reduce = torch.float32 if self.reduce is None else CODECS[self.reduce]()
-        shard = torch.float32 if self.has_master_shards else None
+        shard = torch.float32 if self.stage == 3 and not self.offload else None
         return Precision(param=DTYPES[self.precision], gather=gather, reduce=reduce, shard=shard)
-
-    @property
-    def has_master_shards(self) -> bool:
-        """Whether a rank's shards of the parameters are its master weights: `shard=` of `fzero.Precision`."""
-        return self.stage == 3 and not self.offload and self.precision != "float32"
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]

@@ -1,6 +1,6 @@
 """Faults in fzero/parallel/context, and in the kernels of attention."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, never, swapped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, skipped, swapped
 from tests.mutants.mutant import Fault, File
 
 ATTENTION = ("tests/parallel/context/test_attention.py",)
@@ -110,6 +110,7 @@ MUTANTS = [
         Fault(
             "a model's operations along tokens are not looked for", "_AlongTokens.__torch_dispatch__", never("any(A)")
         ),
+        Fault("a model that was not checked is silent", "check_tokens", skipped("warn_once(A)")),
         Fault("the probe attends", "_own_value", becomes("value.repeat_interleave(A, 1)", "(query @ key.mT) @ value")),
     ),
     *File("nn/_pipeline.py", MODELS).faults(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fzero._notice import warn_once
 from fzero._torch import TorchDispatchMode, user_line
 from fzero.parallel.context._models import ContextAxis
 
@@ -25,7 +26,7 @@ SAMPLES, FIRST, LAST = 2, 53, 1000
 def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
     """Check that no operation of a model's forward pass reads several tokens, but for its attention.
 
-    A model whose forward pass does not run on tensors without numbers is not checked.
+    A model whose forward pass does not run on tensors without numbers is not checked, and a notice says so.
 
     Args:
         model: a copy of the model, which the check changes.
@@ -57,7 +58,12 @@ def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
             f"{context.name}: {found}, which combines tokens without attention: the neighbours of a part's tokens are "
             "on other ranks"
         ) from None
-    except Exception:  # such as an operation that reads numbers
+    except Exception as error:  # such as an operation that reads numbers
+        warn_once(
+            f'fzero.nn.functional(context="{context.axis}"): {context.name} does not run on tensors without numbers '
+            f"({type(error).__name__}), so its operations along tokens were not looked for: compare one step with the "
+            "unsharded one"
+        )
         return context
     return replace(context, takes_documents=all(have_documents))
 

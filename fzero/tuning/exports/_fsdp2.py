@@ -149,7 +149,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
             f"Stage {c.stage}: fully_shard shards parameters between steps, and gathers them in the first forward "
             "pass; they stay so until the last backward pass."
         )
-    if c.precision != "float32" and not c.has_master_shards:
+    if c.precision != "float32" and not c.policy.has_master_shards:
         found.append(f"Parameters are float32 between steps and {c.precision} in gathers, and have no second copy.")
     if c.precision == "float16":
         found.append("float16 needs a loss scale: torch.amp.GradScaler.")

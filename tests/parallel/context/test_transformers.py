@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import optim
+from fzero._notice import warn_once
 from fzero.parallel import context
 from fzero.parallel import tensor as tp
 from tests.helpers import cases, train_step_for
@@ -305,12 +306,14 @@ def test_a_pipeline_of_split_sequences_trains_as_the_whole(name, schedule, stage
         torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
 
 
-def test_experts_that_read_numbers_run_in_lockstep():
+def test_experts_that_read_numbers_run_in_lockstep(caplog):
     """JetMoE reads the number of each expert's tokens in Python, which a simulation by vmap cannot."""
     sizes = {**{k: x for k, x in GROUPED.items() if k != "num_attention_heads"}, "kv_channels": 8}
     model = model_of("JetMoeForCausalLM", "JetMoeConfig", **sizes, num_local_experts=4, num_experts_per_tok=2)
     plain, params, buffers = fzero.nn.functional(model)
+    warn_once.cache_clear()
     apply, tokens = fzero.nn.functional(model, context="cp").apply, batch_of(0)["tokens"]
+    assert "JetMoeForCausalLM does not run on tensors without numbers" in caplog.text
 
     def logits(tokens: Any) -> Any:
         return fzero.PerRank(apply(params, buffers, input_ids=tokens)[0].logits)
