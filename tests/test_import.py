@@ -97,7 +97,7 @@ def test_optree_knows_the_boxes_whichever_is_imported_first(imports: str):
     run(TREES.format(imports=imports))
 
 
-def test_it_says_its_version():
+def test_the_package_has_its_version():
     number = fzero.__version__.split(".")
     assert all(part.isdigit() for part in number[:3]), fzero.__version__
 

@@ -166,7 +166,7 @@ def test_the_lines_and_comments_around_a_change_stay():
     ],
     ids=lambda x: x.words if isinstance(x, Change) else "",
 )
-def test_what_is_ambiguous_or_gone_is_an_error(symbol, change, message):
+def test_an_ambiguous_or_missing_place_is_an_error(symbol, change, message):
     with pytest.raises(LookupError, match=re.escape(message)):
         change.planted(TEXT, symbol)
 

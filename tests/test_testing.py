@@ -346,7 +346,7 @@ def test_a_pair_that_needs_full_leaves_is_recognised(name):
 
 
 @pytest.mark.parametrize("name", ["norm of each leaf", "trust ratio", "rank of the tensor"])
-def test_what_is_exact_on_shards_refuses_is_wrong_on_shards(name):
+def test_an_optimizer_that_is_not_exact_on_shards_trains_wrongly_there(name):
     opt = WHOLE[name]
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, PARAMS, opt, batches_of(), stages=(0,))

@@ -38,7 +38,7 @@ def failing(jit: bool, simulate: Any = True, w: torch.Tensor | None = None) -> E
 
 
 @pytest.mark.parametrize("jit,simulate", [(False, True), (True, True), (False, "lockstep")])
-def test_it_ends_at_the_line_that_raised(jit, simulate, capfd):
+def test_a_traceback_ends_at_the_line_that_raised(jit, simulate, capfd):
     error = failing(jit, simulate)
     frames = traceback.extract_tb(error.__traceback__)
     assert [f.name for f in frames] == ["failing", "train_step", "loss_fn"]

@@ -89,7 +89,7 @@ def test_strides_of_a_part_are_polynomials():
     assert holds(lambda x: x.new_zeros(3, x.shape[0] - 1, 2)[:, :, 0].clone(), (20, 8))[-1] == 300
 
 
-def test_it_runs_as_a_trace_does_and_draws_no_random_numbers():
+def test_a_second_run_follows_the_trace_and_draws_no_random_numbers():
     def f(x):
         assert _torch.is_tracing() and torch.compiler.is_compiling()
         return torch.rand_like(x)

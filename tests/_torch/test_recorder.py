@@ -150,7 +150,7 @@ def test_operations_are_recorded_without_make_fx(monkeypatch):
     assert len(recorded) >= count > 20
 
 
-def test_what_is_no_plain_operation_is_left_to_make_fx():
+def test_other_than_plain_operations_are_left_to_make_fx():
     aten = torch.ops.aten
     plain = [aten.add.Tensor, aten.add_.Tensor, aten.split_with_sizes.default, aten.native_dropout.default]
     others = [aten.matmul.default, aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default]

@@ -19,7 +19,7 @@ def lockstep(**axes: int) -> fzero.ranks.Mesh:
     return fzero.mesh(simulate="lockstep", **axes)
 
 
-def test_it_says_what_it_is():
+def test_a_lockstep_mesh_shows_its_simulation():
     assert repr(lockstep(dp=2)) == "Mesh(dp=2, simulated in lockstep)"
     with pytest.raises(ValueError, match='simulate=\'threads\': expected "vmap", "lockstep", True, False or None'):
         fzero.mesh(dp=2, simulate="threads")
@@ -327,7 +327,7 @@ def test_ranks_that_return_other_structures_diverge():
         lockstep(dp=2).spmd(lambda: [torch.ones(())] * (1 + int(fzero.axes.axis_index())))()
 
 
-def test_it_refuses_what_threads_cannot_do():
+def test_lockstep_refuses_transforms_around_it():
     mesh = lockstep(dp=2)
     x = mesh.local(torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="transform inside the rank program"):

@@ -155,7 +155,7 @@ def test_a_rank_switches_for_itself(name):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("end", ["raises", "diverges", "ends"])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_all_is_as_it_was_however_a_run_ends(name, end):
+def test_the_state_of_torch_is_restored_however_a_run_ends(name, end):
     """Two ranks are abandoned within their `with`s; or no rank leaves its `with`."""
     left = []
 

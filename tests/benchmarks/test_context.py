@@ -28,7 +28,7 @@ def test_goals_are_ratios_to_the_best_peer_of_each_kind():
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path: pathlib.Path):
+def test_a_tiny_model_is_measured_on_split_sequences(tmp_path: pathlib.Path):
     """torch's own ring on the CPU's kernel trains as fzero does."""
     pytest.importorskip("ninja")
     pytest.importorskip("torch.distributed.tensor.experimental._context_parallel")

@@ -55,7 +55,7 @@ def test_one_put_commits(root, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "changed"])
-def test_damage_is_found(how, root):
+def test_a_damaged_remote_checkpoint_is_refused(how, root):
     fzero.save(root, {"w": torch.zeros(300)})
     store = fsspec.filesystem("memory")
     (name,) = [n for n in store.find(root.removeprefix("memory:/")) if "safetensors" in n]

@@ -105,7 +105,7 @@ def test_stochastic_rounding_is_a_function_of_place_and_value():
 
 @examples(10, 50)
 @given(codec=all_codecs(), value=st.sampled_from([math.inf, -math.inf, math.nan]), at=st.integers(0, 9))
-def test_what_is_not_finite_makes_its_block_nan(codec, value, at):
+def test_a_nonfinite_number_makes_its_block_nan(codec, value, at):
     x = spread((10,), 1)
     y = codec.round(x)
     x[at] = value
@@ -127,7 +127,7 @@ def test_zeros_and_the_smallest_numbers_stay_finite(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_differentiates_as_the_identity(kind):
+def test_rounding_differentiates_as_the_identity(kind):
     x, w = spread((5, 9), 0), spread((5, 9), 1)
     codec = Codec(kind, block=4)
     assert torch.equal(torch.func.grad(lambda x: (codec.round(x) * w).sum())(x), w)

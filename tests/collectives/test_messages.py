@@ -96,7 +96,7 @@ def test_the_gradient_of_two_ranks_is_that_of_one():
     torch.testing.assert_close(grads.flatten(), expected)
 
 
-def test_they_are_recorded():
+def test_messages_are_recorded():
     def program() -> None:
         if here() == 0:
             fzero.collectives.send(torch.ones(3, 4), 1, "pp")

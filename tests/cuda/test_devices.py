@@ -56,7 +56,7 @@ def test_a_batch_that_is_taken_ahead_has_a_stream_of_its_own(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_on_the_cpu_is_named(kind):
+def test_a_leaf_on_the_cpu_is_named(kind):
     messages = found("elsewhere")[kind]
     for name, leaf in {
         "params": "argument 0, leaf 'w'",

@@ -70,7 +70,7 @@ def test_orders_differ_by_epoch_and_seed():
     assert order(1, 1) == order(1, 1)
 
 
-def test_what_is_left_of_an_epoch_differs():
+def test_the_dropped_examples_of_epochs_differ():
     found = data.batches(range(5), fzero.mesh(dp=2), global_batch=4)
     assert len({(set(range(5)) - set(found.indices(i))).pop() for i in range(20)}) > 1
 

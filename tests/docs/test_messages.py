@@ -303,7 +303,7 @@ def heard(mistake: Callable[[], Any]) -> str:
     return log.getvalue()
 
 
-def test_what_the_page_lists_is_provoked_and_what_is_provoked_is_listed():
+def test_the_page_lists_exactly_the_provoked_messages():
     section = pathlib.Path(ROOT, "docs/trouble.md").read_text().split("## Messages")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
     assert sorted(listed) == sorted([*PROVOKED, *ON_PROCESSES, *ON_A_LOST_RANK])

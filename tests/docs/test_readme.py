@@ -22,7 +22,7 @@ def test_the_example_runs_and_learns_the_unsharded_numbers():
             torch.testing.assert_close(other[name], p)
 
 
-def test_the_table_is_what_is_measured():
+def test_the_table_has_the_measured_bytes():
     path = ROOT / "benchmarks" / "bytes_per_rank.py"
     spec = importlib.util.spec_from_file_location("bytes_per_rank", path)
     assert spec is not None and spec.loader is not None
@@ -37,7 +37,7 @@ def test_links_lead_somewhere():
         assert (ROOT / target).exists(), target
 
 
-def test_it_is_short_and_plain():
+def test_the_readme_is_short_and_plain():
     assert len(README.splitlines()) <= 120
     prose = re.sub(r"```.*?```|^\|.*?$|^#.*?$|^!.*?$", "", README, flags=re.DOTALL | re.MULTILINE)
     for sentence in re.split(r"(?<=[.:;!?])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)|`", "", prose)):

@@ -14,7 +14,7 @@ def test_a_program_is_copied_as_it_is(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("pretrain.py: Pre-train a language model")
 
 
-def test_all_are_listed(capsys):
+def test_all_examples_are_listed(capsys):
     assert examples.main([]) == 0
     rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
     assert [name for name, _ in rows] == NAMES and all(text.endswith(".") for _, text in rows)

@@ -82,7 +82,7 @@ def test_the_same_collectives_run_as_often():
     assert names[0] == names[1] and (one.carried_count, other.carried_count) == (0, 1)
 
 
-def test_a_plan_counts_what_is_on_its_way():
+def test_a_plan_counts_reductions_in_flight():
     """The operand, and the shard that arrives, from the turn's end to the next one's wait."""
     traced = entry(2).traced.graph
     graph = scheduled(traced, 1)
@@ -113,7 +113,7 @@ def test_with_more_ranks_their_parts_are_counted_too(ranks):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_is_reduced_behind_the_loop_is_not_carried(stage):
+def test_a_reduction_behind_the_loop_is_not_carried(stage):
     assert [loop.carried_count for loop in loops(scheduled(entry(stage).traced.graph, 1))] == [0]
 
 
@@ -178,7 +178,7 @@ def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
     assert fits.peak_bytes == peak and fits.settings["across_iterations"] and lean.peak_bytes < peak
 
 
-def test_what_is_carried_takes_its_time_all_the_same(monkeypatch):
+def test_a_carried_reduction_takes_its_time_all_the_same(monkeypatch):
     traced = entry(2, vocab=20_000).traced.graph
     monkeypatch.setitem(_cost.HARDWARE, "cpu", _cost.HARDWARE["cpu"]._replace(link=1e5))  # hardly anything but messages
     carried, waited = [_clocks.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]

@@ -358,7 +358,7 @@ def test_a_first_call_starts_what_its_device_will_need(device, expected, monkeyp
     assert started == [expected]
 
 
-def test_what_is_ready_is_loaded_for_half_a_second_at_most(monkeypatch):
+def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     Pretended(monkeypatch, 1000)
     clock = itertools.count(0, 0.3)
     monkeypatch.setattr(changing, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
@@ -415,7 +415,7 @@ def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_nothing_is_said_of_what_is_quick_or_on_other_ranks(monkeypatch, terminal):
+def test_no_bar_shows_quick_compilations_or_those_of_other_ranks(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()

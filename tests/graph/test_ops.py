@@ -75,7 +75,7 @@ def test_a_view_lies_in_its_operands_memory(name):
     assert CALLS[name](x).data_ptr() == x.data_ptr()
 
 
-def test_what_is_asked_of_torch_needs_no_row():
+def test_operations_that_torch_describes_need_no_row():
     b = graphs.Builder(2, [(4, 4)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     (x,) = b.inputs
     assert is_cheap(b(aten.tanh.default, x)) and is_view(b(aten.t.default, x))

@@ -370,7 +370,7 @@ def mlp_step(*params: torch.Tensor) -> list[torch.Tensor]:
     return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
 
 
-def test_an_activation_function_runs_again_and_what_is_dear_or_random_does_not():
+def test_recompute_repeats_activation_functions_and_no_costly_or_random_operations():
     sizes = [torch.ones(64, 64) for _ in range(6)]
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(6)]
     graph = trace(mlp_step, _torch.fake_like(sizes), labels).graph
@@ -435,7 +435,7 @@ def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_u
     assert [n.target for n in graph.nodes if is_collective(n)] == expected
 
 
-def test_in_place_leaves_alone_what_is_laid_out_otherwise_and_what_is_given_twice():
+def test_in_place_leaves_operands_with_other_strides_and_repeated_operands_alone():
     b = graphs.Builder(2, [(4, 3)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     turned = b(graphs.aten.t.default, b(graphs.aten.tanh.default, *b.inputs))
     twice = b(graphs.aten.exp.default, *b.inputs)

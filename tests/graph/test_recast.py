@@ -158,7 +158,7 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
         assert clipped.peak_bytes <= SLACK * (without.peak_bytes + unit)
 
 
-def test_it_is_kept_where_the_peak_is_smaller():
+def test_recast_is_kept_where_the_peak_is_smaller():
     few, many = planned(2, 2, True), planned(2, 256, True)
     assert few.settings["recast"] is True
     assert few.peak_bytes < 0.95 * planned(2, 2, True, recast=False).peak_bytes
@@ -166,14 +166,14 @@ def test_it_is_kept_where_the_peak_is_smaller():
     assert "recast" not in planned(2, 2, False).settings
 
 
-def test_it_is_done_where_it_is_asked_for():
+def test_recast_is_forced_by_its_option():
     asked, free = planned(2, 16, True, recast=True), planned(2, 16, True)
     assert asked.settings["recast"] is True and all("recast" in x.settings for x in asked.rejected)
     assert "recast" not in free.settings  # another is faster, and within 3%
 
 
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
-def test_it_is_tried_where_it_takes_less(beside, tried):
+def test_recast_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
     found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
     assert {c.pass_settings.recast for c in found} == ({False, True} if tried else {False})
@@ -199,7 +199,7 @@ def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_what_is_made_for_later_waits_if_that_keeps_less(large):
+def test_values_for_later_uses_wait_if_that_keeps_fewer_bytes(large):
     b = Builder(2, [(40,), (20,)], [{}, {}], False)
     x, y = b.inputs
     mine = b.reduce_scatter(x)

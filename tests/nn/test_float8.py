@@ -134,7 +134,7 @@ def test_zeros_and_nothing(scaling):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_what_is_not_finite_makes_all_that_shares_its_scale_nan(value, scaling):
+def test_a_nonfinite_number_makes_all_numbers_of_its_scale_nan(value, scaling):
     """A loss scale then finds it. A cast alone would make infinity the largest code."""
     x, w = spread((3, 32), 0), spread((16, 32), 1)
     x[1, 5] = value

@@ -271,7 +271,7 @@ def test_of_many_the_first_is_named():
     assert found.origin is not None and (found.origin.operation, found.origin.line) == ("log", line_of(f)), found
 
 
-def test_refusals():
+def test_nonfinite_refuses_other_steps():
     with pytest.raises(TypeError, match="expected a function"):
         nonfinite(3)  # pyright: ignore[reportArgumentType]
 

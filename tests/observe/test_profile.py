@@ -77,7 +77,7 @@ def test_donated_arguments_stay_the_callers():
     step(*args)
 
 
-def test_what_is_compiled_is_seen():
+def test_compiled_kernels_are_seen():
     found = fzero.profile(fzero.jit(lambda x: (x.sin() * 2, x.cos()), backend="inductor"), torch.ones(4096))
     compiled = next(c for c in found.kinds if c.name == "compiled")
     assert compiled.calls >= 1 and compiled.seconds > 0  # our mark, and Inductor's own
@@ -90,7 +90,7 @@ def test_a_trace_is_written(tmp_path: pathlib.Path):
     assert names.count("aten::sin") == 2 and names.count("fzero.profile: step") >= 2
 
 
-def test_it_prints_a_table():
+def test_a_profile_prints_a_table():
     text = str(fzero.profile(torch.sin, torch.ones(3)))
     assert text.startswith("sin: ") and "ms a step" in text
     for name in ("compute", "collectives", "waits", "copies", "Python", "sin"):

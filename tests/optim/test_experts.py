@@ -79,7 +79,7 @@ def test_beside_tensor_parallel_leaves():
         tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-12, atol=0), got, expected)
 
 
-def test_it_takes_one_psum_for_each_set_of_axes():
+def test_a_clip_by_expert_takes_one_psum_for_each_set_of_axes():
     mesh = fzero.mesh(dp=2)
     with fzero.collectives.record() as log:
         mesh.spmd(lambda g: optim.clip_by_expert(1.0).update(fzero.partition(g), ())[0]["head"])(two_layers())

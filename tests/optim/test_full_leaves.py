@@ -220,7 +220,7 @@ def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():
     assert_equivalent(train_step_for(loss_of_tree, opt), params, opt, batches, world_sizes=(2, 3))
 
 
-def test_muon_names_what_is_no_matrix():
+def test_muon_names_leaves_that_are_no_matrices():
     params = {"w": torch.ones(2, 2), "norm": torch.ones(2)}
     for bad in (params, {"w": torch.ones(2, 2, 2)}):
         with pytest.raises(ValueError, match=r"leaf '(norm|w)'.*fallback=optim.adamw\(3e-4\)"):

@@ -91,7 +91,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow_and_the_schedule_waits():
     assert same == [True, False, False, False]  # a skipped step changes nothing
 
 
-def test_refusals(tmp_path):
+def test_unsupported_settings_of_accelerate_are_refused(tmp_path):
     accelerator, model, optimizer, _, _ = make(0.0, 8, 4)
 
     def shard_loop(*args: Any, **options: Any) -> Any:

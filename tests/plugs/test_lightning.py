@@ -385,7 +385,7 @@ def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
     assert not any(p.is_meta for p in module.parameters())  # nothing that was refused has used it up
 
 
-def test_other_refusals(tmp_path):
+def test_other_unsupported_settings_of_lightning_are_refused(tmp_path):
     with pytest.raises(ValueError, match="stage=4: expected 0 to 3"):
         plug.Strategy(4)
 

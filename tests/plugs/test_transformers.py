@@ -452,7 +452,7 @@ def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
         plug.shard_trainer(make(tmp_path), stage=3)
 
 
-def test_other_refusals(tmp_path):
+def test_other_unsupported_settings_of_trainer_are_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     with pytest.raises(ValueError, match="has 2 ranks, and Trainer runs in 1 processes"):
         plug.shard_trainer(trainer, stage=3, mesh=fzero.mesh(dp=2))

@@ -56,7 +56,7 @@ def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
 
 
 @small_blocks
-def test_what_is_conjugated_or_negated_lazily_or_expanded_is_read_as_its_values():
+def test_lazily_conjugated_or_negated_and_expanded_tensors_are_read_as_their_values():
     z = torch.randn(40, 3, dtype=torch.complex64)
     for lazy in (z.conj(), z.conj().imag, z.T.conj(), torch.ones(5, 1).expand(5, 60)):
         assert checksum(lazy) == checksum(

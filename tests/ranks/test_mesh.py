@@ -132,7 +132,7 @@ def test_a_size_alone_that_does_not_divide():
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 5), st.data())
-def test_what_is_left_times_the_rest_is_all(rest, left, data):
+def test_the_size_of_minus_one_times_the_others_is_the_world(rest, left, data):
     """Alone as in a world, for any place of the axis that is -1."""
     place = data.draw(st.integers(0, len(rest)))
     sizes: dict[str, Any] = {f"a{i}": size for i, size in enumerate([*rest[:place], -1, *rest[place:]])}

@@ -19,7 +19,7 @@ def test_every_leaf_has_a_row():
     assert counted["count"] == "replicated" and "unit 'c'" in counted["mu.c"]
 
 
-def test_boxes_of_ranks_and_what_is_no_tensor():
+def test_layouts_of_per_rank_boxes_and_of_values_that_are_no_tensors():
     mesh = fzero.mesh(dp=2)
     table = fzero.sharding.layouts({"x": mesh.split(torch.ones(4, 2)), "name": "run", "y": torch.ones(3)})
     assert [(x.path, x.layout) for x in table.leaves] == [("x", "differs by rank"), ("y", "replicated")]

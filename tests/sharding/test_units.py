@@ -257,6 +257,6 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make,error,message", BAD.values(), ids=BAD)
-def test_bad_input(make, error, message):
+def test_a_wrong_argument_of_a_unit_rule_is_named(make, error, message):
     with pytest.raises(error, match=message):
         make({"a": torch.zeros(3)})

@@ -101,7 +101,7 @@ def test_aux_and_unused_parameters():
     assert torch.equal(grads["w"][:, 0], batch[2:].sum(0) / 2) and not grads["b"].any()
 
 
-def test_it_is_refused_within_a_transform():
+def test_autograd_is_refused_within_a_transform():
     params, batch = values(4)
     inner = fzero.value_and_grad(loss, autograd=True)
     with pytest.raises(ValueError, match="autograd=True works where no transform is around the call"):

@@ -104,7 +104,7 @@ def test_the_message_names_at_most_a_few_leaves_of_each_argument():
             fzero.value_and_grad(lambda p: p.detach().sum(), autograd=autograd)(one)
 
 
-def test_it_is_not_told_of_what_reads_parameters_in_other_ways(caplog):
+def test_other_reads_of_parameters_give_no_notice(caplog):
     """Frozen parts, two trees, rematerialised blocks, nothing to differentiate, and a derivative of the gradient."""
     warn_once.cache_clear()
     fzero.value_and_grad(lambda head, body, x: reads({**body, **head}, x))({"b": PARAMS["b"]}, {"w": PARAMS["w"]}, X)

@@ -115,7 +115,7 @@ def test_a_box_may_differ_along_some_axes_and_lie_in_a_tree():
         torch.testing.assert_close(grads[name].value["s"], expected[1])
 
 
-def test_what_is_not_differentiated_may_be_boxed_too():
+def test_arguments_that_are_not_differentiated_may_be_boxed_too():
     mesh = fzero.mesh(dp=2)
 
     def program(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -205,7 +205,7 @@ CORNERS = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch 2.15, of any vmap of attention
 @pytest.mark.parametrize("f", CORNERS.values(), ids=CORNERS)
-def test_corners(f):
+def test_blocks_with_unusual_arguments_and_results_have_the_same_gradients(f):
     p, x = inputs(4)
 
     def loss(f):
@@ -241,7 +241,7 @@ def test_inputs_without_gradient_cost_none():
     assert ops(lambda: loss(p["w"], wanted).backward())["mm"] == 2 + 2 + 1
 
 
-def test_what_is_kept_is_not_computed_again():
+def test_saved_results_are_not_computed_again():
     p, x = inputs()
     counts = {save: ops(grad(loss_of(fzero.remat(block, save))), p, x) for save in SAVES}
     none, matmuls, host, tanhs = counts.values()

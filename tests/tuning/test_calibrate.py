@@ -28,7 +28,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(_stopwatch, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
-def test_what_is_measured_goes_to_its_constant(clock):
+def test_each_measurement_goes_to_its_constant(clock):
     machine = tuning.calibrate()
     assert (machine.flops, machine.slow, machine.device_memory, machine.launch) == (8e12, 4.0, 3e10, 2e-6)
     assert (machine.link, machine.host_memory, machine.host_copies, machine.ranks) == (3e10, 3e10, 3e10, 1)
@@ -99,7 +99,7 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_on_two_machines_measure_what_is_between(cache):
+def test_ranks_on_two_machines_measure_the_network_between_them(cache):
     port = free_port()
     variables = [{**rank_variables(r, 2, port), "LOCAL_WORLD_SIZE": 1, "XDG_CACHE_HOME": cache} for r in range(2)]
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)

@@ -49,7 +49,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def test_it_says_what_fits_and_what_to_paste(files):
+def test_the_command_prints_the_rows_that_fit_and_the_lines_to_paste(files):
     said = (files / "said.txt").read_text()
     assert "4 of 4 configurations fit 930.0 MB (1.0 GB less a margin)" in said and "\nbest: stage " in said
     assert "other estimators: DeepSpeed, ZeRO-3" in said and "note: peaks were not measured on a GPU" in said
@@ -80,7 +80,7 @@ def test_the_lines_to_paste_run(files):
         assert fzero.plan(step, params, opt_state, step.mesh.split(torch.ones(8, 4).bfloat16())).peak_bytes
 
 
-def test_it_writes_tables_and_a_page(files):
+def test_the_command_writes_tables_and_a_page(files):
     table = Table.from_json((files / "t.json").read_text())
     assert len(table.rows) == 4 and (files / "t.csv").read_text() == table.to_csv()
     made = (files / "t.html").read_text()
@@ -198,7 +198,7 @@ def test_several_sizes_cannot_have_the_files_of_one(capsys):
     assert "model 'nothing' of 'tiny,nothing': several models are models by name" in capsys.readouterr().err
 
 
-def test_it_compares_two_tables(files, capsys):
+def test_the_command_compares_two_tables(files, capsys):
     path = str(files / "t.json")
     assert main(["plan", "--compare", path, path]) == 0
     assert capsys.readouterr().out.count("+0.0%") == 8
@@ -249,6 +249,6 @@ def test_sizes_are_read_with_their_units():
     assert [_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
 
 
-def test_it_is_a_module():
+def test_the_command_is_a_module():
     done = subprocess.run([sys.executable, "-m", "fzero", "plan", "--help"], capture_output=True, text=True, check=True)
     assert "llama-3-8b" in done.stdout and "--memory" in done.stdout

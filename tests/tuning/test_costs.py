@@ -196,7 +196,7 @@ def test_activations_that_move_at_any_ratio_are_not_the_updates():
 # ---------------------------------------------------------------- text and pictures
 
 
-def test_it_prints_its_assumptions_and_the_answer():
+def test_offload_costs_print_their_assumptions_and_the_answer():
     said = str(opt_30b())
     for words in (
         "30 B parameters on 8 ranks at stage 3, 2,048 tokens a rank and step, 8 FLOPs a parameter and token with remat",

@@ -94,7 +94,7 @@ def test_a_jitted_step_keeps_its_schedule_options():
     assert fzero.tuning.offload_ratio(make_step, budget, parts=4).plan.settings["prefetch"] == 0
 
 
-def test_it_prints_what_was_tried():
+def test_a_ratio_prints_its_trials():
     none, all_ = planned(0.0).peak_bytes, planned(1.0).peak_bytes
     found = fzero.tuning.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
     assert str(found).splitlines()[0] == f"ratio 1 fits {all_ / 1e3:.1f} kB of the device"

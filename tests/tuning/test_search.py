@@ -100,7 +100,7 @@ def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, capl
     assert value == 5 and process != os.getpid()
 
 
-def test_what_is_known_needs_no_process(monkeypatch):
+def test_a_cached_result_needs_no_process(monkeypatch):
     monkeypatch.setattr(_search, "_differentiate", without_threads)  # a process would say so
     run = {1: "run"}.__getitem__
     with _search.open_pool(1, run, {2: "known"}.get) as start:

@@ -79,7 +79,7 @@ def test_something_is_skipped():
     assert {s.config.micro_batch for s in table.skipped} == {8, 64}
 
 
-def test_what_is_surely_held_is_held_by_all_that_hold_no_less():
+def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
     for a in tried().rows:
         assert a.min_peak_bytes <= a.peak_bytes
         for b in tried().rows:
@@ -152,7 +152,7 @@ def test_the_reason_names_what_the_nearest_faster_one_lacks():
     assert replace(table, budget=1e10).best().reason == "No planned configuration is faster"
 
 
-def test_it_plots(tmp_path):
+def test_a_table_plots(tmp_path):
     tried().plot(tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
 
@@ -268,7 +268,7 @@ def test_an_error_in_a_step_says_of_which_configuration():
     assert "while planning stage 3, micro-batch 8 x 8" in found.value.__notes__[0]
 
 
-def test_what_is_no_table_is_refused():
+def test_json_that_holds_no_table_is_refused():
     for text in ("{}", "[]", "nothing", '{"rows": [1]}'):
         with pytest.raises(ValueError, match=r"expected the JSON of a table of fzero.tune"):
             Table.from_json(text)

@@ -102,7 +102,7 @@ def test_a_step_that_was_compiled_before_is_measured_at_once():
     assert watched.last.step == 0 and not watched.last.has_compilation
 
 
-def test_what_is_wasted_outside_of_the_graph_is_seen():
+def test_memory_outside_of_the_graph_is_seen():
     """A step that holds more than its plan, since its memory is not its own, as a kernel's workspace is not."""
     x = torch.ones(512, 512)
     step = fzero.jit(lambda x: torch.tanh(x) @ x, backend="fx")

@@ -66,7 +66,7 @@ def test_a_chain_is_checked_for_the_host_memory_of_its_links(free):
         init(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(optim.adam(0.1), 0.5)))
 
 
-def test_what_is_free_is_the_least_of_what_machine_and_group_say(monkeypatch, tmp_path):
+def test_free_memory_is_the_least_of_the_machines_and_the_groups(monkeypatch, tmp_path):
     monkeypatch.setattr(_host_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(_host_memory, "CGROUP", tmp_path)
     assert _host_memory.free_bytes() is None

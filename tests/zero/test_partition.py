@@ -134,7 +134,7 @@ def parted() -> tuple[fzero.zero.ShardedStep, Any, Any]:
     return (step, *step.init({"a": {"w": torch.ones(3, 2), "b": torch.ones(2)}}, optim.adam(0.1)))
 
 
-def test_what_is_not_like_like_is_named():
+def test_a_leaf_that_differs_from_like_is_named():
     step, params, state = parted()
     whole = step.gather(params)
     other = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=4))

@@ -74,7 +74,7 @@ def test_a_jitted_step_changes_nothing_that_was_no_argument(stage, units):
 
 @examples(15, 30)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans())
-def test_what_is_donated_is_taken_over_and_gone(values, stage, units, tie):
+def test_donated_leaves_are_taken_over_and_gone(values, stage, units, tie):
     values = {**values, "again": values["first"]} if tie else values
     expected = tree.map(torch.clone, values)
     step = step_on(stage, units=units)

@@ -15,6 +15,6 @@ def test_what_arrives_first_changes_no_sum_not_even_the_sign_of_a_zero(dtype):
     assert found.dtype == after.dtype == dtype and torch.equal(after.view(torch.uint8), total.view(torch.uint8))
 
 
-def test_it_takes_no_memory_before_it_is_waited_for():
+def test_a_loop_takes_no_memory_before_it_is_waited_for():
     arriving = _loop._pending_zeros(torch.Size([1 << 40]), torch.float32, torch.device("cpu"))
     assert not arriving.works

@@ -166,7 +166,7 @@ def test_what_reads_an_argument_comes_before_what_overwrites_it():
     assert home[twice] == home[written] != home[newer]
 
 
-def test_the_last_reader_of_what_is_larger_stays_with_it():
+def test_the_last_reader_of_a_larger_value_stays_with_it():
     b = two_blocks()
     x, y, z, _ = b.inputs
     large = b(aten.mm.default, b.fit(z, (8, 2)), b.fit(z, (2, 8)))

@@ -183,7 +183,7 @@ HANDED_ON: dict[str, tuple[Callable[[Any, Any], Any], str]] = {  # what becomes 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor-whole", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("held", "ab")
 @pytest.mark.parametrize("name", HANDED_ON)
-def test_what_is_handed_on_as_it_came_may_be_shared(name, held, backend):
+def test_an_unchanged_argument_may_be_shared(name, held, backend):
     """Nothing is written into it: such as the frozen parameters of a living module."""
     made, written = HANDED_ON[name]
     f = fzero.jit(lambda p: dict(zip("ab", made(p["a"], p["b"]), strict=True)), donate=0, backend=backend)
@@ -204,7 +204,7 @@ def test_what_is_handed_on_as_it_came_may_be_shared(name, held, backend):
         assert torch.equal(owner, before)
 
 
-def test_what_is_handed_on_may_overlap_an_argument_that_is_read():
+def test_an_unchanged_argument_may_overlap_an_argument_that_is_read():
     """And not one that is written into."""
     buffer = torch.arange(4.0)
     f = fzero.jit(lambda p, x: {"a": p["a"], "b": p["b"] + x.sum()}, donate=0, backend="fx")
@@ -300,7 +300,7 @@ def test_tensors_of_a_class_of_their_own_are_refused():
         fzero.jit(lambda p: p["x"] + 1, backend="fx")({"x": x})
 
 
-def test_the_log_lists_what_is_donated(caplog):
+def test_the_log_lists_the_donated_arguments(caplog):
     opt = optim.sgd(0.1, momentum=0.9)
 
     def train_step(params: Any, state: Any, batch: Any, averages: Any) -> Any:

@@ -76,7 +76,7 @@ def in_place(f: Callable[[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.fx.
 
 
 @pytest.mark.parametrize("f", SIMPLE)
-def test_what_is_replaced_in_its_place_is_what_a_second_trace_makes(f):
+def test_writes_replaced_in_place_give_the_graph_of_a_second_trace(f):
     gm, done = in_place(f)
     gm.graph.lint()
     fakes = _torch.fake_like([X])
@@ -99,7 +99,7 @@ def test_a_jitted_function_that_writes_computes_the_same(f):
     assert all(torch.equal(a, b) for a, b in zip(fzero.jit(f, backend="fx")(X), f(X), strict=True))
 
 
-def test_stand_ins_of_what_is_replaced_have_memory_of_their_own():
+def test_stand_ins_of_replaced_writes_have_memory_of_their_own():
     gm, _ = in_place(read_between)
     memory = [_torch.storage_id(n.meta["val"]) for n in gm.graph.nodes if n.op == "call_function"]
     assert len({*memory}) == len(memory)

@@ -99,7 +99,7 @@ def test_jitter_belongs_to_the_data_and_not_to_the_mesh(simulate, axes, seed):
 
 @examples(8, 15)
 @given(SIMULATIONS, st.integers(1, 3), st.sampled_from([None, 0.5, 1.0]), st.integers(0, 99))
-def test_what_is_known_of_the_balance_is_that_of_the_global_batch(simulate, k, capacity, seed):
+def test_the_statistics_of_balance_are_those_of_the_global_batch(simulate, k, capacity, seed):
     logits, bias = 2 * logits_of(4, 5, 4, seed=seed), torch.zeros(4, dtype=torch.float64)
 
     def balance(logits: torch.Tensor) -> Any:

@@ -97,7 +97,7 @@ def test_nothing_is_kept_for_a_backward_pass():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_bad_input(simulate):
+def test_a_wrong_argument_of_outputs_is_named(simulate):
     loss, mesh = loss_of(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
     step, cut = made(mesh, 1, loss, params_of(4))
     batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)

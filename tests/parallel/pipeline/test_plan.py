@@ -43,7 +43,7 @@ def test_1f1b_holds_as_much_for_any_number_of_micro_batches_and_gpipe_more_for_e
     assert rising[2] - rising[1] == rising[1] - rising[0] > 8 * 16 * 2 * 5 * 8  # residuals of 2 blocks, 8 micro-batches
 
 
-def test_peaks_fall_along_1f1b_as_what_is_in_flight_does():
+def test_peaks_fall_along_1f1b_as_the_forward_passes_in_flight_do():
     loss = loss_of(8)
     flights = [loss.schedule(4).in_flight(r) for r in range(4)]
     assert flights == [4, 3, 2, 1]

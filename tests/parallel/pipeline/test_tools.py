@@ -40,7 +40,7 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
 
 
 @pytest.mark.parametrize("simulate", cases(["lockstep"], ["vmap"]))
-def test_what_is_not_finite_is_named_by_the_blocks_number(simulate):
+def test_a_nonfinite_leaf_is_named_by_the_blocks_number(simulate):
     mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
     loss = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     params["blocks"][4]["w"][1, 1] = float("nan")  # of the last rank
@@ -83,7 +83,7 @@ def test_a_pipeline_trains_on_numbered_batches():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_another_pipeline_reads_what_is_in_memory(simulate, tmp_path):
+def test_another_pipeline_reads_the_state_in_memory(simulate, tmp_path):
     params, memory = params_of(5), str(tmp_path)
     loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     step, state, _ = made(fzero.mesh(dp=2, pp=2, simulate=simulate), loss, params, 3)

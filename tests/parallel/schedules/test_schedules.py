@@ -191,7 +191,7 @@ def test_each_message_is_sent_once_and_needed_where_it_goes(made):
 
 @examples(25, 50)
 @given(schedules(), st.data())
-def test_a_timing_obeys_the_ranks_and_what_is_needed(made, data):
+def test_a_timing_obeys_the_ranks_and_the_dependencies(made, data):
     known = data.draw(durations(made.stages))
     t = made.timing(**known)
     for row in made.rows:
@@ -238,7 +238,7 @@ def test_a_schedule_is_a_value():
         (("zb", 2, 8), {"forward": 0, "backward": 0, "weight": 0}, "nothing takes time"),
     ],
 )
-def test_a_schedule_that_cannot_be_made_says_what_is_wrong(arguments, options, words):
+def test_an_impossible_schedule_names_its_wrong_argument(arguments, options, words):
     with pytest.raises(ValueError, match=words):
         schedule(*arguments, **options)
 
