@@ -23,6 +23,9 @@ endif
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
+# Python's cache of compiled files, also where an image switches it off: without it each process compiles all files anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help train test check lint types tests test-all sweep bench mutants faults cuda gpu docs format clean
 .DELETE_ON_ERROR:
 
