@@ -20,6 +20,7 @@ __all__ = [
     "PLANNED",
     "Axes",
     "Axis",
+    "BatchSplit",
     "Binding",
     "InvariantLoss",
     "LossCollective",
@@ -30,6 +31,7 @@ __all__ = [
     "axis_index",
     "axis_names",
     "axis_size",
+    "batch_splits",
     "bound_axes",
     "bound_axis",
     "call_as_invariant_loss",
@@ -109,6 +111,19 @@ class Axes(NamedTuple):
     default: tuple[str, ...] | None = None
 
 
+class BatchSplit(NamedTuple):
+    """How a batch was split over the ranks: what it is along which axis.
+
+    Attributes:
+        samples: the axes over which the samples were divided.
+        tokens: the axis over which the tokens of each sample were divided, and its number of ranks; None if they are
+            whole.
+    """
+
+    samples: tuple[str, ...] = ()
+    tokens: tuple[str, int] | None = None
+
+
 class PerRankMemory(NamedTuple):
     """The memory of an argument in a `PerRank` box, and the axes along which the argument differs by rank."""
 
@@ -154,6 +169,7 @@ class Scope(NamedTuple):
         micro_batch: the index of the micro-batch that is being differentiated; a 0-d tensor in a traced loop.
         in_loss: whether the loss function of a `value_and_grad` is running.
         own: the memory of a process that differs by rank; empty in a simulation, which needs no such list.
+        splits: for each argument in a `PerRank` box how it was split; None for one that a rank loaded itself.
         invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
         device: the device of the program's ranks.
@@ -164,6 +180,7 @@ class Scope(NamedTuple):
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[PerRankMemory, ...] = ()
+    splits: tuple[BatchSplit | None, ...] = ()
     invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
     device: torch.device = torch.device("cpu")
@@ -215,6 +232,11 @@ def varying_axes(storage: int) -> tuple[str, ...]:
     """List the axes along which a process knows that the contents of this memory differ by rank."""
     own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
     return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
+
+
+def batch_splits() -> tuple[BatchSplit | None, ...]:
+    """List how the running program's arguments in `PerRank` boxes were split; None for each that a rank loaded."""
+    return _SCOPES.stack[-1].splits if _SCOPES.stack else ()
 
 
 def in_loss() -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fzero import tree
 from fzero._arguments import check_int
 from fzero._tracebacks import api_boundary
-from fzero.axes import AxisName
+from fzero.axes import AxisName, BatchSplit
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
@@ -62,7 +62,10 @@ class BatchTarget(NamedTuple):
     def box(self, batch: Any) -> PerRank:
         """Put a loaded batch into a box, on the mesh's device."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding is not a dict
-        return self.mesh.split(batch, self.axis) if self.mesh.simulated else self.mesh.local(batch, self.axis)
+        if self.mesh.simulated:
+            return self.mesh.split(batch, self.axis)
+        box = self.mesh.local(batch, self.axis)
+        return PerRank(box.value, box.axes, BatchSplit(samples=self.mesh.names(self.axis)))
 
 
 def ranks_along(mesh: Mesh, axis: AxisName) -> int:

@@ -71,7 +71,7 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], all_ranks: bool) -> Tr
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
             part = tree.map(lambda v: v.new_empty(v.shape[1:] if all_ranks else v.shape, device="meta"), x.value)
-            return PerRank(part, x.axes)
+            return PerRank(part, x.axes, x.split)
         if isinstance(x, Shard | Slot):
             spec_id = intern(_spec_on_mesh(x.spec, sizes))
             if isinstance(x, Slot):

@@ -100,7 +100,7 @@ class ReplicaGroups:
                 self._check_rows(value, names)
                 value = tree.map(lambda rows: self._row(rows, names, number), value)
             is_plain = self.over in names and not rest  # one value for all ranks of the replica
-            return value if is_plain else PerRank(value, None if rest == self.inner_axes else rest)
+            return value if is_plain else PerRank(value, None if rest == self.inner_axes else rest, x.split)
 
         return tree.map(of_replica, values, is_leaf=is_box)
 

@@ -14,7 +14,7 @@ from fzero._arguments import check_choice
 from fzero._notice import trouble_link
 from fzero._torch import group_of
 from fzero._tracebacks import api_boundary, api_boundary_with
-from fzero.axes import Axis, AxisName
+from fzero.axes import Axis, AxisName, BatchSplit
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
 from fzero.ranks._mesh_shape import check_axes, fill_shape
@@ -306,7 +306,7 @@ class Mesh:
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return device_put(stacked if self.simulated else stacked[mine], self.device)
 
-        box = PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
+        box = PerRank(tree.map_with_path(part, batch, is_box), self._varying(names), BatchSplit(samples=names))
         if self.distributed:
             note_split(tree.tensors(box), tree.tensors(batch))
         return box

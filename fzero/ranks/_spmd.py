@@ -79,7 +79,9 @@ class Spmd:
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = unwrap_per_rank(call)
         memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
-        scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory, device=self.mesh.device)
+        splits = tuple([x.split for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)])
+        bound = Axes(axes, joint, self.default)
+        scope = Scope(bound, self.rules, own=memory, splits=splits, device=self.mesh.device)
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:

@@ -6,6 +6,7 @@ visits each shard once, and `tree["generator"]` still works.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from fzero._donated import DonatedError, donated_message
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
-from fzero.axes import current_device
+from fzero.axes import BatchSplit, current_device
 from fzero.collectives import to_device
 from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, with_host_share
 from fzero.tree import Tree, is_box
@@ -263,6 +264,7 @@ class PerRank(_Box):
         value: a tree of this rank's tensors. Outside the rank program, in a simulation, all ranks' tensors are stacked:
             `[N, ...]`.
         axes: the axes along which the value differs; None for all axes of the mesh. It is replicated along other axes.
+        split: how `mesh.split` or `context.split` made it from a global batch; None for a value that a rank loaded.
 
     Example:
         >>> import fzero
@@ -271,12 +273,13 @@ class PerRank(_Box):
                 [2, 3]])
     """
 
-    __slots__ = ("axes", "donated", "value")
+    __slots__ = ("axes", "donated", "split", "value")
     hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives without the box"
 
-    def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
+    def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None, split: BatchSplit | None = None) -> None:
         self.value = value
         self.axes = (axes,) if isinstance(axes, str) else axes
+        self.split = split
 
     def full_numel(self) -> int:
         """Count the elements of the value."""
@@ -285,6 +288,14 @@ class PerRank(_Box):
     def __repr__(self) -> str:
         text = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
         return f"PerRank({text}{'' if self.axes is None else f', {self.axes}'})"
+
+
+@dataclass(frozen=True)
+class _PerRankKey:
+    """The static data of a `PerRank` node. How a batch was split is no part of a tree's structure."""
+
+    axes: tuple[str, ...] | None
+    split: BatchSplit | None = field(compare=False)
 
 
 def _shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -306,7 +317,11 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
 
 register_box(Shard, lambda box: (box.pieces, box.spec_id), box_of)
 register_box(Slot, lambda slot: ((), (slot.spec_id, slot.index)), lambda static, _: Slot(static[0], static[1]))
-register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
+register_box(
+    PerRank,
+    lambda box: ((box.value,), _PerRankKey(box.axes, box.split)),
+    lambda key, children: PerRank(children[0], key.axes, key.split),
+)
 
 
 def unwrap_per_rank(values: Any) -> Any:

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import pytest
+import torch
+
 import fzero
+from fzero.parallel import context
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, train_step_for
 from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, loss_for, params_of
@@ -23,6 +27,42 @@ def training_with_split_sequences_is_training_with_whole_ones(_: fzero.ranks.Mes
             step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**axes), check=True)
             for run_step in (step, fzero.jit(step, backend="fx")) if stage == 3 else (step,):
                 assert_trains_as_whole(train_step, params_of(), run_step, batches)
+
+
+@case
+def loaded_samples_are_split_into_the_tokens_of_a_global_batch(_: fzero.ranks.Mesh) -> None:
+    """And a loader that gives ranks of the axis other samples is refused."""
+    mesh = fzero.mesh(dp=1, cp=-1)
+    n = dict(mesh.shape)["cp"]
+    x = torch.arange(8 * n).view(2, 4 * n)
+    data = fzero.data.batches(x, mesh, global_batch=2, shuffle=False, axis="dp")
+    assert torch.equal(context.split(mesh, data[0]).value, context.split(mesh, x).value)
+    wrong = fzero.data.batches(x.view(2 * n, 4), mesh, global_batch=n)[0]
+    with pytest.raises(ValueError, match="the batch was split into samples over it"):
+        mesh.spmd(lambda x: context.all_gather(x))(wrong)
+
+
+@case
+def a_convolution_reads_the_tokens_of_neighbours(_: fzero.ranks.Mesh) -> None:
+    """Its value and its gradients, within documents and across them."""
+    mesh = fzero.mesh(dp=1, cp=-1)
+    tokens = 8 * dict(mesh.shape)["cp"]
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, tokens, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    documents = (torch.arange(tokens) >= 5).long().expand(2, tokens)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, documents: Any) -> torch.Tensor:
+        return context.causal_conv1d(x, weight, documents=documents).square().sum()
+
+    own = context.split(mesh, {"x": x, "documents": documents}, dims={"x": 2, "documents": 1})
+    for numbers in (None, documents):
+        expected = torch.func.grad(loss)(x, weight, numbers)
+
+        def grad_of(own: Any, numbers: Any = numbers) -> Any:
+            grads = torch.func.grad(loss)(own["x"], weight, None if numbers is None else own["documents"])
+            return context.all_gather(grads, dim=2)
+
+        assert torch.allclose(mesh.spmd(grad_of)(own), expected, rtol=1e-12, atol=1e-12)
 
 
 if __name__ == "__main__":

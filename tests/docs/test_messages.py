@@ -14,6 +14,7 @@ import torch
 
 import fzero
 from fzero import _notice, optim
+from fzero.parallel import context
 from tests.distributed.launch import ROOT, world
 from tests.helpers import train_step_for
 
@@ -90,6 +91,12 @@ def with_a_counter() -> Any:
     return run(counting)
 
 
+def with_samples_over_cp() -> Any:
+    mesh = fzero.mesh(dp=2, cp=2)
+    x = torch.zeros(4, 1, 2, 4)
+    return mesh.spmd(lambda x: fzero.PerRank(context.attention(x, x, x)))(mesh.split(x))
+
+
 def with_a_list() -> Any:
     losses: list[Any] = []
 
@@ -152,6 +159,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "is the state of an optimizer": [
         lambda: step_of()(*reversed(step_of().init(make(), OPT)), MESH.split(data())),
     ],
+    "the batch was split into samples over it": [with_samples_over_cp],
     "(parameters) is PerRank": [lambda: step_of()(MESH.split(data()), *step_of().init(make(), OPT))],
     "(parameters) is a module": [lambda: step_of()(LINEAR, OPT.init(make()), MESH.split(data()))],
     "was donated to": [with_old_results],

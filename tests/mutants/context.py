@@ -27,6 +27,17 @@ MUTANTS = [
             LAYOUT + ATTENTION,
         ),
     ),
+    *File("parallel/context/_layout.py", LAYOUT).faults(
+        Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("splits and all(A)")),
+        Fault(
+            "a batch for another number of ranks passes",
+            "check_tokens_split",
+            becomes("A.tokens != (B, C)", "A.tokens[0] != axis"),
+        ),
+    ),
+    *File("sharding/_boxes.py", LAYOUT).faults(
+        Fault("a box forgets how it was split", "PerRank.__init__", becomes("self.split = split", "self.split = None")),
+    ),
     *File("parallel/context/_layout.py", LAYOUT + TRAINING).faults(
         Fault("gathered tokens are in the order of ranks", "all_gather", bare("from_rank_order(A, B, C)")),
     ),
@@ -82,6 +93,7 @@ MUTANTS = [
             "_over_heads",
             becomes("from_rank_order(all_gather(A, ...), n, -1)", "all_gather(documents, axis, dim=-1)"),
         ),
+        Fault("ranks may attend for the same tokens", "_check_differs", never("not may_differ(...)")),
         Fault("a step need not average over the axis", "_check_average", never("A and B"), TRAINING),
     ),
     *File("parallel/context/_models.py", MODELS).faults(

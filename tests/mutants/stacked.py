@@ -132,7 +132,11 @@ MUTANTS = [
         Fault("the batch is split over a pipeline's stages", "ShardedStep.data_axes", dropped("A not in self.B.C")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("a planned batch differs by pipeline stage", "one_rank_tree.convert", becomes("A(part, B.C)", "A(part)")),
+        Fault(
+            "a planned batch differs by pipeline stage",
+            "one_rank_tree.convert",
+            becomes("A(part, B.C, B.D)", "A(part)"),
+        ),
     ),
     *File("sharding/_layouts.py", TOOLS).faults(
         Fault("a table of layouts leaves out stacked blocks' numbers", "_split", never("A.B")),

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from fzero._arguments import check_choice, is_int
+from fzero._torch.levels import may_differ
 from fzero._tracebacks import api_boundary
 from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
-from fzero.parallel.context._layout import from_rank_order, to_rank_order
+from fzero.parallel.context._layout import check_tokens_split, from_rank_order, to_rank_order
 from fzero.parallel.context._ring import dropout_attention, ring_attention
 from fzero.parallel.context._ring_pattern import AttentionOptions
 
@@ -79,7 +80,9 @@ def attention(
     _check_values(q, k, v, documents, n)
     _check_options(window, scale, method)
     if n > 1:
+        check_tokens_split(axis)
         _check_average(axis)
+        _check_differs(q, axis)
     options = AttentionOptions(bool(causal), window, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
     if not q.shape[TOKENS]:  # the kernels divide by the number of tokens
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -177,4 +180,18 @@ def _check_average(axis: str) -> None:
         raise ValueError(
             f"axis={axis!r}: its ranks compute the losses of different tokens, but the step does not average over it, "
             f"fzero.shard(axis={averaged}): add {axis!r}, or leave axis out for all axes"
+        )
+
+
+def _check_differs(q: torch.Tensor, axis: str) -> None:
+    """Check, in a simulation by vmap, that the ranks of an axis have queries of different tokens.
+
+    Raises:
+        ValueError: if they have the same.
+    """
+    if not may_differ(q, bound_axis(axis).token):
+        raise ValueError(
+            f"axis={axis!r}: its ranks hold the same q, but each attends for tokens of its own; split the tokens by "
+            f"fzero.parallel.context.split(mesh, batch, axis={axis!r}), or take x[:, context.positions(t)] of whole "
+            "sequences"
         )

@@ -7,6 +7,7 @@ from fzero._arguments import is_int
 from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size, bound_axis, index_on
 from fzero.collectives import PermutationOptions, apply, check_dim
+from fzero.parallel.context._layout import check_tokens_split
 
 __all__ = ["causal_conv1d", "halo"]
 
@@ -49,7 +50,9 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
     dim = check_dim("context.halo", x, dim)
     n = axis_size(axis_if_bound(axis))
     _check_sizes(x, before, after, dim, n)
-    if n == 1:
+    if n > 1:
+        check_tokens_split(axis)
+    else:
         return [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])]
     early, late = x.chunk(2, dim)
     own, size = bound_axis(axis), early.shape[dim]

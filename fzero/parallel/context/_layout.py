@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from fzero import tree
 from fzero._arguments import is_int
 from fzero._tracebacks import api_boundary
-from fzero.axes import AxisName, axis_if_bound, axis_size, bound_axis, index_on
+from fzero.axes import AxisName, BatchSplit, axis_if_bound, axis_size, batch_splits, bound_axis, index_on
 from fzero.collectives import NO_AXIS, check_dim
 from fzero.collectives import all_gather as all_gather_in_rank_order
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, is_box
+from fzero.sharding import PerRank, axes_of, is_box
 
 __all__ = [
     "all_gather",
+    "check_tokens_split",
     "from_rank_order",
     "parts_in_rank_order",
     "positions",
@@ -29,6 +30,31 @@ __all__ = [
     "split",
     "to_rank_order",
 ]
+
+
+def check_tokens_split(axis: str) -> None:
+    """Check that the arguments of the running program were not split otherwise than into tokens over this axis.
+
+    Nothing is known of values that ranks loaded, and of those whose tokens the program takes by itself.
+
+    Raises:
+        ValueError: if `mesh.split` divided the samples of every batch over the axis, or if `split` divided the tokens
+            over another number of ranks.
+    """
+    splits = batch_splits()
+    if splits and all(split is not None and axis in split.samples for split in splits):
+        raise ValueError(
+            f"axis={axis!r}: the batch was split into samples over it, and its ranks hold other sequences; split the "
+            f"tokens of each sequence by fzero.parallel.context.split(mesh, batch, axis={axis!r}) in place of "
+            "mesh.split(batch), and give fzero.data.batches an axis= without it"
+        )
+    for split in splits:
+        if split is not None and split.tokens is not None and split.tokens != (axis, axis_size(axis)):
+            name, ranks = split.tokens
+            raise ValueError(
+                f"axis={axis!r}: its {axis_size(axis)} ranks were given a batch whose tokens are split over {ranks} "
+                f"ranks of {name!r}: split it with the mesh of the step, context.split(step.mesh, batch, axis={axis!r})"
+            )
 
 
 def parts_in_rank_order(ranks: int) -> list[int]:
@@ -98,6 +124,8 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
             f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence"
         )
     own = bound_axis(axis) if bound else NO_AXIS
+    if own.size > 1:
+        check_tokens_split(axis)
     return positions_of(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
 
 
@@ -130,6 +158,8 @@ def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tens
     if not axis_if_bound(axis):
         return x
     n = axis_size(axis)
+    if n > 1:
+        check_tokens_split(axis)
     if n > 1 and x.shape[dim] % 2:
         raise ValueError(
             f"x is {list(x.shape)}: expected an even number of tokens in dimension {dim}, since each rank holds two "
@@ -154,11 +184,13 @@ def split(
     """Split a global batch: samples over the axes of the data, and the tokens of each sequence over one axis.
 
     It takes the place of `mesh.split`. Each rank receives an early and a late part of every sequence (see `positions`).
-    Labels are split like tokens, so shift them before: `shift_labels`.
+    Labels are split like tokens, so shift them before: `shift_labels`. Of a batch whose samples are split already, as
+    `fzero.data.batches(.., axis="dp")` yields, it splits the tokens.
 
     Args:
         mesh: the mesh.
-        batch: a tree of tensors `[samples, .., tokens, ..]`, the same on every process.
+        batch: a tree of tensors `[samples, .., tokens, ..]`, the same on every process; or a `PerRank` of such a tree,
+            equal on the ranks of `axis`.
         axis: the axis over which tokens are split.
         dims: the dimension of tokens, or the dimension of each leaf by its path. `None` stands for a leaf without
             tokens, which all ranks of the axis share.
@@ -172,7 +204,8 @@ def split(
 
     Raises:
         ValueError: if `dims` names no dimension of a leaf, a number of samples does not divide, or a number of tokens
-            does not and `pad` is None. The message names the leaf.
+            does not and `pad` is None. The message names the leaf. Also if `batch` is a `PerRank` that differs along
+            `axis`, or `batch_axis` is given with it.
         TypeError: if a leaf is no tensor.
 
     Example:
@@ -190,6 +223,10 @@ def split(
         raise ValueError(
             f"axis={axis!r}, batch_axis={batch_axis!r}: expected one axis for tokens, and others for samples"
         )
+    is_loaded = False  # whether this process has only its own samples
+    if isinstance(batch, PerRank):
+        others, is_loaded = _axes_of_samples(mesh, batch, axis, batch_axis), not mesh.simulated
+        batch = batch.value if is_loaded else tree.map_with_path(_joined, batch.value)
     axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
@@ -198,15 +235,37 @@ def split(
 
     def part(index: int) -> Any:
         rank = _rank_indices(index, axes, sizes, axis)
+        rank = rank._replace(sample=0, samples=1) if is_loaded else rank
         return tree.map_with_path(lambda path, x: _rank_part(x, rank, ranks, _by_path(dims, path)), padded, is_box)
 
-    tree.map_with_path(lambda path, x: _check_samples(path, x, [sizes[n] for n in others], mesh), padded, is_box)
-    return mesh.local(part, axes)
+    divided = [] if is_loaded else [sizes[n] for n in others]
+    tree.map_with_path(lambda path, x: _check_samples(path, x, divided, mesh), padded, is_box)
+    box = mesh.local(part, axes)
+    return PerRank(box.value, box.axes, BatchSplit(others, (axis, ranks)))
 
 
 def _sample_axes(mesh: Mesh, batch_axis: AxisName) -> tuple[str, ...]:
     """Return the axes over which samples are split: none for `()`, where `Mesh.names` has all."""
     return mesh.names(batch_axis) if batch_axis is None or isinstance(batch_axis, str) or tuple(batch_axis) else ()
+
+
+def _axes_of_samples(mesh: Mesh, batch: PerRank, axis: str, batch_axis: AxisName) -> tuple[str, ...]:
+    """Return the axes over which the samples of a batch lie that ranks have loaded."""
+    found = axes_of(batch, mesh.axis_names)
+    axes = found[0] if found else ()
+    if axis in axes or batch_axis is not None:
+        raise ValueError(
+            f"batch is {batch!r}, batch_axis={batch_axis!r}: expected samples that are equal on the ranks of {axis!r}, "
+            'such as those of fzero.data.batches(.., axis="dp"), and no batch_axis, which the box knows'
+        )
+    return axes
+
+
+def _joined(path: str, x: torch.Tensor) -> torch.Tensor:
+    """Join the samples of a simulation's ranks, `[N, b, ..]`, to those of the global batch, `[N b, ..]`."""
+    if x.ndim < 2:
+        raise ValueError(f"{tree.leaf_name('batch', path)} has no dimension of samples: pass it beside the batch")
+    return x.flatten(0, 1)
 
 
 class _RankIndices(NamedTuple):

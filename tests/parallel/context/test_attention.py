@@ -244,7 +244,9 @@ def refused(match: str, error: type[Exception] = ValueError, n: int = 1, **chang
         if n == 1:
             context.attention(**arguments)
         else:
-            fzero.mesh(cp=n).spmd(lambda: context.attention(**arguments))()
+            mesh = fzero.mesh(cp=n)
+            boxed = {k: mesh.local(lambda _, x=x: x) if k in "qkv" else x for k, x in arguments.items()}
+            mesh.spmd(lambda arguments: context.attention(**arguments))(boxed)
 
 
 def test_wrong_arguments_are_refused_by_name():
@@ -265,4 +267,6 @@ def test_wrong_arguments_are_refused_by_name():
     refused("a probability of dropout is between 0 and 1", dropout=2.0, key=random.key(0))
     odd = x[:, :, :3]
     refused("3 tokens are odd", n=2, q=odd, k=odd, v=odd)
+    with pytest.raises(ValueError, match="axis='cp': its ranks hold the same q"):
+        fzero.mesh(cp=2).spmd(lambda: context.attention(x, x, x))()
     refused('method="all_to_all": 4 heads do not divide by the 3 ranks', n=3, method="all_to_all")

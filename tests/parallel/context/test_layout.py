@@ -130,3 +130,88 @@ def test_wrong_batches_are_refused_by_leaf():
     refused("its dimension of tokens is dims=0: expected 1, or dims=", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):
         fzero.mesh(cp=2).spmd(lambda: context.positions(3))()
+
+
+@examples(15, 60)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.data())
+def test_tokens_of_loaded_samples_are_split_as_those_of_a_global_batch(dp, n, half, first, draw):
+    """As `fzero.data.batches` loads them, on a simulated mesh and on each rank in lockstep, with padding."""
+    mesh = fzero.mesh(**({"cp": n, "dp": dp} if first else {"dp": dp, "cp": n}))
+    length = 2 * n * half - draw.draw(st.integers(0, 1))
+    x = torch.arange(2 * dp * length * 3).view(2 * dp, length, 3)
+    batch, pad = {"x": x, "weight": x[:, 0, 0]}, {"x": -1}
+    dims = {"x": 1, "weight": None}
+    loaded = fzero.data.batches(
+        [{"x": a, "weight": a[0, 0]} for a in x], mesh, global_batch=2 * dp, shuffle=False, axis="dp"
+    )[0]
+    own = context.split(mesh, loaded, dims=dims, pad=pad)
+    expected = context.split(mesh, batch, dims=dims, pad=pad)
+    assert own.axes == expected.axes
+    for a, b in zip(fzero.tree.tensors(own), fzero.tree.tensors(expected), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_loaded_batch_that_cannot_be_split_is_refused():
+    mesh = fzero.mesh(dp=2, cp=2)
+    x = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"expected samples that are equal on the ranks of 'cp'"):
+        context.split(mesh, mesh.split(x))
+    with pytest.raises(ValueError, match=r"batch_axis='dp': expected .* no batch_axis, which the box knows"):
+        context.split(mesh, mesh.split(x, "dp"), batch_axis="dp")
+    with pytest.raises(ValueError, match="batch leaf 'w' has no dimension of samples"):
+        context.split(mesh, mesh.local({"w": torch.zeros(2)}, "dp"))
+
+
+USES = {
+    "attention": lambda x: context.attention(*[x.view(1, 1, -1, 1)] * 3),
+    "positions": lambda x: context.positions(2) + x.sum(),
+    "halo": lambda x: context.halo(x, 1),
+    "all_gather": lambda x: context.all_gather(x),
+}
+
+
+def split_by_axis(mesh: fzero.ranks.Mesh) -> dict[str, fzero.PerRank]:
+    """A batch split into samples over cp: by the mesh, and as a loader of each simulated rank and process boxes it."""
+    samples = fzero.data.batches(list(torch.rand(8, 2)), mesh, global_batch=4)
+    return {"mesh.split": mesh.split(torch.rand(4, 2)), "data": samples[0]}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("use", USES)
+def test_a_batch_split_into_samples_over_the_axis_of_tokens_is_refused(use, simulate):
+    mesh = fzero.mesh(dp=2, cp=2, simulate=simulate)
+    run = mesh.spmd(lambda x, *rest: fzero.PerRank(USES[use](x)))
+    for batch in split_by_axis(mesh).values():
+        with pytest.raises(ValueError, match="axis='cp': the batch was split into samples over it"):
+            run(batch)
+        run(batch, mesh.split(torch.rand(2, 4), "dp"))  # the program may take its tokens of the other argument
+    run(context.split(mesh, torch.rand(2, 4)), mesh.split(torch.rand(4)))  # a random number for each rank
+    run(mesh.local(torch.rand(4, 1, 2)))  # nothing is known of it
+    with pytest.raises(ValueError, match="2 ranks were given a batch whose tokens are split over 4 ranks of 'cp'"):
+        run(context.split(fzero.mesh(dp=1, cp=4), torch.rand(1, 8)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_that_splits_samples_over_the_axis_of_tokens_is_refused(jit):
+    """Also where the step is traced, and where the batch is cast before."""
+
+    opt = fzero.optim.sgd(0.1)
+
+    def train_step(params, opt_state, batch):
+        def loss_fn(params, batch):
+            x = (batch.unsqueeze(-1) * params["w"]).unsqueeze(1)
+            return context.attention(x, x, x, causal=True).square().mean()
+
+        loss, grads = fzero.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+    full = {"w": torch.rand(3)}
+    step = fzero.shard(train_step, stage=1, mesh=fzero.mesh(dp=2, cp=2))
+    params, opt_state = step.init(full, opt)
+    step = fzero.jit(step, backend="fx") if jit else step
+    x = torch.rand(4, 8)
+    with pytest.raises(ValueError, match="axis='cp': the batch was split into samples over it"):
+        step(params, opt_state, fzero.tree.map(lambda x: 2 * x, step.mesh.split(x)))
+    loss = step(params, opt_state, context.split(step.mesh, x))[2]
+    assert torch.allclose(loss, train_step(full, opt.init(full), x)[2])
