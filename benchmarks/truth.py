@@ -25,7 +25,7 @@ import fzero
 from benchmarks.report import publish, table
 from fzero import tree
 from fzero.tuning import Configuration
-from fzero.tuning._models import ModelShape
+from fzero.tuning._model_names import ModelShape
 from fzero.tuning._steps import ModelStep
 
 STEPS, MB, GOAL = 5, 1e6, 0.01

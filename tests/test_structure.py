@@ -304,6 +304,15 @@ def test_a_file_is_one_idea(path):
     assert len(path.read_text().splitlines()) <= 500
 
 
+def test_a_private_file_has_a_name_of_its_own():
+    """So that a traceback, or an editor's tab, says which one it is. Public files are named by their packages."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.name.startswith("_") and not path.name.startswith("__"):
+            found.setdefault(path.name, []).append(module_of(path))
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def sentences(text: str) -> list[str]:
     """Return the sentences of a docstring, without its example and its tables."""
     prose = re.sub(r"^\s*\|.*\|$", "", re.split(r"^\s*Example:$", text, flags=re.MULTILINE)[0], flags=re.MULTILINE)

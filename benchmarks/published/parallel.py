@@ -18,7 +18,7 @@ from benchmarks.published.__main__ import Result, planned
 from benchmarks.published.runs import CARDS, GIB, Run, rows_of
 from benchmarks.report import publish, table
 from fzero.tuning import Configuration
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._table_views import format_remat
 
 REMAT = {"full": True, "selective-op": "matmuls"}  # selective-op keeps most products

@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass, field, replace
 
 from fzero.tuning import A100, A100_80GB, H100, Configuration, Machine
-from fzero.tuning._models import PRESETS, ModelShape
+from fzero.tuning._model_names import PRESETS, ModelShape
 
 __all__ = ["CARDS", "GIB", "Run", "rows_of", "runs"]
 

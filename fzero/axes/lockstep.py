@@ -21,7 +21,7 @@ import torch
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
 from fzero._torch.types import Tensors
-from fzero.axes._run import (
+from fzero.axes._lockstep_run import (
     GROUPS,
     DivergedError,
     LockstepRun,

@@ -20,8 +20,8 @@ from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
-from fzero.checkpoint._memory import Hosts, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
+from fzero.checkpoint._shared_memory import Hosts, SharedMemory
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts, is_leader
 from fzero.sharding import is_box
 

@@ -23,8 +23,8 @@ from fzero.checkpoint._manifest import (
     values_like,
     xxh3_checksum,
 )
-from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import TreeLayout
+from fzero.checkpoint._shared_memory import SharedMemory
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 

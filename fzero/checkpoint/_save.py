@@ -30,8 +30,8 @@ from fzero.checkpoint._manifest import (
     parse,
     xxh3_checksum,
 )
-from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._ranges import TreeLayout
+from fzero.checkpoint._shared_memory import SharedMemory
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 
 __all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]

@@ -12,7 +12,6 @@ from fzero import _torch, tree
 from fzero._donated import check_not_donated, donate_memory
 from fzero._notice import warn_once
 from fzero.graph import _dump
-from fzero.graph._agreement import common_schedules
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import check_order, graph_results, is_input, stand_ins_of
@@ -21,6 +20,7 @@ from fzero.graph._pass_manager import PassContext, PassManager, ScheduleOptions
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
+from fzero.graph._trace_agreement import common_schedules
 from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan
@@ -28,7 +28,7 @@ from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._device_graph import RecordedStep, check_recordable
 from fzero.graph.run._executable import Executable
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, LeafName, block_numbers
+from fzero.graph.trace._call_arguments import Arguments, LeafName, block_numbers
 from fzero.graph.trace._donation import check_separate, match_results
 from fzero.graph.trace._trace import TracedGraph, trace
 from fzero.ranks import Mesh

@@ -25,7 +25,7 @@ from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._arguments import Arguments, Key, call_key, difference, flatten_arguments
+from fzero.graph.trace._call_arguments import Arguments, Key, call_key, difference, flatten_arguments
 from fzero.graph.trace._python_state import refuse_python_state
 
 __all__ = ["Jitted", "jit"]

@@ -2,6 +2,6 @@
 
 from fzero.local_sgd._local_steps import LocalSteps, local_steps
 from fzero.local_sgd._replicas import LocalState, Replicas
-from fzero.local_sgd._schedule import SyncSchedule
+from fzero.local_sgd._sync_schedule import SyncSchedule
 
 __all__ = ["LocalState", "LocalSteps", "Replicas", "SyncSchedule", "local_steps"]

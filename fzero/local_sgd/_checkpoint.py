@@ -10,7 +10,7 @@ from fzero.checkpoint import CheckpointError, load, read, save
 from fzero.local_sgd._outer_step import OuterStep
 from fzero.local_sgd._parts import parts_of, select
 from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas
-from fzero.local_sgd._schedule import SyncSchedule
+from fzero.local_sgd._sync_schedule import SyncSchedule
 
 __all__ = ["load_replicas", "save_replicas"]
 

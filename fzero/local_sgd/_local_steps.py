@@ -15,7 +15,7 @@ from fzero.local_sgd._checkpoint import load_replicas, save_replicas
 from fzero.local_sgd._outer_step import OuterStep
 from fzero.local_sgd._parts import parts_of, select
 from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas, own_memory
-from fzero.local_sgd._schedule import SyncSchedule
+from fzero.local_sgd._sync_schedule import SyncSchedule
 from fzero.optim import OptimizerLike, as_optimizer, sgd
 from fzero.ranks import Mesh, check_equal
 from fzero.sharding import Shard, is_box, spaces

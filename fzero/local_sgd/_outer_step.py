@@ -9,8 +9,8 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero.codecs import Codec
-from fzero.local_sgd._messages import start_sum, wait_sum
 from fzero.local_sgd._parts import merge, select
+from fzero.local_sgd._replica_sums import start_sum, wait_sum
 from fzero.local_sgd._replicas import ReplicaGroups, own_memory, rebuild
 from fzero.optim import MasterState, Optimizer, apply_updates, rounded
 from fzero.sharding import is_box

@@ -18,7 +18,7 @@ from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
-from fzero.tuning._models import TENSOR, ModelShape, Params, init, make_batch, shape_of
+from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_batch, shape_of
 from fzero.tuning._search_space import Configuration
 from fzero.zero import shard
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fzero._format import format_bytes
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case
 from fzero.tuning._table_views import duration, format_limits
 

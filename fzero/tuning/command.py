@@ -18,7 +18,7 @@ from fzero._format import format_bytes
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
-from fzero.tuning._models import PRESETS, ModelShape, init, shape_of
+from fzero.tuning._model_names import PRESETS, ModelShape, init, shape_of
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe

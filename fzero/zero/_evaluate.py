@@ -14,7 +14,7 @@ from fzero.collectives import all_gather_invariant, psum
 from fzero.optim import Precision
 from fzero.parallel.pipeline import Pipeline
 from fzero.transforms import gather as gather_boxes
-from fzero.zero._checks import as_value
+from fzero.zero._call_checks import as_value
 from fzero.zero._sharded_step import ShardedStep
 
 __all__ = ["evaluate", "predict"]

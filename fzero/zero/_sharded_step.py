@@ -29,7 +29,7 @@ from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
 from fzero.zero._bytes import check_host_memory, state_bytes
-from fzero.zero._checks import (
+from fzero.zero._call_checks import (
     as_value,
     check_arguments,
     check_params,

@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 
 import fzero
 from fzero._torch.state import settings, write_settings
-from fzero.axes._run import process_threads
+from fzero.axes._lockstep_run import process_threads
 from tests.helpers import either
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from fzero import tree
-from fzero.checkpoint import _agree, _files, _memory
+from fzero.checkpoint import _agree, _files, _shared_memory
 from fzero.ranks import Mesh
 
 __all__ = ["Death", "ThreadMesh", "World", "local"]
@@ -152,9 +152,9 @@ class World:
                 patch.setattr(torch.distributed, name, getattr(self, f"_{name}"))
             patch.setattr(torch.distributed, "new_group", lambda **options: "copies")
             patch.setattr(_agree, "default_store", lambda: self)
-            patch.setattr(_memory, "host_name", lambda: self.hosts[RANK.number])
+            patch.setattr(_shared_memory, "host_name", lambda: self.hosts[RANK.number])
             patch.setattr(_files, "os", _Counted(self))
-            patch.setattr(_memory, "os", _Counted(self))
+            patch.setattr(_shared_memory, "os", _Counted(self))
             yield
 
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:

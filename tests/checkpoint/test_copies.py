@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tree
-from fzero.checkpoint._memory import copy_holders
+from fzero.checkpoint._shared_memory import copy_holders
 from tests.checkpoint.helpers import memory_in
 from tests.checkpoint.hosts import Death, Died, ThreadMesh, World, local
 from tests.helpers import either, examples

@@ -11,7 +11,7 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.parallel import context, experts
-from fzero.tuning._models import init, shape_of
+from fzero.tuning._model_names import init, shape_of
 from fzero.tuning._steps import ForwardOptions, compute_loss
 
 WIDTH = 64

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 import fzero
 from fzero import optim, tree
-from fzero.graph import _agreement
+from fzero.graph import _trace_agreement
 from fzero.graph.loop._scan import loop_of
 from fzero.ranks import _agreement as texts
 from fzero.testing import assert_trees_close
@@ -394,15 +394,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _agreement.digest_of_order
-    _agreement.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
+    original = _trace_agreement.digest_of_order
+    _trace_agreement.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in the same order on all ranks" in str(error), error
     finally:
-        _agreement.digest_of_order = original
+        _trace_agreement.digest_of_order = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fzero
-from fzero.checkpoint import _memory
+from fzero.checkpoint import _shared_memory
 from tests.elastic.helpers import GLOBAL_BATCH, train
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     host = args.host.replace("%", os.environ["LOCAL_RANK"])
-    _memory.host_name = lambda: host
+    _shared_memory.host_name = lambda: host
 
     def say(**what: Any) -> None:
         with open(args.root / "log", "a") as f:

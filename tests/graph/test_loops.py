@@ -16,7 +16,7 @@ import fzero
 from fzero import optim, random, tree
 from fzero._format import format_bytes
 from fzero._notice import warn_once
-from fzero.graph import _agreement, _entry, _one_rank
+from fzero.graph import _entry, _one_rank, _trace_agreement
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
@@ -655,12 +655,12 @@ def test_ranks_compare_what_loops_run():
     """Two steps that differ in the body of a loop are two, and so are two orders of its collectives."""
     orders = [{"prefetch": 0, "in_flight": 0}, {"prefetch": 2, "in_flight": 1}]
     (double, lean), (triple, _), (_, ahead) = rank_of(2.0, **orders[0]), rank_of(3.0), rank_of(2.0, **orders[1])
-    differing = [a for a, b in zip(*map(_agreement.signatures, (double, triple)), strict=True) if a != b]
+    differing = [a for a, b in zip(*map(_trace_agreement.signatures, (double, triple)), strict=True) if a != b]
     assert len(differing) > 1 and all("2.0" in a for a in differing)
     assert (
-        _agreement.digest_of_order(lean)
-        == _agreement.digest_of_order(rank_of(2.0, **orders[0])[1])
-        != _agreement.digest_of_order(ahead)
+        _trace_agreement.digest_of_order(lean)
+        == _trace_agreement.digest_of_order(rank_of(2.0, **orders[0])[1])
+        != _trace_agreement.digest_of_order(ahead)
     )
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OneNode
-from fzero.graph._agreement import signatures
 from fzero.graph._ir import is_cheap
 from fzero.graph._ops import OPERATIONS, OperationTraits, is_factory, is_view
+from fzero.graph._trace_agreement import signatures
 from fzero.graph.passes import recompute, schedule
 from fzero.sharding import _coded as coded
 from fzero.sharding import _flat as flat

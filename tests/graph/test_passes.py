@@ -16,7 +16,6 @@ from torch.fx import Graph, Node
 import fzero.graph.run._backends as lowering
 from fzero import _torch
 from fzero._torch import c10d
-from fzero.graph._agreement import digest_of_order
 from fzero.graph._ir import (
     COPY,
     GATHER_INTO,
@@ -40,6 +39,7 @@ from fzero.graph._ir import (
 from fzero.graph._ops import is_random, is_view, name_of
 from fzero.graph._pass_manager import PASSES
 from fzero.graph._storages import storages
+from fzero.graph._trace_agreement import digest_of_order
 from fzero.graph.passes import (
     bucket,
     carry,

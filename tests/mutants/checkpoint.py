@@ -16,7 +16,7 @@ SHARING = ("tests/checkpoint/test_sharing.py",)
 COPIES = ("tests/checkpoint/test_copies.py",)
 
 MUTANTS = [
-    *File("checkpoint/_memory.py", COPIES).faults(
+    *File("checkpoint/_shared_memory.py", COPIES).faults(
         Fault("a copy lies on the host of its rank", "copy_holders", becomes("range(1, A)", "range(A)")),
         Fault("all ranks of a host send to one rank", "copy_holders", becomes("ranks[A][B]", "ranks[A][0]")),
         Fault("spares keep what only they remember", "SharedMemory.move_to", skipped("self.fetch(A, B)")),

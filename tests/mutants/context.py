@@ -125,7 +125,7 @@ MUTANTS = [
         Fault("a model that was not checked is silent", "check_tokens", skipped("warn_once(A)")),
         Fault("the probe attends", "_own_value", becomes("value.repeat_interleave(A, 1)", "(query @ key.mT) @ value")),
     ),
-    *File("nn/_pipeline.py", MODELS).faults(
+    *File("nn/_module_pipeline.py", MODELS).faults(
         Fault("a pipeline attends to the rank's tokens alone", "pipeline", becomes("with_context(A, B)", "A")),
     ),
     *File("zero/_evaluate.py", TRAINING).faults(

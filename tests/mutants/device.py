@@ -50,7 +50,7 @@ MUTANTS = [
             never("like is not None"),
         ),
     ),
-    *File("zero/_checks.py", DEVICE).faults(
+    *File("zero/_call_checks.py", DEVICE).faults(
         Fault("an argument on another device is accepted", "_check_device", never("A.device != mesh.device")),
         Fault("a 0-d tensor on another device is refused", "_check_device", dropped("value.ndim")),
         Fault(

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Fault, File
 ELASTIC = ("tests/elastic/test_elastic.py",)
 
 MUTANTS = [
-    *File("elastic/_run.py", ELASTIC).faults(
+    *File("elastic/_elastic_run.py", ELASTIC).faults(
         Fault(
             "a batch is skipped after a restart", "ElasticRun.restore", becomes("found['step']", "found['step'] + 1")
         ),

@@ -227,7 +227,7 @@ MUTANTS = [
         Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
         Fault("a rank counts its experts from 0", "_row_ids", becomes("A(B.unit.spec_id).to(C)", "0")),
     ),
-    *File("zero/_checks.py", TRAINING).faults(
+    *File("zero/_call_checks.py", TRAINING).faults(
         Fault(
             "a write into experts that are sharded over no axis is refused",
             "check_unwritten",

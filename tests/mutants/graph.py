@@ -446,10 +446,10 @@ MUTANTS = [
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
         Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in PRODUCTS")),
     ),
-    *File("graph/_agreement.py", ("tests/graph/test_ops.py",)).faults(
+    *File("graph/_trace_agreement.py", ("tests/graph/test_ops.py",)).faults(
         Fault("ranks with different GPU indices disagree on the graph", "_signature", bare("_DEVICE.sub(B, A)")),
     ),
-    *File("graph/_agreement.py", GRAPH).faults(
+    *File("graph/_trace_agreement.py", GRAPH).faults(
         Fault(
             "the order of operations is not in a schedule's digest",
             "digest_of_order",
@@ -476,7 +476,7 @@ MUTANTS = [
         Fault("a bucket joins a collective with one that depends on it", "bucket.may_join", dropped("not A(B, C, D)")),
         Fault("every member of a bucket gets the first member's result", "_coalesce", becomes("i", "0", at="6 of 6")),
     ),
-    *File("graph/trace/_arguments.py", JIT).faults(
+    *File("graph/trace/_call_arguments.py", JIT).faults(
         Fault("numbers are not in the key of a trace", "call_key", becomes("(type(A), B)", "(type(A), None)")),
         Fault(
             "strides are not in the key of a trace",

@@ -32,7 +32,7 @@ MUTANTS = [
             becomes("own_memory(state)", "tree.map(torch.zeros_like, state)"),
         ),
     ),
-    *File("local_sgd/_schedule.py", LOCAL).faults(
+    *File("local_sgd/_sync_schedule.py", LOCAL).faults(
         Fault("a mean is used at once", "SyncSchedule.parts_to_apply", becomes("count - self.delay", "count")),
         Fault("all parts are sent at once", "SyncSchedule._offset", becomes("(part + 1) * A // B", "A")),
         Fault("a part under way is not saved", "SyncSchedule.parts_in_flight", becomes("count - A + 1", "count")),
@@ -65,7 +65,7 @@ MUTANTS = [
         ),
         Fault("an average is written into the arguments", "LocalSteps._run", never("not isinstance(A, Jitted)")),
     ),
-    *File("local_sgd/_messages.py", LOCAL).faults(
+    *File("local_sgd/_replica_sums.py", LOCAL).faults(
         Fault("a codec's codes are those of one replica", "wait_sum", becomes("A.sum(0)", "A[0]")),
     ),
     *File("sharding/_coded.py", LOCAL).faults(

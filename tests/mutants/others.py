@@ -54,14 +54,14 @@ MUTANTS = [
             ("tests/transforms/test_memory.py",),
         ),
     ),
-    *File("zero/_checks.py", ("tests/test_remedies.py",)).faults(
+    *File("zero/_call_checks.py", ("tests/test_remedies.py",)).faults(
         Fault("a plain state is not named as the argument", "explain_error", never("is_opt_state(A)")),
         Fault("a metric that differs by rank is taken for a parameter", "explain_error", always("A.startswith(B)")),
     ),
     *File("_donated.py", ("tests/test_remedies.py",)).faults(
         Fault("a tensor that init took names a step's results", "donated_message", never("A.startswith(B)")),
     ),
-    *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
+    *File("zero/_call_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
         Fault(
             "parameters with requires_grad are not detached, so each step's graph is kept",
             "as_value",

@@ -118,7 +118,7 @@ MUTANTS = [
         Fault("the last tick is left out", "_run_stages", becomes("range(A + B)", "range(A + B - 1)")),
         Fault("a block gets the next block's number", "_run_stages", becomes("A.clamp(min=0)", "A.clamp(min=1)")),
     ),
-    *File("parallel/pipeline/_checks.py", ERRORS).faults(
+    *File("parallel/pipeline/_model_checks.py", ERRORS).faults(
         Fault("a tie between blocks is not refused", "check_untied", never("block != A")),
         Fault("a negative number of blocks", "check_depth", becomes("A >= 0", "A >= -9")),
         Fault("the split of a stacked leaf is one dimension off", "PipelineSplit.__call__", bare("A + 1"), AXES),
@@ -127,7 +127,7 @@ MUTANTS = [
     *File("sharding/_segments.py", LAWS).faults(
         Fault("the values of idle slots count in a norm", "_zero_unused_items", returns("x", at="2 of 2")),
     ),
-    *File("graph/_agreement.py", PROCESSES).faults(
+    *File("graph/_trace_agreement.py", PROCESSES).faults(
         Fault(
             "ranks that differ in a permutation count as disagreeing",
             "_permuted",
@@ -175,7 +175,7 @@ MUTANTS = [
             becomes("A(B) or C(B) or D(B)", "A(B) or C(B)"),
         ),
     ),
-    *File("graph/loop/_memory.py", PLAN).faults(
+    *File("graph/loop/_loop_memory.py", PLAN).faults(
         Fault("plans forget what is in flight", "_RowWalk._retain", skipped("self.A += B")),
         Fault("plans forget messages", "_RowWalk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
         Fault(

@@ -91,7 +91,7 @@ MUTANTS = [
             never("torch.get_num_threads() != A"),
         ),
     ),
-    *File("axes/_run.py", SWITCHED).faults(
+    *File("axes/_lockstep_run.py", SWITCHED).faults(
         Fault(
             "a rank ends while others still use its forward-mode level", "_hold_forward_level.wait", skipped("A.wait()")
         ),

@@ -47,7 +47,7 @@ MUTANTS = [
         Fault("a cap of 0 is accepted", "caps_by_rank", becomes("A < B", "A < 0")),
         Fault("the simulation prefers other actions to backward passes", "_Simulation.backward", constant(0, 2)),
     ),
-    *File("parallel/schedules/_schedule.py", LAWS).faults(
+    *File("parallel/schedules/_pipeline_schedule.py", LAWS).faults(
         Fault(
             "stages of one rank send each other messages",
             "PipelineSchedule.messages",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Fault, File
 
 SPLIT = ("tests/nn/test_split_module.py",)
 NN = ("tests/nn/test_nn.py",)
-PIPELINE = ("tests/nn/test_pipeline.py",)
+PIPELINE = ("tests/nn/test_module_pipeline.py",)
 
 MUTANTS = [
     *File("nn/_split_module.py", SPLIT).faults(
@@ -88,7 +88,7 @@ MUTANTS = [
             dropped("shared_tensors(self.module)"),
         ),
     ),
-    *File("nn/_pipeline.py", PIPELINE).faults(
+    *File("nn/_module_pipeline.py", PIPELINE).faults(
         Fault("every block of a pipeline is the first one", "pipeline.block", becomes("index", "0")),
         Fault("remat= is ignored", "pipeline", becomes("remat", "False")),
         Fault("the first layers of a pipeline get the whole tree, not the rest", "pipeline.first", bare("A['rest']")),

@@ -9,12 +9,12 @@ OUTPUTS = ("tests/parallel/pipeline/test_outputs.py",)
 ERRORS = ("tests/parallel/pipeline/test_errors.py",)
 PLAN = ("tests/parallel/pipeline/test_plan.py",)
 OPTIMIZERS = ("tests/parallel/pipeline/test_equivalence.py", "-k", "optimizers_see")
-NN = ("tests/nn/test_pipeline.py", "-k", "hugging")
+NN = ("tests/nn/test_module_pipeline.py", "-k", "hugging")
 TESTING = ("tests/test_testing.py", "-k", "pipelined")
 PROCESSES = ("tests/distributed/test_gloo.py", "-k", "pipeline-2")
 
 MUTANTS = [
-    *File("parallel/pipeline/_checks.py", ERRORS).faults(
+    *File("parallel/pipeline/_model_checks.py", ERRORS).faults(
         Fault(
             "the items of a stacked list are listed by rank, not by row",
             "PipelineSplit.stacked",
@@ -26,7 +26,7 @@ MUTANTS = [
     *File("sharding/_units.py", CHECKPOINT).faults(
         Fault("the spec of a stacked list has no items", "_unit", becomes("A.get(B)", "None")),
     ),
-    *File("zero/_checks.py", ERRORS).faults(
+    *File("zero/_call_checks.py", ERRORS).faults(
         Fault("blocks that another schedule stacked are accepted", "_check_stacked", never("A != B.C")),
     ),
     *File("parallel/pipeline/_pipeline.py", OUTPUTS).faults(
@@ -95,7 +95,7 @@ MUTANTS = [
     *File("checkpoint/dcp.py", CHECKPOINT).faults(
         Fault("the keys of DCP are those of the rank's slots", "_of_item", becomes("A.B", "keys[at]", at="3 of 3")),
     ),
-    *File("nn/_pipeline.py", NN).faults(
+    *File("nn/_module_pipeline.py", NN).faults(
         Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.name", returns("path")),
     ),
     *File("sharding/_segments.py", OPTIMIZERS).faults(

@@ -160,7 +160,7 @@ MUTANTS = [
     *File("nn/_functional.py", LAYERS).faults(
         Fault("ranks of tp may get different examples", "Apply._call", never("self.tp is not None")),
     ),
-    *File("nn/_pipeline.py", LAYERS).faults(
+    *File("nn/_module_pipeline.py", LAYERS).faults(
         Fault("ranks of tp in a pipeline may get different examples", "pipeline.first", skipped("A.B(C)")),
     ),
 ]

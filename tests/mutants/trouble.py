@@ -17,7 +17,7 @@ MUTANTS = [
         Fault("an old state is not told from a new one", "mark_state", skipped('mark_role(A, "old state")')),
         Fault("the new state of an update is not known", "mark_state", skipped('mark_role(A, "state")')),
     ),
-    *File("zero/_checks.py", MESSAGES).faults(
+    *File("zero/_call_checks.py", MESSAGES).faults(
         Fault("a step that returns its old parameters trains on", "_check_both_are_new", never("A and B in C and D")),
         Fault("a step that returns its old state trains on", "_check_both_are_new", never("not A and B in C")),
         Fault("a step that skips an update is refused", "_check_both_are_new", becomes('"state" in A', "True")),

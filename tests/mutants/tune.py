@@ -4,7 +4,7 @@ from tests.mutants.changes import always, bare, becomes, constant, dropped, neve
 from tests.mutants.mutant import Fault, File
 
 TUNE = ("tests/tuning/test_tune.py",)
-MODELS = ("tests/tuning/test_models.py",)
+MODELS = ("tests/tuning/test_model_names.py",)
 MODEL_AXES = ("tests/tuning/test_model_axes.py",)
 COST = ("tests/graph/test_cost.py",)
 LINKS = ("tests/graph/test_links.py",)
@@ -213,7 +213,7 @@ MUTANTS = [
     *File("tuning/_steps.py", MODELS).faults(
         Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
     ),
-    *File("tuning/_models.py", MODELS).faults(
+    *File("tuning/_model_names.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
         Fault("grouped key heads count like query heads", "_block", dropped("A.kv_heads")),
         Fault("a mixture has the parameters of one expert", "_block", never("count", at="1 of 2")),

@@ -46,7 +46,7 @@ MUTANTS = [
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),
         Fault("a module is taken for a train step", "check_train_step", never("isinstance(A, torch.nn.Module)")),
     ),
-    *File("zero/_checks.py", ERRORS).faults(
+    *File("zero/_call_checks.py", ERRORS).faults(
         Fault(
             "a forgotten state is not noticed",
             "_check_state_is_returned",

@@ -15,7 +15,7 @@ import pytest
 import fzero
 from fzero.__main__ import main
 from fzero.tuning import Table
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
 from tests.tuning.helpers import TINY
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fzero.tuning import H100, Configuration, TableRow
 from fzero.tuning._extrapolation import extrapolate_line
-from fzero.tuning._models import ModelShape
+from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import PlanSummary, ScheduleCost
 from fzero.tuning._search import NEAR, ConfigurationPlanner, refine
 from fzero.tuning._steps import ModelStep

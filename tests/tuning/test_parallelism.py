@@ -13,7 +13,7 @@ from fzero import tuning
 from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._extrapolation import depths_of
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row

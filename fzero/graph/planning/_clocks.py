@@ -21,7 +21,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_view, name_of
 from fzero.graph._storages import is_move, on_host
-from fzero.graph.loop._memory import pipeline_seconds
+from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning._cost import (
     HARDWARE,

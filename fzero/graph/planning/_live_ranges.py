@@ -36,7 +36,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
-from fzero.graph.loop._memory import peak_by_region
+from fzero.graph.loop._loop_memory import peak_by_region
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import region_positions
 from fzero.graph.run._subgraphs import split_into_subgraphs

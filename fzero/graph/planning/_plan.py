@@ -25,7 +25,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import display_name, name_of
 from fzero.graph._storages import is_move
-from fzero.graph.loop._memory import SentMessage, sent_messages
+from fzero.graph.loop._loop_memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
 from fzero.graph.planning._clocks import estimate_seconds, limits_of, timeline

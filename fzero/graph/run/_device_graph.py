@@ -18,7 +18,7 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._scan import graphs_in
 from fzero.graph.run._clock import current_recorder
 from fzero.graph.run._executable import Executable
-from fzero.graph.trace._arguments import Arguments
+from fzero.graph.trace._call_arguments import Arguments
 from fzero.ranks import Mesh
 
 __all__ = ["RecordedStep", "check_recordable"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero._torch import count_holders, storage_id
-from fzero.graph.trace._arguments import Arguments, leaf_names_of
+from fzero.graph.trace._call_arguments import Arguments, leaf_names_of
 
 __all__ = ["check_separate", "match_results"]
 

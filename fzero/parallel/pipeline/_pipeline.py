@@ -9,17 +9,6 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
-from fzero.parallel.pipeline._checks import (
-    PipelineSplit,
-    check_alike,
-    check_arguments,
-    check_depth,
-    check_schedule,
-    check_shared,
-    check_untied,
-    find_block_list,
-    map_blocks,
-)
 from fzero.parallel.pipeline._execution import run_on_ranks
 from fzero.parallel.pipeline._model import (
     BlockPlacement,
@@ -29,6 +18,17 @@ from fzero.parallel.pipeline._model import (
     even_counts,
     micro_batch_of,
     place_blocks,
+)
+from fzero.parallel.pipeline._model_checks import (
+    PipelineSplit,
+    check_alike,
+    check_arguments,
+    check_depth,
+    check_schedule,
+    check_shared,
+    check_untied,
+    find_block_list,
+    map_blocks,
 )
 from fzero.parallel.pipeline._stage_functions import PipelineCache, Stages
 from fzero.parallel.pipeline._ticks import outputs_by_ticks

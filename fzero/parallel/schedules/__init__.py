@@ -2,8 +2,8 @@
 
 from fzero.parallel.schedules._actions import Action, Message, Value, output_of
 from fzero.parallel.schedules._builders import NAMES, check_name, greedy, schedule
-from fzero.parallel.schedules._program import Instruction, programs
-from fzero.parallel.schedules._schedule import PipelineSchedule
+from fzero.parallel.schedules._instructions import Instruction, programs
+from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Timing, check
 
 __all__ = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import PipelineSchedule
+    from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 
 __all__ = [
     "IN_FLIGHT_CHANGE",

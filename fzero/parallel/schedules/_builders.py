@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from fzero._arguments import check_int, is_int
 from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Kind, Value, inputs_of, output_of, stages_on
-from fzero.parallel.schedules._schedule import PipelineSchedule
+from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
 
 __all__ = ["NAMES", "Cap", "StagePlacement", "check_name", "greedy", "makespan_bound", "schedule"]

@@ -8,7 +8,7 @@ from fzero.parallel.schedules._actions import Action
 from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import PipelineSchedule
+    from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 
 __all__ = ["draw", "in_micro_batches", "text"]
 

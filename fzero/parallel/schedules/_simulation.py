@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, output_of
 
 if TYPE_CHECKING:
-    from fzero.parallel.schedules._schedule import PipelineSchedule
+    from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 
 __all__ = ["Durations", "RankAction", "Timing", "check", "time_schedule", "walk"]
 

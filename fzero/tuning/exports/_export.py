@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fzero._format import format_bytes
 from fzero._report import Report
 from fzero.tuning._machines import Machine
-from fzero.tuning._models import ModelShape
+from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.exports._peaks import Sizes, States, sizes_of

@@ -1,6 +1,6 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
-from fzero.tuning._models import ModelShape
+from fzero.tuning._model_names import ModelShape
 from fzero.tuning.exports._export import Export, PlannedRun, make_export, without
 
 __all__ = ["megatron"]

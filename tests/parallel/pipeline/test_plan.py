@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.graph._ir import is_gather, is_wait, start_of
 from fzero.graph._ops import is_random
-from fzero.graph.loop._memory import pipeline_seconds
+from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, either, examples

@@ -20,7 +20,7 @@ import types
 import pytest
 
 from fzero.tuning import H100, Configuration
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._row import TableRow
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun
 from tests.distributed.launch import world

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from fzero.tuning import H100, Configuration, model_step
-from fzero.tuning._models import PRESETS
+from fzero.tuning._model_names import PRESETS
 from fzero.tuning._row import TableRow
 from fzero.tuning.exports import EXPORTS, PlannedRun, activation_bytes
 from fzero.tuning.exports._peaks import deepspeed_states, fsdp2_states, sizes_of

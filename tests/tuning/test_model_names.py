@@ -10,7 +10,7 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
-from fzero.tuning._models import PRESETS, init, make_batch, shape_of
+from fzero.tuning._model_names import PRESETS, init, make_batch, shape_of
 from fzero.tuning._recipe import recipe
 from fzero.tuning._search import ConfigurationPlanner
 from fzero.tuning._steps import ForwardOptions, ModelStep, compute_loss
@@ -101,7 +101,7 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
     optimizer = fzero.optim.master_weights(fzero.optim.adamw(3e-2), fzero.Precision(param=torch.bfloat16))
     opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), optimizer)
     params, opt_state = step.init(whole, opt)
-    samples = tuning._models.make_batch(TINY[name], 4, 16)
+    samples = tuning._model_names.make_batch(TINY[name], 4, 16)
     batch = step.mesh.split(fzero.tree.map(real, samples))
     losses = []
     for _ in range(4):

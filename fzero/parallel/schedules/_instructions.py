@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fzero.parallel.schedules._actions import Action, Message, Value, inputs_of, output_of
-from fzero.parallel.schedules._schedule import PipelineSchedule
+from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule, walk
 
 __all__ = ["Instruction", "programs"]
