@@ -59,6 +59,25 @@ def test_an_error_of_a_rank_program_ends_at_its_line(simulate):
     assert [f.name for f in frames] == ["test_an_error_of_a_rank_program_ends_at_its_line", "program"]
 
 
+class Broken:
+    """A data set that cannot read its examples."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        raise OSError(f"example {i} is gone")
+
+
+@pytest.mark.parametrize("load", [lambda **kw: fzero.data.batches(**kw).steps(), fzero.data.once])
+def test_an_error_of_a_data_set_ends_at_its_line(load):
+    data = load(dataset=Broken(), mesh=fzero.mesh(dp=2), global_batch=4)
+    with pytest.raises(OSError, match="is gone") as caught:
+        next(data)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [f.name for f in frames] == ["test_an_error_of_a_data_set_ends_at_its_line", "__getitem__"]
+
+
 def test_an_error_of_fzero_is_at_the_users_call():
     def loss_of_two(params: Any, batch: Any) -> Any:
         return torch.ones(2)

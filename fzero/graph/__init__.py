@@ -5,8 +5,8 @@ from fzero.graph._collector import paused_collector
 from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._ops import is_random, only_copies
-from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._clocks import LIMITS, Interval

@@ -16,8 +16,9 @@ from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._ir import check_order, graph_results, is_input, stand_ins_of
 from fzero.graph._ops import name_of
-from fzero.graph._pass_manager import PassContext, PassManager, ScheduleOptions
+from fzero.graph._pass_manager import PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
 from fzero.graph._trace_agreement import common_schedules

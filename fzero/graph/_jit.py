@@ -17,8 +17,8 @@ from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import make_folder
 from fzero.graph._entry import Entry, JitOptions, build_entry
-from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import shapes_of
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
 from fzero.graph.planning._clocks import Interval, estimate_seconds, limits_of, timeline
 from fzero.graph.planning._cost import Hardware

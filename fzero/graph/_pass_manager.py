@@ -1,14 +1,20 @@
-"""The passes in their order, and the options of `fzero.jit` that control them."""
+"""The passes in their order: they turn a traced graph into a schedule.
+
+Each row of `PASSES` derives its pass's arguments from `PassSettings`, the settings of one schedule, and from a
+`PassContext`, which all schedules of a step share. To add an optimization, write the pass into a file of
+`fzero/graph/passes/` and insert its row. A setting of the pass is a field of `PassSettings`;
+`fzero.graph._candidates` enumerates its values.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
 from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, stand_ins_of
+from fzero.graph._schedule_options import FITTING
 from fzero.graph._storages import has_moves
 from fzero.graph.loop._scan import loop_of, set_body
 from fzero.graph.passes import (
@@ -34,27 +40,7 @@ from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._live_ranges import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import PlanSettings
 
-__all__ = [
-    "AUTO",
-    "FITTING",
-    "PASSES",
-    "Pass",
-    "PassContext",
-    "PassManager",
-    "PassResult",
-    "PassSettings",
-    "ScheduleOptions",
-]
-
-# The passes in their order: they turn a traced graph into a schedule.
-#
-# Each row of `PASSES` derives its pass's arguments from `PassSettings`, the settings of one schedule, and from a
-# `PassContext`, which all schedules of a step share. To add an optimization, write the pass into a file of
-# `fzero/graph/passes/` and insert its row. A setting of the pass is a field of `PassSettings`;
-# `fzero.graph._candidates` enumerates its values.
-
-
-FITTING = "fitting"  # a value of `prefetch`: one gather ahead, where there is room
+__all__ = ["PASSES", "Pass", "PassContext", "PassManager", "PassResult", "PassSettings"]
 
 
 class PassSettings(NamedTuple):
@@ -310,80 +296,3 @@ def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:
     at = list(graph.nodes).index(node)
     around = device_live_bytes(list(graph.nodes))[at] - iteration_peak_bytes(loop)
     return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in stand_ins_of(n)])
-
-
-# The schedule options of `fzero.jit`, and the values that each takes.
-
-
-AUTO = "auto"  # the cost model chooses
-
-
-class ScheduleOptions(NamedTuple):
-    """The user's restrictions of the schedule; "auto" leaves a setting to the cost model."""
-
-    prefetch: int | str = AUTO
-    in_flight: int | str = AUTO
-    bucket_bytes: int | str = AUTO
-    max_reuse_bytes: float | str = AUTO
-    memory_budget: float | None = None
-    recompute: bool | str = AUTO
-    recast: bool | str = AUTO
-    across_iterations: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
-
-    @staticmethod
-    def of(settings: Mapping[str, Any]) -> "ScheduleOptions":
-        """Return the options that reproduce the schedule of a plan's settings."""
-        values = {"recast": False, "across_iterations": False, **settings}
-        return ScheduleOptions(
-            **{name: value for name, value in values.items() if name in ScheduleOptions._fields}
-        ).validated()
-
-    def validated(self) -> "ScheduleOptions":
-        """Check the options, and return them with plain Python numbers.
-
-        Raises:
-            ValueError: if an option has a value that it does not take. The message lists the values that it takes.
-        """
-        return ScheduleOptions(**{name: DOMAINS[name].validated(name, value) for name, value in self._asdict().items()})
-
-
-class _Domain(NamedTuple):
-    """The values that an option takes: a few special values, and numbers from 0 on.
-
-    Attributes:
-        values: the special values.
-        number: the kind of numbers that it takes, `COUNT` or `AMOUNT`; "" if it takes none.
-    """
-
-    values: tuple[Any, ...]
-    number: str
-
-    def validated(self, name: str, value: Any) -> Any:
-        """Return the value if the option takes it, else raise `ValueError`."""
-        if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
-            return value
-        if self.number == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
-            return int(value)
-        if self.number == AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
-            return int(value) if isinstance(value, Integral) else float(value)
-        raise ValueError(f"{name}={value!r}: expected {self}")
-
-    def __str__(self) -> str:
-        parts = [self.number] if self.number else []
-        parts += [f'"{special}"' if isinstance(special, str) else str(special) for special in self.values]
-        return " or ".join([", ".join(parts[:-1]), parts[-1]])
-
-
-COUNT = "an int from 0 on"
-AMOUNT = "a number from 0 on"
-
-DOMAINS = {
-    "prefetch": _Domain((FITTING, AUTO), COUNT),
-    "in_flight": _Domain((AUTO,), COUNT),
-    "bucket_bytes": _Domain((AUTO,), COUNT),
-    "max_reuse_bytes": _Domain((math.inf, AUTO), AMOUNT),
-    "memory_budget": _Domain((None,), AMOUNT),
-    "recompute": _Domain((True, False, AUTO), ""),
-    "recast": _Domain((True, False, AUTO), ""),
-    "across_iterations": _Domain((True, False, AUTO), ""),
-}

@@ -7,7 +7,7 @@ from fzero._arguments import check_choice, is_int
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
-from fzero.graph._pass_manager import ScheduleOptions
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
 from fzero.graph.planning._clocks import Interval
 from fzero.graph.planning._cost import HARDWARE, Hardware

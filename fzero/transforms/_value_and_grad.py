@@ -1,160 +1,45 @@
 """value_and_grad: the mean over ranks of a loss, and its gradient in the layout of the parameters."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
 from fzero import tree
 from fzero._arguments import check_choice, check_int, is_int, name_of
-from fzero._dtypes import sum_dtype
 from fzero._notice import trouble_link, warn_once
-from fzero._torch import is_tracing, raise_priority, without_autocast_cache
-from fzero._torch.levels import differentiates_now, in_transform, is_differentiated, version_key
+from fzero._torch import is_tracing, without_autocast_cache
+from fzero._torch.levels import differentiates_now, in_transform, is_differentiated
 from fzero._tracebacks import api_boundary
-from fzero.axes import (
-    Axis,
-    AxisName,
-    InvariantLoss,
-    bound_axes,
-    call_as_invariant_loss,
-    in_lockstep,
-    in_loss,
-    join_axes,
-    resolve_axes,
-)
-from fzero.collectives import check_copies, mark_invariant, psum
+from fzero.axes import Axis, AxisName, bound_axes, in_lockstep, in_loss, join_axes, resolve_axes
+from fzero.collectives import mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision, mark_role
 from fzero.sharding import is_box, unwrap_per_rank
 from fzero.transforms._accumulate import MicroBatches, accumulate, find_micro_batches
 from fzero.transforms._gradient_groups import Argument, PerRankGroup, open_argument
+from fzero.transforms._loss import LossOfGroups
+from fzero.transforms._loss_results import describe_result, total_and_aux, weighted_mean, with_aux
 from fzero.transforms._stage_transforms import gather as gather_tree
 
-__all__ = ["fence", "total_and_aux", "value_and_grad", "weighted_mean", "with_aux"]
-
-# Fences between units: all ranks reduce gradients in one order, each unit exactly once.
-#
-# Eager autograd skips the reduce_scatter of a unit that the loss did not use, and runs the other reduce_scatters in the
-# order in which the loss used the units. If the ranks' data take different branches (an expert that only one rank
-# chose), the ranks would call different collectives: a hang, or gradients of the wrong unit. Fences chain the units:
-# the backward pass reduces them from the last in the tree to the first. So list parameters in the order of their use.
-
-
-class _Fence(torch.autograd.Function):
-    """The identity on leaves. Its backward pass waits for the next fence, even if no leaf was used."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(anchor: torch.Tensor, *leaves: torch.Tensor) -> Any:
-        return (anchor.new_zeros(0), *[x.view_as(x) for x in leaves])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents
-
-
-def fence(leaves: Sequence[torch.Tensor], anchor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return a unit's leaves, ordered after the fence that made `anchor` (an empty tensor), and the next anchor."""
-    next_anchor, *out = _Fence.apply(anchor, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
-    # lower than a gather's priority, so the reduce_scatter after this fence runs before the next fence opens
-    raise_priority(next_anchor, by=0)
-    return tuple(out), next_anchor
-
-
-# The results of a loss function, as (value, aux), and the mean of totals with unequal weights.
-
-
-ADVICE = 'for (loss, aux) pass has_aux=True, and for (total, weight) pass reduce="weighted"'
-
-
-def with_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Make a function that returns `(loss, aux)`, checked, from one that returns `loss` or `(loss, aux)`."""
-
-    def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        out = f(*args, **kwargs)
-        loss, aux = _pair(f, out, "(loss, aux)") if has_aux else (out, None)
-        return _zero_dimensional(f, loss, "loss"), aux
-
-    return loss_and_aux
-
-
-def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Make a function that returns `(total, (weight, aux))`.
-
-    The function `f` returns `(total, weight)`, or `((total, weight), aux)` with `has_aux`.
-    """
-
-    def total_and_weight(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        out = f(*args, **kwargs)
-        pair, aux = _pair(f, out, "((total, weight), aux)") if has_aux else (out, None)
-        if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise TypeError(
-                f'reduce="weighted": {name_of(f)} must return (total, weight), the sum of its losses and the sum of '
-                f"their weights (for example its number of tokens), but it returned {_shown(pair)}"
-            )
-        weight = pair[1] if isinstance(pair[1], torch.Tensor) else torch.tensor(pair[1], device="cpu")
-        if weight.ndim:
-            raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: sum it')
-        return _zero_dimensional(f, pair[0], "total"), (weight.detach(), aux)
-
-    return total_and_weight
-
-
-def weighted_mean(total: torch.Tensor, aux: Any, grads: Any, axis: AxisName) -> tuple[torch.Tensor, Any, Any]:
-    """Divide the summed totals and their gradients by the summed weights, which `total_and_aux` put into aux."""
-    weights, aux = aux
-    weight = psum(weights.to(sum_dtype(total.dtype)).sum(), axis)
-    weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no tokens: the loss is 0
-    return (total / weight).to(total.dtype), aux, tree.map(lambda g: (g / weight).to(g.dtype), grads)
-
-
-def _shown(out: Any) -> str:
-    return tree.show(out) if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
-
-
-def _pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"has_aux=True: {name_of(f)} must return {expected}, but it returned {_shown(out)}")
-    return out
-
-
-def _zero_dimensional(f: Callable[..., Any], loss: Any, name: str) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) and loss.ndim else ADVICE
-        advice = "return the loss" if loss is None else advice
-        raise TypeError(
-            f"{name_of(f)} must return a 0-d floating-point {name}, but it returned {_shown(loss)}; {advice}"
-        )
-    return loss
+__all__ = ["value_and_grad"]
 
 
 def _check_function(f: Any, argnums: Any) -> None:
-    """Check that a function was given and no value of it, and that positions follow.
+    """Check that `f` is a function, and that `argnums` are positions of arguments.
 
     Raises:
         TypeError: if not. The message shows the call.
     """
     call = "loss, grads = fzero.value_and_grad(loss_fn)(params, batch)"
     if isinstance(f, torch.nn.Module) or not callable(f):
-        raise TypeError(f"f is {_shown(f)}, and fzero.value_and_grad takes a function, the loss: {call}")
+        raise TypeError(f"f is {describe_result(f)}, and fzero.value_and_grad takes a function, the loss: {call}")
     if not is_int(argnums) and not (isinstance(argnums, tuple | list) and all(is_int(i) for i in argnums)):
         raise TypeError(
-            f"argnums is {_shown(argnums)}: expected the position of an argument, such as 0; the arguments themselves "
-            f"go to the function that value_and_grad returns: {call}"
+            f"argnums is {describe_result(argnums)}: expected the position of an argument, such as 0; the arguments "
+            f"themselves go to the function that value_and_grad returns: {call}"
         )
 
 
@@ -295,7 +180,7 @@ def value_and_grad(
         if is_invariant:
             arguments = {i: x.as_invariant() for i, x in arguments.items()}
         rest, kwargs = _open_rest([None if i in arguments else x for i, x in enumerate(args)], kwargs, gather)
-        loss = _Loss(
+        loss = LossOfGroups(
             loss_and_aux=loss_and_aux,
             args=rest,
             kwargs=kwargs,
@@ -350,7 +235,9 @@ def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
     )
 
 
-def _sum_micro_batches(loss: "_Loss", in_float32: bool, autograd: bool) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+def _sum_micro_batches(
+    loss: LossOfGroups, in_float32: bool, autograd: bool
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, the aux and the variables' gradients, summed over the micro-batches; aux is stacked."""
     groups = [group for argument in loss.arguments.values() for group in argument.groups]
     variables = [x for group in groups for x in group.variables]
@@ -418,83 +305,3 @@ def _invariant_axes(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tup
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
     """Return whether autograd decides the order of this rank's collectives, and other ranks wait for them."""
     return any(a.group for a in axes) and not is_tracing()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)  # as Spmd, for Dynamo of torch 2.11
-class _Loss:
-    """The loss as a function of the variables of all gradient groups.
-
-    Attributes:
-        loss_and_aux: the user's function, wrapped to return `(loss, aux)`.
-        args: the positional arguments, of all micro-batches; the differentiated ones are in `arguments` instead.
-        kwargs: the keyword arguments, which are not split.
-        arguments: the differentiated arguments, by their indices.
-        batch: how the arguments are split into micro-batches.
-        divisor: the number of losses in the mean, or 1.
-        is_fenced: whether units are reduced in the order of the tree.
-        invariant_axes: the axes along which the loss is one value.
-        name: the name of the user's function.
-        reached: by call, whether the loss depends on a variable.
-    """
-
-    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    arguments: dict[int, Argument]
-    batch: MicroBatches
-    divisor: int
-    is_fenced: bool
-    invariant_axes: tuple[str, ...]
-    name: str
-    reached: list[bool]
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the loss of any micro-batch depends on a variable."""
-        return any(self.reached)
-
-    def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
-        """Return the loss of micro-batch j, a function `variables -> (loss, aux)`."""
-        return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
-
-    def _of(self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        args, rest, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
-        inputs: dict[int, list[torch.Tensor]] = {}
-        for i, argument in self.arguments.items():
-            leaves = []
-            for group in argument.groups:
-                xs = group.leaves([next(rest) for _ in group.variables])
-                if self.is_fenced:
-                    xs, anchor = fence(xs, anchor)
-                leaves.append(xs)
-            args[i] = self.batch.part(argument.build(leaves), i, j)
-            inputs[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace detects writes itself
-        versions = {i: [version_key(x) for x in xs] for i, xs in inputs.items()}
-        loss, aux = (
-            self._compute_invariant(variables, args) if self.invariant_axes else self.loss_and_aux(*args, **self.kwargs)
-        )
-        for i, xs in inputs.items():
-            if versions[i] != [version_key(x) for x in xs]:
-                raise RuntimeError(
-                    f"{self.name} wrote into its parameters in place (argument {i}): let it compute new values "
-                    "(p = p * mask)"
-                )
-        is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
-        self.reached.append(loss.requires_grad or not is_known)
-        loss = loss if self.divisor == 1 else loss / self.divisor
-        return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
-
-    def _compute_invariant(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
-        """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""
-        invariant_loss = InvariantLoss(self.invariant_axes)
-        loss, aux = call_as_invariant_loss(invariant_loss, self.loss_and_aux, *args, **self.kwargs)
-        if invariant_loss.has_calls:
-            rest = iter(variables)
-            groups = [group for x in self.arguments.values() for group in x.groups]
-            varying = [(group.varies, [next(rest) for _ in group.variables]) for group in groups]
-            check_copies(
-                [loss],
-                invariant_loss,
-                {a: {id(x) for v, xs in varying if a in v for x in xs} for a in self.invariant_axes},
-            )
-        return loss, aux

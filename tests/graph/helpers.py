@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import _torch, optim, tree
 from fzero.graph._ir import graph_results, is_input
-from fzero.graph._pass_manager import ScheduleOptions
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.optim.offloading import BF16, Row

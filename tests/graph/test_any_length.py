@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.graph import _any_length as _formula
-from fzero.graph._pass_manager import ScheduleOptions
+from fzero.graph._schedule_options import ScheduleOptions
 from tests.graph.run.helpers import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
 

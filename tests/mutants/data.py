@@ -9,6 +9,14 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 
 MUTANTS = [
     *File("data/_batches.py", DATA).faults(
+        Fault("every epoch has the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
+        Fault("every seed gives the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
+        Fault(
+            "an epoch that was stopped midway starts from its beginning", "Batches._from", becomes("A != B", "B < 0")
+        ),
+        Fault("a resumed run starts from batch 0", "Batches._from", becomes("range(A, B)", "range(B - A)")),
+    ),
+    *File("data/_loading.py", DATA).faults(
         Fault(
             "every rank loads the first rows of the batch",
             "BatchTarget.local_indices",
@@ -22,14 +30,14 @@ MUTANTS = [
             ON_GLOO,
         ),
         Fault("each rank loads the whole batch", "BatchTarget.local_indices", bare("A[B:B + C]"), ON_GLOO),
-        Fault("every epoch has the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
-        Fault("every seed gives the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
-        Fault(
-            "an epoch that was stopped midway starts from its beginning", "Batches._from", becomes("A != B", "B < 0")
-        ),
-        Fault("a resumed run starts from batch 0", "Batches._from", becomes("range(A, B)", "range(B - A)")),
         Fault(
             "loading a batch draws from the user's generator", "load_batches", becomes("torch.Generator('cpu')", "None")
+        ),
+        Fault(
+            "an error of a data set shows torch's loader",
+            "_boxed",
+            becomes("UserFrames()", "__import__('contextlib').nullcontext()"),
+            ("tests/test_tracebacks.py",),
         ),
     ),
     *File("data/_padding.py", DATA).faults(
@@ -51,7 +59,7 @@ MUTANTS = [
         ),
         Fault("the chances of a batch's length are those of one example", "_chances", bare("A ** B")),
     ),
-    *File("data/_batches.py", DATA).faults(
+    *File("data/_once.py", DATA).faults(
         Fault("the last batch is not filled up", "once", becomes("A + B", "min(A + B, length)")),
         Fault("rows that fill up the last batch count", "once", bare("min(A, B - start)")),
         Fault("the mean of batches ignores their sizes", "mean", bare("B.C(torch.add, D, A)")),

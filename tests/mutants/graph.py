@@ -169,7 +169,6 @@ MUTANTS = [
             bare("A - B(C)"),
             LOOPS,
         ),
-        Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
             "gather_into runs before donate",
@@ -196,6 +195,9 @@ MUTANTS = [
             bare("A - around"),
             LOOPS,
         ),
+    ),
+    *File("graph/_schedule_options.py", PASS_MANAGER).faults(
+        Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0"), JIT),
     ),
     *File("graph/passes/_listing.py", RECAST).faults(
         Fault(

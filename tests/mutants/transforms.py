@@ -6,43 +6,15 @@ from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, WRITES, Fault, Fi
 MUTANTS = [
     *File("transforms/_value_and_grad.py").faults(
         Fault(
-            "a loss that depends on no parameter is not reported",
-            "_Loss._of",
-            becomes("A.requires_grad or not B", "True"),
-            ("tests/transforms/test_independent_losses.py",),
-        ),
-        Fault(
-            "a loss that depends on its parameters is reported",
-            "_Loss._of",
-            dropped("A.requires_grad"),
-            ("tests/transforms/test_independent_losses.py",),
-        ),
-        Fault(
-            "a micro-batch without examples is refused",
-            "_Loss.is_reached",
-            becomes("any(A)", "all(A)"),
-            ("tests/transforms/test_independent_losses.py",),
-        ),
-        Fault(
             "a rank without examples is refused",
             "_report_unreached",
             never("any(A) and not B()"),
             ("tests/transforms/test_independent_losses.py",),
         ),
         Fault(
-            "the loss is summed over the ranks, not averaged",
-            "_Loss._of",
-            becomes("A / self.divisor", "A / self.batch.count"),
-        ),
-        Fault(
             "gradients are not divided by the number of micro-batches", "value_and_grad.value_and_grads", bare("B * A")
         ),
         Fault("a sum is divided like a mean", "value_and_grad.value_and_grads", always("A == 'mean'")),
-        Fault(
-            "an in-place write during the loss is not refused",
-            "_Loss._of",
-            becomes("A[B] != [C(D) for D in E]", "False and A[B] != [C(D) for D in E]"),
-        ),
         Fault("keyword arguments stay in their boxes", "_open_rest", becomes("kwargs, A = (B(kwargs), C)", "A = C")),
         Fault(
             "derivatives of gradients count each rank's copy",
@@ -50,7 +22,41 @@ MUTANTS = [
             never("is_invariant", at="2 of 2"),
             ("tests/transforms/test_derivatives_of_gradients.py",),
         ),
-        Fault("the loss is not fenced", "_Loss._of", never("self.is_fenced", at="2 of 2"), ("tests/distributed",)),
+    ),
+    *File("transforms/_loss.py").faults(
+        Fault(
+            "a loss that depends on no parameter is not reported",
+            "LossOfGroups._of",
+            becomes("A.requires_grad or not B", "True"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "a loss that depends on its parameters is reported",
+            "LossOfGroups._of",
+            dropped("A.requires_grad"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "a micro-batch without examples is refused",
+            "LossOfGroups.is_reached",
+            becomes("any(A)", "all(A)"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "the loss is summed over the ranks, not averaged",
+            "LossOfGroups._of",
+            becomes("A / self.divisor", "A / self.batch.count"),
+        ),
+        Fault(
+            "an in-place write during the loss is not refused",
+            "LossOfGroups._of",
+            becomes("A[B] != [C(D) for D in E]", "False and A[B] != [C(D) for D in E]"),
+        ),
+        Fault(
+            "the loss is not fenced", "LossOfGroups._of", never("self.is_fenced", at="2 of 2"), ("tests/distributed",)
+        ),
+    ),
+    *File("transforms/_loss_results.py").faults(
         Fault(
             "a weighted mean divides by the rank's own weights",
             "weighted_mean",

@@ -392,7 +392,7 @@ MUTANTS = [
             "a lost host does not slow the run", "SimulatedRun._speed", becomes("self._present_share / A", "1.0 / A")
         ),
     ),
-    *File("graph/_pass_manager.py", PARALLELISM).faults(
+    *File("graph/_schedule_options.py", PARALLELISM).faults(
         Fault(
             "options of a plan's settings leave out across_iterations",
             "ScheduleOptions.of",

@@ -16,21 +16,13 @@ import fzero.graph.run._segment as templates
 import fzero.graph.run._segment_compiler as compiling
 from fzero import _torch, optim
 from fzero._torch import compiler as compiled
-from fzero.graph._pass_manager import ScheduleOptions
 from fzero.graph._polynomials import Polynomial, fit
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.graph.helpers import needs_compiler
-from tests.graph.run.helpers import (
-    STEPS,
-    in_inductors_place,
-    interpreted,
-    tokens,
-    tokens_loss,
-    tokens_params,
-    traced,
-)
+from tests.graph.run.helpers import STEPS, in_inductors_place, interpreted, tokens, tokens_loss, tokens_params, traced
 from tests.helpers import examples, needs_symbols, train_step_for
 
 

@@ -1,0 +1,70 @@
+"""prefetch: the copies of a batch to the device run beside the step before it."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+from fzero import tree
+from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
+from fzero.ranks import Mesh
+
+__all__ = ["prefetch"]
+
+
+T = TypeVar("T")
+
+
+@api_boundary
+def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
+    """Take batches before they are used, so that their copies to the device run beside the steps before them.
+
+    On the CPU nothing is copied, and the batches come as they are. On an accelerator `ahead` more batches lie in its
+    memory, which no plan counts.
+
+    Args:
+        batches: the batches, such as `data.steps()`, or `map(mesh.split, loader)`; also pairs of a number and a batch.
+        mesh: the ranks.
+        ahead: the number of batches to take before they are used, 1 or more.
+
+    Returns:
+        An iterator of the same batches, in order.
+
+    Raises:
+        ValueError: if `ahead` is below 1.
+
+    Example:
+        >>> import fzero
+        >>> mesh = fzero.mesh(dp=2)
+        >>> data = batches(torch.arange(10), mesh, global_batch=4)
+        >>> [i for i, batch in prefetch(data.steps(0, 3), mesh)]
+        [0, 1, 2]
+    """
+    check_int("ahead", ahead, 1, "a number of batches")
+    return iter(batches) if mesh.device.type == "cpu" else _prefetched(iter(batches), mesh.device, ahead)
+
+
+def _prefetched(batches: Iterator[T], device: torch.device, ahead: int) -> Iterator[T]:
+    """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used."""
+    stream = torch.Stream(device)
+    pending: deque[tuple[T, torch.Event]] = deque()
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            with stream:
+                for batch in islice(batches, 1):
+                    pending.append((batch, stream.record_event()))
+
+    take(ahead)
+    while pending:
+        batch, event = pending.popleft()
+        take(1)
+        current = torch.accelerator.current_stream(device)
+        current.wait_event(event)
+        for x in tree.tensors(batch):
+            if x.device == device:
+                x.record_stream(current)  # its memory is not reused before the caller's work on it is done
+        yield batch
