@@ -96,6 +96,18 @@ MUTANTS = [
         Fault("ranks may attend for the same tokens", "_check_differs", never("not may_differ(...)")),
         Fault("a step need not average over the axis", "_check_average", never("A and B"), TRAINING),
     ),
+    *File("parallel/context/_short_convolution.py", MODELS).faults(
+        Fault(
+            "a short convolution of split tokens reads no neighbours",
+            "replace_convolutions",
+            skipped("module.forward = A"),
+        ),
+        Fault(
+            "a short convolution reads other documents",
+            "_convolve",
+            becomes("causal_conv1d(A, ..., documents=documents, axis=B)", "causal_conv1d(A, weight, bias, axis=axis)"),
+        ),
+    ),
     *File("parallel/context/_models.py", MODELS).faults(
         Fault(
             "each part begins at position 0",

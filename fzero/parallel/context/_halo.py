@@ -134,6 +134,12 @@ def causal_conv1d(
     if not x.numel():  # torch's kernels need a token
         return torch.zeros_like(x)
     channels, width = weight.shape
+    n = axis_size(axis_if_bound(axis))
+    if n > 1 and width - 1 > x.shape[2] // 2:
+        raise ValueError(
+            f"x is {list(x.shape)}: a part of its sequence has {x.shape[2] // 2} tokens on each of {n} ranks, and "
+            f"weight {list(weight.shape)} reads {width - 1} tokens before each; take longer sequences or fewer ranks"
+        )
     parts = halo(x, width - 1, axis=axis, dim=2)
     if documents is None:
         return torch.cat([F.conv1d(part, weight.unsqueeze(1), bias, groups=channels) for part in parts], 2)

@@ -11,6 +11,7 @@ import torch
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
+from fzero.parallel.context._short_convolution import replace_convolutions, short_convolutions, split_convolution
 from fzero.random import next_key
 
 __all__ = ["ContextAxis", "check_model", "install"]
@@ -18,7 +19,7 @@ __all__ = ["ContextAxis", "check_model", "install"]
 # What combines tokens besides attention, by the types of modules and by words in the names of their classes.
 MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
 MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
 CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
@@ -50,8 +51,8 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
 
     Raises:
         TypeError: if it is no model of transformers.
-        ValueError: if it combines tokens otherwise than by attention, as convolutions and state-space layers do, or
-            has attention of its own, or a head that reads some tokens. The message names the module.
+        ValueError: if it combines tokens otherwise than by attention and short convolutions, as state-space layers do,
+            or has attention of its own, or a head that reads some tokens. The message names the module.
     """
     axis_if_bound(axis)
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -60,7 +61,10 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
             f"model is a {name}: expected a model of transformers; in a model of your own call "
             "fzero.parallel.context.attention and positions"
         )
+    split = {id(m) for _, convolution in short_convolutions(model) for m in convolution.modules()}
     for path, module in model.named_modules():
+        if id(module) in split:
+            continue
         if isinstance(module, MIXERS) or any(word in type(module).__name__.lower() for word in MIXER_NAMES):
             raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
         if any(attribute.startswith("create_position_ids") for attribute in dir(module)):
@@ -97,6 +101,7 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     name = f"fzero, over {context.axis}"
     AttentionInterface.register(name, partial(_attend, context))
     copied.set_attn_implementation(name)  # type: ignore[operator]
+    replace_convolutions(copied, split_convolution(context.name, context.axis))
     copied.forward = _with_positions(copied.forward, context)
 
 

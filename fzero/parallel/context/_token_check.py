@@ -15,6 +15,7 @@ import torch
 from fzero._notice import warn_once
 from fzero._torch import TorchDispatchMode, user_line
 from fzero.parallel.context._models import ContextAxis
+from fzero.parallel.context._short_convolution import replace_convolutions
 
 __all__ = ["check_tokens"]
 
@@ -51,6 +52,7 @@ def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
     inputs = {"input_ids": torch.zeros(SAMPLES, tokens, dtype=torch.int64, device="meta"), "position_ids": positions}
     try:
         model.set_attn_implementation(PROBE)  # type: ignore[operator]
+        replace_convolutions(model, partial(_own_input, have_documents))
         with watch, torch.no_grad():
             torch.func.functional_call(model, state, (), {**inputs, "use_cache": False, "documents": None})
     except _Found as found:
@@ -85,6 +87,12 @@ def _own_value(
     have_documents.append("documents" in kwargs)
     y = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
     return y.transpose(1, 2).contiguous(), None
+
+
+def _own_input(have_documents: list[bool], hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return each token itself, `[b, channels, t]`, in the place of a short convolution."""
+    have_documents.append("documents" in kwargs)
+    return hidden_states.clone()
 
 
 def _token_count(model: torch.nn.Module) -> int | None:

@@ -170,4 +170,8 @@ def test_edges_that_do_not_exist_are_refused():
         r"expected \[batch, channels, tokens\] and \[channels, width\]",
         lambda x: context.causal_conv1d(x, x.new_ones(2, 4)),
     )
+    refused(
+        r"has 2 tokens on each of 2 ranks, and weight \[3, 4\] reads 3 tokens before each",
+        lambda x: context.causal_conv1d(x, x.new_ones(3, 4)),
+    )
     refused("documents have the shape", lambda x: context.causal_conv1d(x, x.new_ones(3, 2), documents=x[0]))

@@ -22,6 +22,7 @@ GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 
 NO_DROPOUT = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64, "use_cache": False}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_bias": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", GROUPED),
     "MistralForCausalLM": ("MistralConfig", GROUPED | {"sliding_window": 5}),
@@ -36,6 +37,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", GPT2 | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
     "OlmoeForCausalLM": ("OlmoeConfig", GROUPED | EXPERTS),
     "MixtralForCausalLM": ("MixtralConfig", GROUPED | EXPERTS),
+    "Lfm2ForCausalLM": ("Lfm2Config", GROUPED | CONVOLUTIONS),
+    "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", GROUPED | CONVOLUTIONS | EXPERTS | {"moe_intermediate_size": 16}),
+    "Lfm3ForCausalLM": ("Lfm3Config", GROUPED | CONVOLUTIONS | {"conv_L_cache": 4}),
     "BertForMaskedLM": ("BertConfig", SIZES | NO_DROPOUT),
     "ModernBertForMaskedLM": (
         "ModernBertConfig",
@@ -68,7 +72,12 @@ def batch_of(seed: int, shift: bool = True) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name,backend",
     cases(
-        [("LlamaForCausalLM", "fx"), ("MistralForCausalLM", None), ("ModernBertForMaskedLM", None)],
+        [
+            ("LlamaForCausalLM", "fx"),
+            ("MistralForCausalLM", None),
+            ("ModernBertForMaskedLM", None),
+            ("Lfm2ForCausalLM", None),
+        ],
         [*[(name, None) for name in MODELS], ("LlamaForCausalLM", "auto"), ("GPT2LMHeadModel", "auto")],
     ),
 )
@@ -91,9 +100,10 @@ def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
         torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
 
 
-def test_documents_replace_the_mask():
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Lfm2ForCausalLM"])
+def test_documents_replace_the_mask(name):
     """Two documents in one sequence have the logits of two sequences, but for positions: these are not relative."""
-    model = model_of("LlamaForCausalLM")
+    model = model_of(name)
     apply, params, buffers = fzero.nn.functional(model, context="cp")
     tokens = batch_of(0)["tokens"][:1]
     documents = (torch.arange(16) >= 7).long().unsqueeze(0)
