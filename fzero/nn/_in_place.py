@@ -6,8 +6,10 @@ import torch
 
 from fzero._torch.modules import attributes, refresh_flat_weights
 from fzero._torch.types import NamedTensors
-from fzero.nn._copy import copy_module, tensors_in
-from fzero.nn._functional import Apply, Functional, mutable_buffers, tensors_of
+from fzero.nn._apply import Apply
+from fzero.nn._copy import copy_module
+from fzero.nn._functional import Functional, mutable_buffers, tensors_of
+from fzero.nn._module_writes import tensors_in
 from fzero.nn._remat_blocks import remat_blocks, repeated_blocks, undo_remat_blocks
 from fzero.parallel.experts import use_differentiable
 from fzero.zero import stand_ins

@@ -1,7 +1,7 @@
-"""Run a module with shells in place of its blocks, to record the blocks' arguments and to find equal blocks."""
+"""Shells in place of a module's blocks: each returns its input, and its arguments are recorded."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
@@ -9,27 +9,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
-from fzero.random import call_with_key, key
 
 __all__ = [
     "ArgumentRecorder",
     "BlockArguments",
     "BlockHandler",
     "BlockOrderError",
-    "Calls",
     "DependencyTracker",
-    "DynamicIndex",
     "HandoffError",
     "OutputForm",
     "OutputReplacer",
     "Shell",
     "StopForward",
-    "record_calls",
-    "run_dynamic_block",
-    "same_calls",
 ]
-
-# Shells in place of blocks: each returns its input, and its arguments are recorded.
 
 
 _HANDLER: ContextVar["BlockHandler"] = ContextVar("handler")
@@ -231,73 +223,6 @@ def _check_plain(value: Any, block: str, name: str) -> None:
         )
 
 
-# Torch-function modes that record a function's calls, and that track which tensors depend on others.
-
-
-Calls = list[Any]
-
-
-class _CallRecorder(TorchFunctionMode):
-    """Records the calls of torch functions, with numbers in place of tensors."""
-
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.calls: Calls = []
-        self.tensors: list[torch.Tensor] = list(inputs)  # kept alive, so that no id is used twice
-        self.numbers = {id(x): i for i, x in enumerate(self.tensors)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        leaves, structure = tree.flatten((args, kwargs or {}))
-        outputs, out_structure = tree.flatten(out)
-        self.calls.append((func, structure, [self.label(x) for x in leaves], out_structure))
-        for x in outputs:
-            if isinstance(x, torch.Tensor) and id(x) not in self.numbers:
-                self.numbers[id(x)] = len(self.tensors)
-                self.tensors.append(x)
-        return out
-
-    def label(self, x: Any) -> Any:
-        """Return a tensor's number; a constant or an unknown tensor is returned itself."""
-        return ("tensor", self.numbers[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.numbers else x
-
-
-def record_calls(f: Callable[..., Any], *args: Any) -> Calls | None:
-    """List the torch functions that `f(*args)` calls, run on meta tensors; None if it does not run on those."""
-    leaves, structure = tree.flatten(args)
-    meta_tensors = {
-        id(x): torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves if isinstance(x, torch.Tensor)
-    }
-    stand_ins = [meta_tensors.get(id(x), x) for x in leaves]
-    recorder = _CallRecorder(list(meta_tensors.values()))
-
-    def record() -> None:
-        with recorder:
-            out = f(*tree.unflatten(structure, stand_ins))
-        recorder.calls.append(recorder.label(out))
-
-    try:
-        call_with_key(key(0), record)  # draws from a key of its own, so that the step's draws stay the same
-    except Exception:
-        return None  # such as data-dependent code
-    return recorder.calls
-
-
-def same_calls(first: Calls | None, second: Calls | None) -> bool:
-    """Return whether two lists of calls certainly belong to one function."""
-    if first is None or second is None:
-        return False
-    return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b
-    if isinstance(a, tuple | list) and type(a) is type(b):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
 class DependencyTracker(TorchFunctionMode):
     """Tracks which tensors are computed from some source tensors."""
 
@@ -317,108 +242,3 @@ class DependencyTracker(TorchFunctionMode):
     def holds(self, x: Any) -> bool:
         """Return whether a value is one of the sources, or a tensor computed from one."""
         return isinstance(x, torch.Tensor) and id(x) in self.ids
-
-
-# Blocks in a program that all ranks run. There the index of the rank's block is a tensor, which differs by rank.
-#
-# Blocks that call the same torch functions on the same arguments are of one kind, even if their attributes differ.
-# One block of each kind runs, with the constants and masks of the rank's own block. If there are several kinds, all of
-# them run, and each rank selects the output of its own.
-
-
-class DynamicIndex(NamedTuple):
-    """The index of a block that is known only while ranks run.
-
-    Attributes:
-        indices: the numbers that the index may be.
-        position: a position in `indices`: a 0-d integer tensor, such as `fzero.axes.axis_index("pp")`.
-    """
-
-    indices: tuple[int, ...]
-    position: torch.Tensor
-
-
-def select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
-    """Return `values[position]`, where `position` is a tensor."""
-    if all(x is values[0] for x in values):
-        return values[0]
-    return torch.stack(list(values)).index_select(0, position.reshape(1)).squeeze(0)
-
-
-Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
-CallCache = dict[Any, Calls | None]
-
-
-def run_dynamic_block(
-    run: Run,
-    cache: CallCache,
-    params: Any,
-    constants: Sequence[Any],
-    x: torch.Tensor,
-    arguments: Sequence[Any],
-    index: DynamicIndex,
-) -> torch.Tensor:
-    """Run the block with number `index`.
-
-    Args:
-        run: `(number of a block, params, constants, x, arguments) -> x`.
-        cache: the calls of blocks that earlier runs recorded. New ones are added.
-        params: the parameters of this rank's block.
-        constants: the constants of each block.
-        x: the output of the previous block.
-        arguments: the other arguments of each block.
-        index: the number of this rank's block.
-    """
-    kinds = _kinds(run, cache, params, constants, x, arguments, index)
-    out: torch.Tensor | None = None
-    for members in kinds:
-        indices = [i if i in members else members[0] for i in index.indices]
-        inputs = (
-            _select_tree([constants[i] for i in indices], index.position),
-            _select_tree([arguments[i] for i in indices], index.position),
-        )
-        y = run(members[0], params, inputs[0], x, inputs[1])
-        if out is None:
-            out = y
-        else:
-            is_mine = torch.tensor([i in members for i in index.indices], device=index.position.device)
-            out = torch.where(select(list(is_mine), index.position), y, out)
-    assert out is not None, "no index is possible"
-    return out
-
-
-def _kinds(
-    run: Run,
-    cache: CallCache,
-    params: Any,
-    constants: Sequence[Any],
-    x: torch.Tensor,
-    arguments: Sequence[Any],
-    index: DynamicIndex,
-) -> list[list[int]]:
-    """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
-    kinds: list[tuple[Calls | None, list[int]]] = []
-    for i in sorted(set(index.indices)):
-        cache_key = (i, _signature((params, constants[i], x, arguments[i])))
-        if cache_key not in cache:
-            cache[cache_key] = record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
-        calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
-        same = next((members for kind_calls, members in kinds if same_calls(kind_calls, calls)), None)
-        if same is None:
-            kinds.append((calls, [i]))
-        else:
-            same.append(i)
-    return [members for _, members in kinds]
-
-
-def _signature(args: Any) -> Any:
-    leaves, structure = tree.flatten(args)
-    return structure, tuple([(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
-
-
-def _select_tree(trees: Sequence[Any], position: torch.Tensor) -> Any:
-    """Select one of several trees of equal structure, leaf by leaf."""
-    columns = [tree.flatten(t)[0] for t in trees]
-    structure = tree.flatten(trees[0])[1]
-    leaves = [select(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
-    return tree.unflatten(structure, leaves)

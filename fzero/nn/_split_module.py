@@ -10,21 +10,22 @@ import torch
 from fzero import tree
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
+from fzero.nn._apply import Apply
 from fzero.nn._copy import copy_module, shared_tensors
-from fzero.nn._functional import Apply, check_module, functional
+from fzero.nn._dynamic_block import DynamicIndex, run_dynamic_block
+from fzero.nn._functional import functional
+from fzero.nn._module_checks import check_module
 from fzero.nn._shells import (
     ArgumentRecorder,
     BlockArguments,
     BlockHandler,
     BlockOrderError,
     DependencyTracker,
-    DynamicIndex,
     HandoffError,
     OutputForm,
     OutputReplacer,
     Shell,
     StopForward,
-    run_dynamic_block,
 )
 from fzero.parallel.tensor import Layers, of_block, outside
 from fzero.parallel.tensor import gather as gather_tokens

@@ -12,11 +12,10 @@ from fzero.optim._base import (
     apply_updates,
     as_optimizer,
     chain,
-    check_has_method,
-    torch_optimizer_message,
 )
 from fzero.optim._convert_moments import convert_moments
 from fzero.optim._groups import by_group
+from fzero.optim._inject_hyperparams import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._links import (
     EmaState,
     ScaleByScheduleState,
@@ -34,6 +33,7 @@ from fzero.optim._moments import EightBit, Moments, SixteenBit
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
 from fzero.optim._offload import DelayedState, offload, with_offload_ratio
+from fzero.optim._on_full_leaves import on_full_leaves
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
 from fzero.optim._roles import has_role, mark_role, role_of, watch_roles
@@ -49,7 +49,8 @@ from fzero.optim._schedules import (
 )
 from fzero.optim._states import is_opt_state
 from fzero.optim._stochastic_rounding import StochasticRoundingState, stochastic_rounding
-from fzero.optim._wrappers import InjectHyperparamsState, inject_hyperparams, leafwise, masked, on_full_leaves
+from fzero.optim._torch_hints import check_has_method, torch_optimizer_message
+from fzero.optim._wrappers import leafwise, masked
 from fzero.sharding import global_norm
 
 __all__ = [

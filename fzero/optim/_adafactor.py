@@ -10,23 +10,12 @@ from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero.axes import axis_index
 from fzero.collectives import psum
-from fzero.optim._base import (
-    Mask,
-    Number,
-    Optimizer,
-    Params,
-    Updates,
-    check_nonnegative,
-    check_positive,
-    check_rate,
-    is_zero,
-    lerp,
-    rate_at,
-    torch_hints,
-)
+from fzero.optim._base import Mask, Optimizer, Params, Updates
+from fzero.optim._hyperparams import Number, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import REMEDIES
+from fzero.optim._torch_hints import torch_hints
 from fzero.sharding import (
     Shard,
     ShardedUnit,

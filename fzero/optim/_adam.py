@@ -7,25 +7,13 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero.optim._base import (
-    Mask,
-    Number,
-    Optimizer,
-    OptState,
-    Params,
-    Updates,
-    chain,
-    check_fraction,
-    check_nonnegative,
-    check_rate,
-    is_zero,
-    rate_at,
-    torch_hints,
-)
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
+from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._norms import leaf_norms
 from fzero.optim._schedules import Schedule
+from fzero.optim._torch_hints import torch_hints
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 

@@ -1,27 +1,24 @@
-"""The (init, update) pair of optax, its hyperparameters, and the checks that all optimizers share."""
+"""The (init, update) pair of optax: an optimizer is two pure functions over trees.
 
-import functools
-import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+`init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
+parameters. On boxed trees `tree_map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, ParamSpec, Protocol, TypeVar
-
-import torch
+from typing import Any, Protocol, TypeVar
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
 from fzero.optim._roles import mark_role
-from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_updates, checks_gradients
+from fzero.optim._torch_hints import check_has_method
 from fzero.tree import Tree
 
 __all__ = [
     "Mask",
-    "Number",
     "OptState",
     "Optimizer",
     "OptimizerLike",
@@ -30,63 +27,9 @@ __all__ = [
     "apply_updates",
     "as_optimizer",
     "chain",
-    "check_fraction",
-    "check_has_method",
-    "check_nonnegative",
-    "check_positive",
-    "check_rate",
     "find_state",
-    "is_zero",
-    "lerp",
-    "rate_at",
-    "torch_hints",
-    "torch_optimizer_message",
     "wrap_optimizers",
 ]
-
-# The check of every function that takes an (init, update) pair.
-
-
-_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # torch.optim has classes of the same names
-
-
-def check_has_method(opt: Any, method: str) -> None:
-    """Check that an optimizer is an (init, update) pair with the method that is needed: "init" or "update".
-
-    Raises:
-        TypeError: if `opt` is an optimizer of torch.optim, a class or function that was not called, or has no such
-            method.
-    """
-    if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
-        raise TypeError(torch_optimizer_message(opt))
-    if callable(getattr(opt, method, None)):
-        return
-    if isinstance(opt, type) or inspect.isroutine(opt):
-        raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
-    remedy = "expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
-    if isinstance(opt, list | tuple) and opt and all(hasattr(x, method) for x in opt):
-        remedy = "pass optimizers one by one, optim.chain(*opts)"
-    elif _are_parameters(opt):
-        remedy += "; step.init takes it after the parameters, step.init(params, opt)"
-    raise TypeError(f"opt is {tree.show(opt)}, which has no {method}: {remedy}")
-
-
-def torch_optimizer_message(opt: Any) -> str:
-    """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
-    kind = opt if isinstance(opt, type) else type(opt)
-    text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
-    text += "(init, update) pair, two pure functions: "
-    if kind.__name__.lower() not in _EQUIVALENTS:
-        return f"{text}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
-    rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
-    return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
-
-
-# The (init, update) pair of optax: an optimizer is two pure functions over trees.
-#
-# `init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
-# parameters. On boxed trees `tree_map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
-
 
 Params = Tree
 """A tree of parameters: plain tensors, or boxes where a stage shards them."""
@@ -302,152 +245,3 @@ def chain(*opts: OptimizerLike) -> Optimizer:
         return grads, tuple(new)
 
     return wrap_optimizers(init, update, *opts)
-
-
-# Hints for torch's argument names: the error of `adamw(lr=1e-3)` says which argument to use instead.
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_NOT_NEEDED = "fzero.jit makes one program of the update, so there is nothing to set"
-
-# names of torch and optax -> fzero's arguments that take the value; the first that the optimizer has is used
-_EQUIVALENT_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "lr": ("learning_rate",),
-    "betas": ("b1, b2", "b1"),
-    "beta1": ("b1",),
-    "beta2": ("b2",),
-    "clip_value": ("max_delta",),
-    "decay": ("weight_decay", "decay"),
-    "d": ("clipping_threshold",),
-}
-
-# names of torch that no argument replaces -> the hint
-_HINTS: dict[str, str] = {
-    "params": "the parameters go to step.init(params, opt), or to opt.init(params)",
-    "weight_decay": "{name} decays no weights: use optim.adamw(..., weight_decay={value!r}), or torch's L2 penalty, "
-    "optim.chain(optim.add_decayed_weights({value!r}), optim.{name}(...))",
-    "beta2_decay": "{name} has decay_rate, its negative",
-    "momentum": "{name} has b1 in its place",
-    "dampening": "there is none: scale the gradients with optim.scale in a chain",
-    "maximize": "negate the loss",
-    "lr_decay": "give a schedule as learning_rate, such as optim.exponential_decay",
-    "amsgrad": "there is no such variant: write your own optimizer, optim.Optimizer(init, update)",
-    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _NOT_NEEDED),
-}
-
-
-def torch_hints(make: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that makes an optimizer: its TypeErrors explain how to replace torch's arguments.
-
-    Returns:
-        The function, with its signature and docstring. If it is called with an unknown argument, or with parameters in
-        place of a number, it raises a TypeError that says what to write.
-
-    Example:
-        >>> from fzero import optim
-        >>> optim.adamw(lr=1e-3)
-        Traceback (most recent call last):
-        TypeError: adamw takes learning_rate=, and not lr=: adamw(learning_rate=0.001)
-    """
-    name, signature = make.__name__, inspect.signature(make)
-    arguments = frozenset(signature.parameters)
-
-    @functools.wraps(make)
-    def make_with_hints(*args: P.args, **kwargs: P.kwargs) -> R:
-        for argument, value in kwargs.items():
-            if argument not in arguments:
-                raise TypeError(_hint(name, tuple(signature.parameters), argument, value))
-        if args and _are_parameters(args[0]):
-            first = next(iter(signature.parameters))
-            raise TypeError(
-                f"{name} takes no parameters: they go to step.init(params, opt), or opt.init(params). Its first "
-                f"argument is {first}: optim.{name}(1e-3)"
-            )
-        return make(*args, **kwargs)
-
-    return api_boundary(make_with_hints)
-
-
-def _hint(name: str, arguments: Iterable[str], unknown: str, value: Any) -> str:
-    """Return the error message for an unknown argument of the function `name`."""
-    arguments = tuple(arguments)
-    for equivalent in _EQUIVALENT_ARGUMENTS.get(unknown, ()):
-        names = equivalent.split(", ")
-        if set(names) <= set(arguments):
-            values = tuple(value) if isinstance(value, tuple | list) else (value,)
-            pairs = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=False))
-            return f"{name} takes {equivalent.replace(', ', '= and ')}=, and not {unknown}=: {name}({pairs})"
-    if unknown in _HINTS:
-        return f"{name} takes no {unknown}=: " + _HINTS[unknown].format(name=name, value=value)
-    return f"{name} takes no {unknown}=: its arguments are {', '.join(arguments)}"
-
-
-def _are_parameters(x: Any) -> bool:
-    """Return whether a first argument is one for torch.optim: a module, its parameters, or groups of parameters."""
-    if isinstance(x, torch.nn.Module | torch.nn.Parameter):
-        return True
-    return inspect.isgenerator(x) or isinstance(x, list | tuple | dict)
-
-
-# Hyperparameters: numbers that are checked when an optimizer is made, or 0-d tensors that may change during training.
-
-
-Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
-
-
-def check_nonnegative(**values: object) -> None:
-    """Check that hyperparameters, given by name, are finite numbers >= 0. The values of tensors are not checked."""
-    _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
-
-
-def check_positive(**values: object) -> None:
-    """Check that hyperparameters are positive numbers; infinity is allowed."""
-    _check(values, "a positive number", lambda v: v > 0)
-
-
-def check_fraction(**values: object) -> None:
-    """Check that hyperparameters are numbers in [0, 1)."""
-    _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
-
-
-def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 0:
-            continue  # reading its value would break a trace
-        if not (isinstance(value, Real) and holds(value)):
-            hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
-            hint = f"; a string is no number: float({value!r})" if isinstance(value, str) else hint
-            hint = "; give b1 and b2 one by one, b1=0.9, b2=0.999" if isinstance(value, tuple | list) else hint
-            raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
-
-
-def is_zero(value: Number) -> bool:
-    """Return whether a hyperparameter is the number 0; False for a tensor, since its value may change."""
-    return not isinstance(value, torch.Tensor) and value == 0
-
-
-# A learning rate is a number or a schedule.
-
-
-def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
-    """Return the rate, or the value of a schedule after `count` updates."""
-    return rate(count) if callable(rate) else rate
-
-
-def check_rate(learning_rate: Number | Schedule) -> None:
-    """Check that a learning rate is a number >= 0 or a schedule.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if not callable(learning_rate):
-        check_nonnegative(learning_rate=learning_rate)
-
-
-def lerp(x: torch.Tensor, y: torch.Tensor, weight: Number) -> torch.Tensor:
-    """Interpolate from `x` to `y` by a weight, in the same operations as torch.optim."""
-    if isinstance(weight, torch.Tensor):
-        return (x + weight * (y - x)).to(x.dtype)
-    return torch.lerp(x, y, weight)

@@ -5,18 +5,8 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.optim._base import (
-    Mask,
-    Number,
-    Optimizer,
-    OptState,
-    Params,
-    Updates,
-    apply_updates,
-    check_fraction,
-    check_nonnegative,
-    is_zero,
-)
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, apply_updates
+from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
 from fzero.sharding import per_leaf

@@ -9,16 +9,8 @@ import torch
 
 from fzero import tree
 from fzero.collectives import psum, to_host
-from fzero.optim._base import (
-    Optimizer,
-    OptimizerLike,
-    OptState,
-    Params,
-    Updates,
-    check_positive,
-    find_state,
-    wrap_optimizers,
-)
+from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, find_state, wrap_optimizers
+from fzero.optim._hyperparams import check_positive
 from fzero.sharding import Shard, is_box, map_spaces, zero_padding
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]

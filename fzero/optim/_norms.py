@@ -9,15 +9,9 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero.collectives import psum
-from fzero.optim._base import (
-    Number,
-    Optimizer,
-    OptState,
-    Params,
-    Updates,
-    check_positive,
-    torch_hints,
-)
+from fzero.optim._base import Optimizer, OptState, Params, Updates
+from fzero.optim._hyperparams import Number, check_positive
+from fzero.optim._torch_hints import torch_hints
 from fzero.sharding import (
     Shard,
     ShardedUnit,

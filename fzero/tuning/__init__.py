@@ -4,6 +4,7 @@ from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import Goodput, goodput, save_interval
 from fzero.tuning._hint import Hint
 from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine
+from fzero.tuning._measurement import StepMeasurement
 from fzero.tuning._offload_costs import OffloadCosts, OffloadWork, model_work, offload_costs, planned_work
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._ratio import OffloadRatio, RatioTrial, offload_ratio
@@ -13,7 +14,7 @@ from fzero.tuning._search_space import Configuration
 from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
 from fzero.tuning._tune import Best, Table, tune
-from fzero.tuning._watch import StepMeasurement, WatchedStep, watch
+from fzero.tuning._watch import WatchedStep, watch
 from fzero.tuning.exports import Export
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 
 import fzero
 from fzero.graph._pass_manager import PASSES
-from fzero.parallel.schedules._builders import NAMES
+from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
 from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 

@@ -59,7 +59,7 @@ MUTANTS = [
             becomes("f'{path}.{inner}'", "path"),
         ),
     ),
-    *File("nn/_functional.py", DEVICE).faults(
+    *File("nn/_module_checks.py", DEVICE).faults(
         Fault("a module's buffer on another device is accepted", "check_one_device", never("A.device not in B")),
     ),
 ]

@@ -103,9 +103,10 @@ MUTANTS = [
             becomes("x.clone()", "x"),
             ("tests/nn/test_nn.py",),
         ),
+    ),
+    *File("nn/_apply.py", STEP).faults(
         Fault("ranks share a module's cached copy", "Apply._own_module", bare("B(A, C)")),
         Fault("ranks in lockstep run one module", "Apply._own_module", always("not A()")),
-        Fault("a parameter's hook is dropped without an error", "_check_hooks", becomes("A(x)", "[]"), WRITTEN),
         Fault(
             "only a module's first call is checked for leftovers",
             "Apply._run",
@@ -126,6 +127,9 @@ MUTANTS = [
             LEFT,
         ),
     ),
+    *File("nn/_module_checks.py", STEP).faults(
+        Fault("a parameter's hook is dropped without an error", "_check_hooks", becomes("A(x)", "[]"), WRITTEN),
+    ),
     *File("nn/_copy.py", CLOSURES).faults(
         Fault("a function in an attribute reads the original module", "copy_module", skipped("A.__dict__[B] = C")),
         Fault("a hook reads the original module", "copy_module", becomes("A(hook, B)", "hook")),
@@ -139,7 +143,7 @@ MUTANTS = [
     *File("nn/_remat_blocks.py", REMAT).faults(
         Fault("remat updates statistics twice", "_Forward.body", bare("A.clone()")),
     ),
-    *File("nn/_copy.py", WRITTEN).faults(
+    *File("nn/_module_writes.py", WRITTEN).faults(
         Fault(
             "a tensor that a call leaves in an attribute is not reported",
             "check_leftovers",

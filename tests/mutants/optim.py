@@ -130,10 +130,12 @@ MUTANTS = [
         Fault("the padding of a shard is sent to owners", "_parts_to_shards", never("A > B")),
     ),
     *File("optim/_wrappers.py", FULL_LEAVES).faults(
-        Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
         Fault("a mask selects whole units, not elements", "where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
         Fault("a mask takes memory for a state of no leaf", "masked.init", never("not any(A)"), WRAPPERS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
+    ),
+    *File("optim/_on_full_leaves.py", FULL_LEAVES).faults(
+        Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
         Fault(
@@ -155,7 +157,7 @@ MUTANTS = [
         Fault("params_ema averages the gradients, not the new parameters", "params_ema.update", bare("B(A, grads)")),
         Fault("the average starts in the parameters' memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
-    *File("optim/_wrappers.py", WRAPPERS).faults(
+    *File("optim/_inject_hyperparams.py", WRAPPERS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(

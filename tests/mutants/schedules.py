@@ -41,7 +41,7 @@ MUTANTS = [
         Fault("a backward pass does not wait for the next stage's", "inputs_of", never("A + 1 < B"), LAWS),
         Fault("I frees the residuals", "IN_FLIGHT_CHANGE", (becomes("0", "-1"), becomes("'W': -1", "'W': 0")), LAWS),
     ),
-    *File("parallel/schedules/_builders.py", LAWS).faults(
+    *File("parallel/schedules/_greedy.py", LAWS).faults(
         Fault("one forward pass more than the cap is in flight", "_Simulation.forward", swapped(">=", ">")),
         Fault("a forward pass does not leave the cap's rest to later stages", "_Simulation.forward", bare("A + B")),
         Fault("a cap of 0 is accepted", "caps_by_rank", becomes("A < B", "A < 0")),
@@ -67,7 +67,7 @@ MUTANTS = [
         Fault("one of several stages takes as long as the whole rank", "Durations.of", becomes("A / B", "1.0")),
         Fault("a backward pass counts its weight half twice", "Durations.of", bare("A - B")),
     ),
-    *File("parallel/schedules/_builders.py", LAWS).faults(
+    *File("parallel/schedules/_named_schedules.py", LAWS).faults(
         Fault("the last group of micro-batches is smaller", "group_sizes", becomes("A // ranks", "-(-A // ranks)")),
         Fault(
             "interleaved 1F1B prefers the order for messages of one hop",

@@ -55,6 +55,14 @@ MUTANTS = [
         Fault("the module may change a tensor between blocks", "BlockHandler.call", never("A and B is not self.x")),
         Fault("blocks may run in any order", "BlockHandler.call", becomes("A != self.count", "self.count >= 3")),
         Fault("a block may get arguments that are not plain", "_check_plain", never("not isinstance(A, B)")),
+        Fault(
+            "a module that asks for the number of a block's values is not refused",
+            "_FirstValueOnly.__len__",
+            becomes("raise A('where it asks how many values a block returns,')", "return 1"),
+        ),
+        Fault("a shell is copied with its block", "Shell.__deepcopy__", renamed("copied"), PIPELINE),
+    ),
+    *File("nn/_dynamic_block.py", SPLIT).faults(
         Fault("blocks with different constants run as one kind", "_kinds", becomes("A(B, calls)", "B or calls")),
         Fault("constants of functions are not compared", "_same", becomes("bool(A == B)", "True")),
         Fault("blocks that share a constant tensor count as different kinds", "_same", never("A is b")),
@@ -74,14 +82,8 @@ MUTANTS = [
             becomes("(A([B[C] for C in D], E.position), F)", "(B[D[0]], F)"),
         ),
         Fault("recording a module's calls advances the random generator", "record_calls", becomes("A(B(0), C)", "C()")),
-        Fault(
-            "a module that asks for the number of a block's values is not refused",
-            "_FirstValueOnly.__len__",
-            becomes("raise A('where it asks how many values a block returns,')", "return 1"),
-        ),
-        Fault("a shell is copied with its block", "Shell.__deepcopy__", renamed("copied"), PIPELINE),
     ),
-    *File("nn/_functional.py", NN).faults(
+    *File("nn/_apply.py", NN).faults(
         Fault(
             "a rank's copy of a module copies its parameters",
             "Apply._own_module",

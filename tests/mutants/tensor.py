@@ -110,6 +110,8 @@ MUTANTS = [
         Fault("an error of fzero gets a hint about heads", "Region.__call__", always("not is_message(A, B)")),
         Fault("the first block does not split the sequence", "install", never("not i")),
         Fault("a norm on part of a sequence does not enter", "install", never("A == 'norm'")),
+    ),
+    *File("parallel/tensor/_sequence.py", LAYERS).faults(
         Fault("a module that needs all tokens gets part of them", "_kind", always("is_norm")),
     ),
     *File("collectives/_check_copies.py", COPIES).faults(
@@ -157,7 +159,7 @@ MUTANTS = [
             becomes("with torch.no_grad(), A(): ...", "with torch.no_grad(): ..."),
         ),
     ),
-    *File("nn/_functional.py", LAYERS).faults(
+    *File("nn/_apply.py", LAYERS).faults(
         Fault("ranks of tp may get different examples", "Apply._call", never("self.tp is not None")),
     ),
     *File("nn/_module_pipeline.py", LAYERS).faults(

@@ -309,8 +309,6 @@ MUTANTS = [
         Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.pipeline_stages > 1")),
     ),
     *File("tuning/_watch.py", WATCH).faults(
-        Fault("a workspace counts as a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
-        Fault("the peak leaves out memory held before the call", "StepMeasurement.peak_bytes", bare("A + B")),
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the call that compiles is measured", "WatchedStep.__call__", bare("A or self.B")),
         Fault("every call is compared with the last plan", "WatchedStep._plan", never("A is not None")),
@@ -318,7 +316,13 @@ MUTANTS = [
         Fault("watch waits for the device", "WatchedStep.__call__", bare("A.measurement.is_over()")),
         Fault("rows are written to the file twice", "WatchedStep._write", bare("A[B:]")),
         Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.key)")),
+    ),
+    *File("tuning/_measurement.py", WATCH).faults(
+        Fault("a workspace counts as a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
+        Fault("the peak leaves out memory held before the call", "StepMeasurement.peak_bytes", bare("A + B")),
         Fault("the slowest call is taken for the median", "_time_hints", becomes("median", "max")),
+    ),
+    *File("tuning/_meter.py", WATCH).faults(
         Fault(
             "the peak of a GPU is not reset between calls",
             "_DeviceMeter.__call__",

@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.nn._shells import _kinds
+from fzero.nn._dynamic_block import _kinds
 from fzero.nn._split_module import DynamicIndex, split_module
 from tests.helpers import cases
 from tests.nn.helpers import run

@@ -12,7 +12,8 @@ import fzero
 from fzero import optim, tuning
 from fzero._torch import profiling
 from fzero.tuning import CPU, StepMeasurement
-from fzero.tuning._watch import Measurement, find_hints, meter_of
+from fzero.tuning._measurement import find_hints
+from fzero.tuning._meter import Measurement, meter_of
 
 
 def watch(*args: Any, **asked: Any) -> Any:

@@ -1,8 +1,9 @@
 """Pipeline schedules as data: make, check, time and draw them."""
 
 from fzero.parallel.schedules._actions import Action, Message, Value, output_of
-from fzero.parallel.schedules._builders import NAMES, check_name, greedy, schedule
+from fzero.parallel.schedules._greedy import greedy
 from fzero.parallel.schedules._instructions import Instruction, programs
+from fzero.parallel.schedules._named_schedules import NAMES, check_name, schedule
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Timing, check
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.parallel.schedules import Action, Message, PipelineSchedule, check, greedy, schedule
-from fzero.parallel.schedules._builders import NAMES
+from fzero.parallel.schedules._named_schedules import NAMES
 from tests.helpers import examples
 from tests.parallel.schedules.strategies import durations, schedules
 

@@ -1,0 +1,77 @@
+"""Hyperparameters: numbers that are checked when an optimizer is made, or 0-d tensors that change during training."""
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from fzero.optim._schedules import Schedule
+
+__all__ = [
+    "Number",
+    "check_fraction",
+    "check_nonnegative",
+    "check_positive",
+    "check_rate",
+    "is_zero",
+    "lerp",
+    "rate_at",
+]
+
+
+Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
+
+
+def check_nonnegative(**values: object) -> None:
+    """Check that hyperparameters, given by name, are finite numbers >= 0. The values of tensors are not checked."""
+    _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
+
+
+def check_positive(**values: object) -> None:
+    """Check that hyperparameters are positive numbers; infinity is allowed."""
+    _check(values, "a positive number", lambda v: v > 0)
+
+
+def check_fraction(**values: object) -> None:
+    """Check that hyperparameters are numbers in [0, 1)."""
+    _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
+
+
+def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            continue  # reading its value would break a trace
+        if not (isinstance(value, Real) and holds(value)):
+            hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
+            hint = f"; a string is no number: float({value!r})" if isinstance(value, str) else hint
+            hint = "; give b1 and b2 one by one, b1=0.9, b2=0.999" if isinstance(value, tuple | list) else hint
+            raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
+
+
+def is_zero(value: Number) -> bool:
+    """Return whether a hyperparameter is the number 0; False for a tensor, since its value may change."""
+    return not isinstance(value, torch.Tensor) and value == 0
+
+
+def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
+    """Return the rate, or the value of a schedule after `count` updates."""
+    return rate(count) if callable(rate) else rate
+
+
+def check_rate(learning_rate: Number | Schedule) -> None:
+    """Check that a learning rate is a number >= 0 or a schedule.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if not callable(learning_rate):
+        check_nonnegative(learning_rate=learning_rate)
+
+
+def lerp(x: torch.Tensor, y: torch.Tensor, weight: Number) -> torch.Tensor:
+    """Interpolate from `x` to `y` by a weight, in the same operations as torch.optim."""
+    if isinstance(weight, torch.Tensor):
+        return (x + weight * (y - x)).to(x.dtype)
+    return torch.lerp(x, y, weight)

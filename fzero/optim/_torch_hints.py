@@ -1,0 +1,140 @@
+"""Hints for users of torch.optim: the error of `adamw(lr=1e-3)` says which argument to use instead.
+
+An optimizer of torch.optim in place of an (init, update) pair is an error that names fzero's own.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from fzero import tree
+from fzero._tracebacks import api_boundary
+
+__all__ = ["check_has_method", "torch_hints", "torch_optimizer_message"]
+
+
+_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # torch.optim has classes of the same names
+
+
+def check_has_method(opt: Any, method: str) -> None:
+    """Check that an optimizer is an (init, update) pair with the method that is needed: "init" or "update".
+
+    Raises:
+        TypeError: if `opt` is an optimizer of torch.optim, a class or function that was not called, or has no such
+            method.
+    """
+    if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
+        raise TypeError(torch_optimizer_message(opt))
+    if callable(getattr(opt, method, None)):
+        return
+    if isinstance(opt, type) or inspect.isroutine(opt):
+        raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
+    remedy = "expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
+    if isinstance(opt, list | tuple) and opt and all(hasattr(x, method) for x in opt):
+        remedy = "pass optimizers one by one, optim.chain(*opts)"
+    elif _are_parameters(opt):
+        remedy += "; step.init takes it after the parameters, step.init(params, opt)"
+    raise TypeError(f"opt is {tree.show(opt)}, which has no {method}: {remedy}")
+
+
+def torch_optimizer_message(opt: Any) -> str:
+    """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
+    kind = opt if isinstance(opt, type) else type(opt)
+    text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
+    text += "(init, update) pair, two pure functions: "
+    if kind.__name__.lower() not in _EQUIVALENTS:
+        return f"{text}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
+    rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
+    return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
+
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+_NOT_NEEDED = "fzero.jit makes one program of the update, so there is nothing to set"
+
+
+# names of torch and optax -> fzero's arguments that take the value; the first that the optimizer has is used
+_EQUIVALENT_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "betas": ("b1, b2", "b1"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "clip_value": ("max_delta",),
+    "decay": ("weight_decay", "decay"),
+    "d": ("clipping_threshold",),
+}
+
+
+# names of torch that no argument replaces -> the hint
+_HINTS: dict[str, str] = {
+    "params": "the parameters go to step.init(params, opt), or to opt.init(params)",
+    "weight_decay": "{name} decays no weights: use optim.adamw(..., weight_decay={value!r}), or torch's L2 penalty, "
+    "optim.chain(optim.add_decayed_weights({value!r}), optim.{name}(...))",
+    "beta2_decay": "{name} has decay_rate, its negative",
+    "momentum": "{name} has b1 in its place",
+    "dampening": "there is none: scale the gradients with optim.scale in a chain",
+    "maximize": "negate the loss",
+    "lr_decay": "give a schedule as learning_rate, such as optim.exponential_decay",
+    "amsgrad": "there is no such variant: write your own optimizer, optim.Optimizer(init, update)",
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _NOT_NEEDED),
+}
+
+
+def torch_hints(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that makes an optimizer: its TypeErrors explain how to replace torch's arguments.
+
+    Returns:
+        The function, with its signature and docstring. If it is called with an unknown argument, or with parameters in
+        place of a number, it raises a TypeError that says what to write.
+
+    Example:
+        >>> from fzero import optim
+        >>> optim.adamw(lr=1e-3)
+        Traceback (most recent call last):
+        TypeError: adamw takes learning_rate=, and not lr=: adamw(learning_rate=0.001)
+    """
+    name, signature = make.__name__, inspect.signature(make)
+    arguments = frozenset(signature.parameters)
+
+    @functools.wraps(make)
+    def make_with_hints(*args: P.args, **kwargs: P.kwargs) -> R:
+        for argument, value in kwargs.items():
+            if argument not in arguments:
+                raise TypeError(_hint(name, tuple(signature.parameters), argument, value))
+        if args and _are_parameters(args[0]):
+            first = next(iter(signature.parameters))
+            raise TypeError(
+                f"{name} takes no parameters: they go to step.init(params, opt), or opt.init(params). Its first "
+                f"argument is {first}: optim.{name}(1e-3)"
+            )
+        return make(*args, **kwargs)
+
+    return api_boundary(make_with_hints)
+
+
+def _hint(name: str, arguments: Iterable[str], unknown: str, value: Any) -> str:
+    """Return the error message for an unknown argument of the function `name`."""
+    arguments = tuple(arguments)
+    for equivalent in _EQUIVALENT_ARGUMENTS.get(unknown, ()):
+        names = equivalent.split(", ")
+        if set(names) <= set(arguments):
+            values = tuple(value) if isinstance(value, tuple | list) else (value,)
+            pairs = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=False))
+            return f"{name} takes {equivalent.replace(', ', '= and ')}=, and not {unknown}=: {name}({pairs})"
+    if unknown in _HINTS:
+        return f"{name} takes no {unknown}=: " + _HINTS[unknown].format(name=name, value=value)
+    return f"{name} takes no {unknown}=: its arguments are {', '.join(arguments)}"
+
+
+def _are_parameters(x: Any) -> bool:
+    """Return whether a first argument is one for torch.optim: a module, its parameters, or groups of parameters."""
+    if isinstance(x, torch.nn.Module | torch.nn.Parameter):
+        return True
+    return inspect.isgenerator(x) or isinstance(x, list | tuple | dict)
