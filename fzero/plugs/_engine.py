@@ -1,210 +1,30 @@
 """Engine: the models, loss and optimizer of another library's training loop, as one sharded step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
-from fzero import nn, optim, tree
+from fzero import nn, optim
 from fzero.checkpoint import load, save
-from fzero.collectives import pmean
 from fzero.graph import jit
-from fzero.plugs._param_groups import ParamGroups
+from fzero.plugs._loop_step import LoopStep, Models
+from fzero.plugs._micro_batches import MicroBatch, stack
+from fzero.plugs._param_groups import ParamGroups, hold_stand_ins
 from fzero.plugs._stand_ins import guard
 from fzero.ranks import Mesh
 from fzero.sharding import sharded_units
-from fzero.transforms import gather, partition, scaled_value_and_grad, value_and_grad
+from fzero.transforms import partition
 from fzero.zero import ShardedStep, shard
 
-__all__ = ["Backend", "Engine", "LoopStep", "MicroBatch", "Models", "make_engine", "stack"]
+__all__ = ["Backend", "Engine", "make_engine"]
 
 Backend = Literal["inductor", "auto", "fx"]
 
 
-class MicroBatch(NamedTuple):
-    """One micro-batch, or several that were stacked along a new dimension 0.
-
-    Attributes:
-        tensors: the trees of tensors in it, by name: `[k, ...]` for k micro-batches.
-        constants: its values that hold no tensor, by name.
-        count: the number k of micro-batches.
-    """
-
-    tensors: Any
-    constants: dict[str, Any]
-    count: int
-
-
-def stack(batches: Sequence[dict[str, Any]], together: bool) -> list[MicroBatch]:
-    """Stack the micro-batches of a step, if they are alike and `together` allows it; else make one of each.
-
-    Raises:
-        TypeError: if a value mixes tensors with others.
-    """
-    split = [_split(batch) for batch in batches]
-    alike = all(_signature(x) == _signature(split[0]) for x in split)
-    groups = [split] if together and alike else [[x] for x in split]
-    return [
-        MicroBatch(tree.map(lambda *xs: torch.stack(xs), *[tensors for tensors, _ in group]), group[0][1], len(group))
-        for group in groups
-    ]
-
-
-def _split(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors, constants = {}, {}
-    for name, value in batch.items():
-        are_tensors = [isinstance(x, torch.Tensor) for x in tree.flatten(value)[0]]
-        if any(are_tensors) and not all(are_tensors):
-            raise TypeError(f"the batch's {name!r} mixes tensors with other values: let the collator return tensors")
-        (tensors if any(are_tensors) else constants)[name] = value
-    if not tensors:
-        raise TypeError(f"the batch holds no tensor, only {sorted(batch)}: let the collator return tensors")
-    return tensors, constants
-
-
-def _signature(split: tuple[dict[str, Any], dict[str, Any]]) -> Any:
-    leaves, structure = tree.flatten(split[0])
-    return structure, [(x.shape, x.dtype) for x in leaves], split[1]
-
-
-@dataclass(frozen=True)
-class Models:
-    """The model that is trained, and others that its loss calls, such as a reference model.
-
-    Attributes:
-        apply: the trained model.
-        others: the other models.
-    """
-
-    apply: nn.Apply
-    others: tuple[nn.Apply, ...] = ()
-
-    def run(self, f: Callable[..., Any], params: Any, state: Any, *args: Any) -> tuple[Any, Any]:
-        """Run `f(model, *args)`, where the model and the others have the given tensors.
-
-        Args:
-            f: the function; it reaches the other models by itself.
-            params: the trained parameters.
-            state: for each model, the trained one first, a pair of its frozen parameters and its buffers.
-            *args: the other arguments of `f`.
-
-        Returns:
-            The result, and the new buffers of the trained model.
-        """
-        (frozen, buffers), *rest = state
-        params, frozen = (params, frozen) if self.apply.blocks else gather((params, frozen))
-
-        def of_model() -> tuple[Any, Any]:
-            out, new = self.apply.method(f)(params, {**frozen, **buffers}, *args)
-            return out, {name: new[name] for name in buffers}
-
-        inner = of_model
-        for apply, (others_params, others_buffers) in zip(self.others, rest, strict=True):
-            inner = _with_model(apply, others_params, others_buffers, inner)
-        return inner()
-
-
-def _with_model(apply: nn.Apply, params: Any, buffers: Any, run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `run`, within which another model has these tensors."""
-    params = params if apply.blocks else gather(params)
-    return lambda: apply.method(lambda module: run())({}, {**params, **buffers})[0]
-
-
-@dataclass(frozen=True)
-class LoopStep:
-    """The unsharded train step: the gradient of the sum over the micro-batches, clipping, and the update.
-
-    Attributes:
-        models: the models.
-        loss: `loss(model, batch)` returns what a micro-batch adds to the loss of the step, a 0-d tensor.
-        groups: the optimizer.
-        ranks: the number of ranks, over which the loss is averaged.
-        clip: how the gradients are clipped; None if they are not.
-        precision: the dtypes of half precision; None to train in the parameters' own.
-        loss_scale: whether the loss is scaled, as for float16.
-        autograd: whether torch.autograd differentiates, in place of torch.func; see `fzero.value_and_grad`.
-    """
-
-    models: Models
-    loss: Callable[..., torch.Tensor]
-    groups: ParamGroups
-    ranks: int
-    clip: optim.Optimizer | None
-    precision: optim.Precision | None
-    loss_scale: bool
-    autograd: bool
-
-    def optimizer(self, rates: Sequence[Any]) -> optim.Optimizer:
-        """Make the whole optimizer, with a learning rate for each group."""
-        opt = optim.chain(*([] if self.clip is None else [self.clip]), self.groups.optimizer(rates))
-        opt = opt if self.precision is None else optim.master_weights(opt, self.precision)
-        return optim.dynamic_loss_scale(opt) if self.loss_scale else opt
-
-    def __call__(self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, rates: Any) -> Any:
-        """Run the step.
-
-        Args:
-            params: the trained parameters.
-            opt_state: the optimizer's state.
-            buffers: the buffers of the trained model.
-            others: the frozen parameters of the trained model, and a pair of parameters and buffers of each other one.
-            batches: the micro-batches, stacked where they are alike.
-            rates: the learning rates of the groups.
-
-        Returns:
-            `(params, opt_state, buffers, metrics)`.
-        """
-        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, others, batches)
-        params, opt_state = self.update(params, opt_state, grads, rates)
-        return params, opt_state, buffers, {**metrics, **self.skipped(opt_state)}
-
-    def accumulate(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any
-    ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-        """Return the sum of the gradients of the micro-batches, the new buffers, the loss and the norm."""
-        total: Any = None
-        grads: Any = None
-        for batch in batches:
-            value, new, buffers = self.gradients(params, opt_state, buffers, others, batch)
-            total = value if total is None else total + value
-            grads = new if grads is None else tree.elementwise(torch.add, grads, new)
-        return grads, buffers, {"loss": total, "norm": optim.global_norm(grads)}
-
-    def skipped(self, opt_state: Any) -> dict[str, torch.Tensor]:
-        """Return the metric of the steps that were skipped, if the loss is scaled."""
-        return {"skipped": optim.loss_scale(opt_state).skipped} if self.loss_scale else {}
-
-    def update(self, params: Any, opt_state: Any, grads: Any, rates: Any) -> tuple[Any, Any]:
-        """Return the parameters and the optimizer's state after an update by gradients."""
-        updates, opt_state = self.optimizer(rates).update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state
-
-    def gradients(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch
-    ) -> tuple[torch.Tensor, Any, Any]:
-        """Return the loss, the gradients and the new buffers of stacked micro-batches."""
-        is_mutable = bool(self.models.apply.mutable_names)
-
-        def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
-            one = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
-            state = ((frozen[0], buffers), *frozen[1:])
-            loss, new = self.models.run(self.loss, params, state, one)
-            loss = loss / self.ranks
-            return (loss, new) if is_mutable else loss
-
-        options: dict[str, Any] = {"reduce": "sum", "micro_batches": batch.count, "batch_argnums": 2}
-        options |= {"precision": self.precision, "gather": False, "has_aux": is_mutable}
-        options |= {"autograd": self.autograd}
-        make = scaled_value_and_grad if self.loss_scale else value_and_grad
-        scaling: Any = (optim.loss_scale(opt_state).scale,) if self.loss_scale else ()
-        out, grads = make(loss_fn, *scaling, **options)(params, others, batch.tensors)
-        loss, new = out if is_mutable else (out, buffers)
-        return loss, grads, pmean(new) if is_mutable else buffers
-
-
 class Engine:
-    """What a sharded training loop holds between steps, and what it does with it.
+    """The state of a sharded training loop between its steps, and the steps, saves and loads that change it.
 
     Attributes:
         step: the sharded step, whose `train_step` is a `LoopStep`.
@@ -280,7 +100,7 @@ class Engine:
         loss, grads, self.buffers = self._program(run)(*state)
         return loss, grads
 
-    def finish(self, grads: Any, rates: Sequence[float], loss: torch.Tensor) -> None:
+    def update_and_measure(self, grads: Any, rates: Sequence[float], loss: torch.Tensor) -> None:
         """Update as `update` does, and set `metrics`, with this loss of the step."""
         norm = self.step.program(optim.global_norm)(grads)  # before the update, which may reuse the gradients' memory
         self.update(grads, rates)
@@ -336,14 +156,14 @@ class Engine:
         """Return a copy of the trained model with all its weights, on the host. All ranks call it."""
         return nn.full_copy(self.models.apply, dict(self.tensors()))
 
-    def put_back(self) -> None:
+    def restore_weights(self) -> None:
         """Give full weights, on the host, to the model that steps run in place. All ranks call it."""
         nn.put_back(self.models.apply, dict(self.tensors()))
 
-    def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the trained model's state dict, on the host; if not `keep`, an empty dict. All ranks call it."""
-        full = {name: x for name, x in self.tensors() if keep}
-        if not keep:
+    def state_dict(self, is_writer: bool) -> dict[str, torch.Tensor]:
+        """Return the trained model's state dict, on the host of a rank that writes it, else {}. All ranks call it."""
+        full = {name: x for name, x in self.tensors() if is_writer}
+        if not is_writer:
             return {}
         model = self.models.apply.module
         names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
@@ -376,7 +196,7 @@ def make_engine(
     others: Sequence[torch.nn.Module],
     loss: Callable[..., torch.Tensor],
     groups: ParamGroups,
-    rates: Sequence[float],
+    opt: torch.optim.Optimizer | None,
     *,
     stage: int,
     mesh: Mesh,
@@ -388,12 +208,14 @@ def make_engine(
 ) -> Engine:
     """Shard models and their optimizer. The memory of their tensors goes to the engine, and they are left on meta.
 
+    The loop's own optimizer is left with stand-ins: a scheduler changes its learning rates, which each step reads.
+
     Args:
         model: the model to train, in training mode.
         others: other models that the loss calls; they are frozen.
         loss: see `LoopStep`.
-        groups: the optimizer.
-        rates: the first learning rates.
+        groups: the optimizer of the sharded step.
+        opt: the loop's optimizer, from which `groups` was read; None for a loop that does not train.
         stage: the ZeRO stage.
         mesh: the ranks; all axes are data-parallel.
         backend: the backend of `fzero.jit`; None to run steps eagerly, for a loss that is not pure.
@@ -411,6 +233,7 @@ def make_engine(
     loss_scale = precision is not None and precision.param is torch.float16
     train_step = LoopStep(in_step, loss, groups, mesh.size, clip, precision, loss_scale, backend is None)
     step = shard(train_step, stage=stage, mesh=mesh)
+    rates = [0.0] * len(groups.names) if opt is None else groups.rates(opt)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
     def split(functional: nn.Functional, module: torch.nn.Module) -> tuple[Any, Any]:
@@ -424,6 +247,8 @@ def make_engine(
         module.to("meta")
     for module in (model, *others, *[apply.module for apply in (models.apply, *models.others)]):
         guard(module)
+    if opt is not None:
+        hold_stand_ins(opt, groups, models.apply.module)
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
 
 

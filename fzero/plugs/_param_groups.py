@@ -29,6 +29,13 @@ class ParamGroups:
     names: tuple[tuple[str, ...], ...]
     hyperparams: tuple[Group, ...]
 
+    @staticmethod
+    def without_updates(model: torch.nn.Module) -> "ParamGroups":
+        """Return one group of all trainable parameters without state, for a loop that evaluates and does not train."""
+        names = tuple([name for name, p in model.named_parameters() if p.requires_grad])
+        sgd = {"momentum": 0.0, "nesterov": False, "dampening": 0.0, "weight_decay": 0.0}
+        return ParamGroups("SGD", (names,), (sgd,))
+
     def optimizer(self, rates: Sequence[Any]) -> optim.Optimizer:
         """Make the optimizer of a dict of parameters by name, with a learning rate for each group.
 
@@ -68,18 +75,19 @@ class ParamGroups:
         return optim.masked(opt, lambda params: {name: name in members for name in params})
 
 
-def param_groups(opt: torch.optim.Optimizer, names: Mapping[int, str], source: str) -> ParamGroups:
+def param_groups(opt: torch.optim.Optimizer, model: torch.nn.Module, source: str) -> ParamGroups:
     """Read the groups of a torch optimizer.
 
     Args:
         opt: a torch optimizer that has not stepped.
-        names: the names of the trainable parameters, by the ids of the tensors that the optimizer holds.
+        model: the model whose trainable parameters it holds.
         source: the setting that the optimizer comes from, for messages.
 
     Raises:
         ValueError: if the optimizer's class or an option has no counterpart in `fzero.optim`, or if it has state. Also
             if it holds an unknown tensor or lacks a trainable parameter, or if there is none.
     """
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     _check_optimizer(opt, names, source)
     groups = [_group_names(opt, i, names, source) for i in range(len(opt.param_groups))]
     _check_complete(groups, names, source)
@@ -139,14 +147,14 @@ def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[Group, ...]:
     return tuple(hyperparams)
 
 
-def hold_stand_ins(opt: torch.optim.Optimizer, names: Mapping[int, str], model: torch.nn.Module) -> None:
-    """Let a torch optimizer hold a model's stand-ins, in place of parameters with these names by id, and no state.
+def hold_stand_ins(opt: torch.optim.Optimizer, groups: ParamGroups, model: torch.nn.Module) -> None:
+    """Let a torch optimizer hold a model's stand-ins, in place of the parameters of its groups, and no state.
 
     Without gradients it steps over nothing. Schedulers change its learning rates.
     """
     parameters = dict(model.named_parameters())
-    for group in opt.param_groups:
-        group["params"] = [parameters[names[id(p)]] for p in group["params"] if id(p) in names]
+    for group, names in zip(opt.param_groups, groups.names, strict=True):
+        group["params"] = [parameters[name] for name in names]
     opt.state.clear()
 
 

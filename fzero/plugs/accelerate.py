@@ -14,7 +14,7 @@ from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
 from fzero.plugs._half_precision import cast, half_precision
-from fzero.plugs._param_groups import hold_stand_ins, param_groups
+from fzero.plugs._param_groups import param_groups
 from fzero.ranks import mesh as make_mesh
 
 __all__ = ["Step", "full_model", "shard_loop"]
@@ -74,7 +74,7 @@ class Step:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all weights on the main process's host, and nothing on others. All processes call it."""
-        return self._engine.state_dict(keep=self._accelerator.is_main_process)
+        return self._engine.state_dict(is_writer=self._accelerator.is_main_process)
 
     def _cast(self, batch: Any) -> Any:
         """Bring floating-point tensors to the dtype of half-precision parameters."""
@@ -130,8 +130,7 @@ def shard_loop(
     """
     _check_settings(accelerator, model, optimizer)
     check_choice("backend", backend, ("inductor", "auto", "fx", None))
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    groups = param_groups(optimizer, names, "optimizer")
+    groups = param_groups(optimizer, model, "optimizer")
     is_lockstep = backend is None and accelerator.num_processes == 1
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     precision = half_precision(model, halves.get(str(accelerator.mixed_precision)))
@@ -140,7 +139,7 @@ def shard_loop(
         [],
         lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
         groups,
-        [group["lr"] for group in optimizer.param_groups],
+        optimizer,
         stage=stage,
         mesh=make_mesh(dp=-1, device=accelerator.device.type, simulate="lockstep" if is_lockstep else None),
         backend=backend,
@@ -148,7 +147,6 @@ def shard_loop(
         clip=None if max_norm is None else optim.clip_by_global_norm(max_norm),
         precision=precision,
     )
-    hold_stand_ins(optimizer, names, engine.models.apply.module)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: engine.save(os.path.join(folder, FOLDER)))
     accelerator.register_load_state_pre_hook(lambda models, folder: _load(engine, os.path.join(folder, FOLDER)))
     return Step(accelerator, engine, accelerator.prepare_optimizer(optimizer), precision)

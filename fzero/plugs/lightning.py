@@ -19,13 +19,13 @@ from fzero.plugs._engine import Engine, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._lightning_processes import Processes
 from fzero.plugs._lightning_settings import check_settings, clipping, mixed_dtype
-from fzero.plugs._param_groups import ParamGroups, hold_stand_ins, param_groups
+from fzero.plugs._param_groups import ParamGroups, param_groups
+from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
 __all__ = ["Strategy", "full_model"]
 
-SHARDS = ".fzero"  # what the folder of a checkpoint's shards has after the name of the checkpoint's file
-EVALUATION = {"momentum": 0.0, "nesterov": False, "dampening": 0.0, "weight_decay": 0.0}  # an SGD that never steps
+SHARDS = ".fzero"  # the folder of a checkpoint's shards: the name of the checkpoint's file, and this suffix
 
 
 class Strategy(Processes):
@@ -88,37 +88,22 @@ class Strategy(Processes):
         module: Any = self.lightning_module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         check_settings(trainer, module, is_fitting)
-        if any(x.is_meta for x in module.parameters()):
-            raise ValueError(
-                f"{type(module).__name__} has no weights, as after a fit with Strategy(full_weights=False), or made on "
-                "the meta device: make the module anew, or pass ckpt_path="
-            )
+        _check_has_weights(module)
         accelerator: Any = self.accelerator
         accelerator.setup(trainer)
         self._engine, self._new, self._grads = None, None, None
         self._is_zeroed, self._has_failed = True, False
         self.model = self.precision_plugin.convert_module(module)
-        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        opt, groups, rates = None, ParamGroups("SGD", (tuple(names.values()),), (EVALUATION,)), [0.0]
-        if is_fitting:
-            self.setup_optimizers(trainer)
-            (opt,) = self.optimizers
-            groups, rates = param_groups(opt, names, "configure_optimizers"), [g["lr"] for g in opt.param_groups]
+        opt, groups = self._optimizer(trainer) if is_fitting else (None, ParamGroups.without_updates(module))
         self._precision = half_precision(module, mixed_dtype(self.precision_plugin))
-        mesh = make_mesh(dp=-1, device=self.root_device.type, simulate="lockstep" if self.world_size == 1 else None)
-        if mesh.device != self.root_device:
-            raise ValueError(
-                f"Trainer(devices=...) gives this process {self.root_device}, and fzero {mesh.device}, by its local "
-                "rank: choose GPUs with CUDA_VISIBLE_DEVICES, and pass their number as devices"
-            )
         self._engine = make_engine(
             module,
             [],
             self._loss,
             groups,
-            rates,
+            opt,
             stage=self.stage,
-            mesh=mesh,
+            mesh=self._mesh(),
             backend=None,
             remat=True,
             clip=clipping(trainer),
@@ -127,8 +112,28 @@ class Strategy(Processes):
         )
         self._is_taken_apart = True
         if opt is not None:
-            hold_stand_ins(opt, names, module)
             opt.zero_grad = self._zero_grad
+
+    def _optimizer(self, trainer: Trainer) -> tuple[Any, ParamGroups]:
+        """Let the module make its optimizer; return it, and its groups for the sharded step."""
+        self.setup_optimizers(trainer)
+        (opt,) = self.optimizers
+        module: Any = self.lightning_module
+        return opt, param_groups(opt, module, "configure_optimizers")
+
+    def _mesh(self) -> Mesh:
+        """Make the mesh of this trainer's processes.
+
+        Raises:
+            ValueError: if Lightning and fzero choose different devices for this process.
+        """
+        mesh = make_mesh(dp=-1, device=self.root_device.type, simulate="lockstep" if self.world_size == 1 else None)
+        if mesh.device != self.root_device:
+            raise ValueError(
+                f"Trainer(devices=...) gives this process {self.root_device}, and fzero {mesh.device}, by its local "
+                "rank: choose GPUs with CUDA_VISIBLE_DEVICES, and pass their number as devices"
+            )
+        return mesh
 
     def on_exception(self, exception: BaseException) -> None:
         """Note that a rank failed, so that the others may not come to gather weights."""
@@ -138,7 +143,7 @@ class Strategy(Processes):
         """Give the module its weights again. The shards stay, for `trainer.save_checkpoint`."""
         if self._is_taken_apart and self.full_weights and not (self._has_failed and self.world_size > 1):
             assert self._engine is not None
-            self._engine.put_back()
+            self._engine.restore_weights()
             self._is_taken_apart = False
         module = self._lightning_module
         self._lightning_module = None if self._is_taken_apart else module  # nothing moves stand-ins to the host
@@ -236,7 +241,7 @@ class Strategy(Processes):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return all weights on the first rank, and nothing on others. All ranks call it."""
         if self._is_taken_apart and self._engine is not None:
-            return self._engine.state_dict(keep=self.is_global_zero)
+            return self._engine.state_dict(is_writer=self.is_global_zero)
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -274,6 +279,14 @@ class Strategy(Processes):
             )
         super().load_optimizer_state_dict(checkpoint)
         self._engine.load(self._shards)
+
+
+def _check_has_weights(module: LightningModule) -> None:
+    if any(x.is_meta for x in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has no weights, as after a fit with Strategy(full_weights=False), or made on "
+            "the meta device: make the module anew, or pass ckpt_path="
+        )
 
 
 @api_boundary

@@ -13,7 +13,7 @@ from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
 from fzero.plugs._engine import Backend, Engine, make_engine
 from fzero.plugs._half_precision import cast, half_precision
-from fzero.plugs._param_groups import hold_stand_ins, param_groups
+from fzero.plugs._param_groups import param_groups
 from fzero.plugs._trainer_settings import check_settings, disable_checkpointing
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
@@ -39,8 +39,7 @@ def shard_trainer(
     full within `compute_loss` and `prediction_step`. Use `save_model`, or `full_model(result)`, for weights.
 
     Args:
-        trainer: a Trainer, or an object of a subclass. Its `compute_loss` is what is differentiated. It has not
-            trained yet.
+        trainer: a Trainer, or an object of a subclass, that has not trained yet. Its `compute_loss` is differentiated.
         stage: the ZeRO stage, 0 to 3.
         mesh: data-parallel ranks, one for each process; by default all processes.
         backend: a backend of `fzero.jit`; None to run steps eagerly, block by block. The default is "inductor" for
@@ -90,7 +89,8 @@ def shard_trainer(
             "needs a data-parallel rank for each process; leave mesh out"
         )
     kind = type(trainer)
-    # The user's class comes before ours and Trainer, so that its methods call ours by super().
+    # methods are found in this order: a prediction step runs the user's one on full weights, and the user's other
+    # methods run ours by super()
     bases = (_Prediction, _ShardedTrainer) if kind is Trainer else (_Prediction, kind, _ShardedTrainer)
     sharded_class = type(kind.__name__, bases, {"__module__": kind.__module__})
     sharded = object.__new__(sharded_class)
@@ -119,7 +119,7 @@ def full_model(trainer: Trainer) -> torch.nn.Module:
 
 @dataclass
 class _Sharding:
-    """What a sharded trainer holds besides the attributes of the given trainer."""
+    """The attributes that a sharded trainer has besides those of the given trainer."""
 
     engine: Engine
     precision: optim.Precision | None
@@ -135,7 +135,6 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     chosen: Any = trainer.args.optim
     source = f"TrainingArguments(optim={str(chosen.value)!r})" if trainer.optimizer is None else "optimizers="
     opt: Any = trainer.create_optimizer()
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     attributes = {name: x for name, x in vars(trainer).items() if isinstance(x, torch.nn.Module)}
     others = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}
     args = trainer.args
@@ -144,8 +143,8 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         model.train(),
         list(others.values()),
         functools.partial(_loss, trainer),
-        param_groups(opt, names, source),
-        [group["lr"] for group in opt.param_groups],
+        param_groups(opt, model, source),
+        opt,
         stage=stage,
         mesh=mesh,
         backend=backend,
@@ -155,7 +154,6 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     )
     trainer._fzero = _Sharding(engine, precision, args.max_grad_norm)
     shell: Any = engine.models.apply.module
-    hold_stand_ins(opt, names, shell)
     opt.step_was_skipped = False
     for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
         prepared._is_accelerate_prepared = True
@@ -183,7 +181,7 @@ def _loss(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 class _Prediction:
-    """The first of a sharded trainer's classes: prediction steps run with full parameters, whatever they call."""
+    """Runs a prediction step, the user's or Trainer's, with full parameters: the first class of a sharded trainer."""
 
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's prediction step on a model that has its tensors."""
@@ -194,7 +192,7 @@ class _Prediction:
 
 
 class _ShardedTrainer(Trainer):
-    """The last of a sharded trainer's classes but Trainer: what a step does, and what is saved."""
+    """Replaces Trainer's steps, saves and loads by sharded ones: the class between the user's and Trainer."""
 
     _fzero: _Sharding
 
@@ -222,7 +220,7 @@ class _ShardedTrainer(Trainer):
             if not self.accelerator.sync_gradients:
                 return loss
             grads, state.grads = state.grads, None
-            engine.finish(grads, rates, loss)
+            engine.update_and_measure(grads, rates, loss)
         else:
             state.micro_batches.append(batch)
             if not self.accelerator.sync_gradients:
@@ -242,7 +240,7 @@ class _ShardedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None:
-            state_dict = self._fzero.engine.state_dict(keep=self.args.should_save)
+            state_dict = self._fzero.engine.state_dict(is_writer=self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

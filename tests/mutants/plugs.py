@@ -27,9 +27,6 @@ MUTANTS = [
     ),
     *File("plugs/_engine.py", TRAINER).faults(
         Fault(
-            "running statistics of a micro-batch are dropped", "LoopStep.gradients", becomes("pmean(new)", "buffers")
-        ),
-        Fault(
             "a resumed run does not read its state",
             "Engine.load",
             becomes("load(folder, self._state(), self.mesh)", "self._state()"),
@@ -38,6 +35,11 @@ MUTANTS = [
             "half-precision parameters are saved in place of their masters",
             "Engine._exact_params",
             becomes("self.keeps_masters", "False"),
+        ),
+    ),
+    *File("plugs/_loop_step.py", TRAINER).faults(
+        Fault(
+            "running statistics of a micro-batch are dropped", "LoopStep.gradients", becomes("pmean(new)", "buffers")
         ),
         Fault("the losses of ranks are summed", "LoopStep.gradients", becomes("loss / self.ranks", "loss")),
     ),
@@ -67,7 +69,9 @@ MUTANTS = [
             "Strategy.load_checkpoint",
             becomes("os.path.realpath(path)", "path"),
         ),
-        Fault("a Lightning module gets no weights back", "Strategy.teardown", skipped("self._engine.put_back()")),
+        Fault(
+            "a Lightning module gets no weights back", "Strategy.teardown", skipped("self._engine.restore_weights()")
+        ),
     ),
     *File("plugs/_engine.py", ("tests/plugs/test_lightning.py", "-k", "processes")).faults(
         Fault(
