@@ -33,7 +33,7 @@ class DonatedError(RuntimeError):
     """
 
 
-DonatedError.__module__ = "fzero"
+DonatedError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
 def donated_message(note: str) -> str:

@@ -5,6 +5,7 @@ from fzero._liveness import LostRankError
 from fzero.axes import DiffersByRankError, DivergedError
 from fzero.checkpoint import CheckpointError
 from fzero.graph import SpaceError
+from fzero.tree import LayoutError
 from fzero.zero import CorruptionError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DiffersByRankError",
     "DivergedError",
     "DonatedError",
+    "LayoutError",
     "LostRankError",
     "SpaceError",
 ]

@@ -22,6 +22,24 @@ Tree = Any
 _MOST_SHOWN = 100  # characters of a value in a message
 
 
+class LayoutError(ValueError):
+    """A tree has another layout than a step takes, or than another tree: full, sharded otherwise, or for another mesh.
+
+    Example:
+        >>> import fzero, torch
+        >>> opt = fzero.optim.sgd(0.1)
+        >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+        >>> try:
+        ...     step({"w": torch.ones(4)}, (), step.mesh.split(torch.ones(2)))
+        ... except fzero.errors.LayoutError as error:
+        ...     print(str(error)[:66])
+        argument 0 (parameters) is plain, and stage 3 takes it sharded: pa
+    """
+
+
+LayoutError.__module__ = "fzero.errors"  # where a pickle finds it
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Flatten a tree into its leaves (including `None`s) and its structure.
 
@@ -221,10 +239,10 @@ def leaves_up_to(
     try:
         nodes = structure.flatten_up_to(other)
     except (ValueError, TypeError) as error:
-        raise ValueError(difference(tree, other, is_leaf, names)) from error
+        raise difference(tree, other, is_leaf, names) from error
     for x, y in zip(leaves, nodes, strict=True):
         if is_box(y) and not is_box(x) and x is not None:
-            raise ValueError(difference(tree, other, is_leaf, names))
+            raise difference(tree, other, is_leaf, names)
     return nodes
 
 
@@ -233,24 +251,28 @@ def difference(
     other: Any,
     is_leaf: Callable[[Any], bool] | None = None,
     names: tuple[str, str] = ("the first", "the second"),
-) -> str:
-    """Return an error message about the first difference of two trees, in structure or in sharding."""
+) -> ValueError:
+    """Return an error that names the first difference of two trees: in structure, or in sharding a `LayoutError`."""
     paths, leaves, structure = flatten_with_paths(tree, is_box)
     other_paths, other_leaves, other_structure = flatten_with_paths(other, is_box)
     first, second = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
     for path, x in first.items():
         if path not in second:
-            return f"trees differ in structure: {names[0]} has leaf {path!r} ({show(x)}), and {names[1]} has not"
+            return ValueError(
+                f"trees differ in structure: {names[0]} has leaf {path!r} ({show(x)}), and {names[1]} has not"
+            )
     for path, y in second.items():
         if path not in first:
-            return f"trees differ in structure: {names[1]} has leaf {path!r} ({show(y)}), and {names[0]} has not"
+            return ValueError(
+                f"trees differ in structure: {names[1]} has leaf {path!r} ({show(y)}), and {names[0]} has not"
+            )
     for path, x in first.items():
         y = second[path]
         if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):
             a, b = [repr(v) if is_box(v) else show(v) for v in (x, y)]
             if a == b:  # they differ in what a repr leaves out
                 a, b = show(x), show(y)
-            return (
+            return LayoutError(
                 f"trees are sharded differently at {path!r}: {a} against {b}. "
                 "Both must come from one partition: make the state with step.init, or partition it the same way; "
                 "convert a state of another stage by "
@@ -258,7 +280,7 @@ def difference(
                 "a step, such as a moving average, needs its position too: fzero.shard(..., param_argnums=(0, 2))"
                 + trouble_link("trees-that-are-sharded-differently")
             )
-    return f"trees differ in structure: {structure} against {other_structure}"
+    return ValueError(f"trees differ in structure: {structure} against {other_structure}")
 
 
 def is_box(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """Bad input: each mistake raises an error that names the argument or the leaf, what was given and what to do."""
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -867,3 +868,27 @@ def test_a_number_that_differs_by_rank_is_told_to_be_a_tensor():
 def test_a_step_that_is_no_function_is_told_its_form():
     with pytest.raises(TypeError, match=r"train_step is 3: expected a function, \(params, opt_state, batch\) -> "):
         fzero.shard(3, stage=1, mesh=fzero.mesh(dp=2))  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", fzero.errors.__all__)
+def test_an_error_is_found_where_its_name_says(name):
+    """A pickle looks there, as when a process hands its error to another."""
+    error = getattr(fzero.errors, name)
+    assert error.__module__ == "fzero.errors" and pickle.loads(pickle.dumps(error)) is error
+
+
+def test_trees_in_another_layout_are_a_layout_error():
+    other = fzero.shard(TRAIN_STEP, 3, FOUR).init(PARAMS, OPT)
+    for state, stage in ((init(3), 0), (init(0), 3), (other, 3), ((init(2)[0], init(0)[1]), 2)):
+        with pytest.raises(fzero.errors.LayoutError):
+            run(stage, *state)
+
+
+def test_replicas_in_another_layout_are_told_of_their_own_load():
+    def make(stage: int) -> Any:
+        mesh = fzero.mesh(replica=2, dp=2)
+        return fzero.local_sgd.local_steps(fzero.shard(TRAIN_STEP, stage, mesh, axis="dp"), every=2)
+
+    with pytest.raises(fzero.errors.LayoutError) as caught:
+        make(3)(*make(0).init(PARAMS, OPT), fzero.mesh(replica=2, dp=2).split(X))
+    assert any("new.load(path" in note for note in caught.value.__notes__)

@@ -130,7 +130,7 @@ class DivergedError(RuntimeError):
     """
 
 
-DivergedError.__module__ = "fzero"
+DivergedError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
 class RankCancelled(BaseException):

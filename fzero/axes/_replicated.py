@@ -34,7 +34,7 @@ class DiffersByRankError(ValueError):
     """
 
 
-DiffersByRankError.__module__ = "fzero"
+DiffersByRankError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
 class _Replicated(torch.autograd.Function):

@@ -168,7 +168,7 @@ class Scope(NamedTuple):
         rules: the rules by which trees are sharded.
         micro_batch: the index of the micro-batch that is being differentiated; a 0-d tensor in a traced loop.
         in_loss: whether the loss function of a `value_and_grad` is running.
-        own: the memory of a process that differs by rank; empty in a simulation, which needs no such list.
+        per_rank_memory: the memory of a process that differs by rank; empty in a simulation, which needs no list.
         splits: for each argument in a `PerRank` box how it was split; None for one that a rank loaded itself.
         invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
@@ -179,7 +179,7 @@ class Scope(NamedTuple):
     rules: LayoutRules = DEFAULT_RULES
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
-    own: tuple[PerRankMemory, ...] = ()
+    per_rank_memory: tuple[PerRankMemory, ...] = ()
     splits: tuple[BatchSplit | None, ...] = ()
     invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
@@ -230,8 +230,8 @@ def call_in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args:
 
 def varying_axes(storage: int) -> tuple[str, ...]:
     """List the axes along which a process knows that the contents of this memory differ by rank."""
-    own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
-    return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
+    memories = _SCOPES.stack[-1].per_rank_memory if _SCOPES.stack else ()
+    return tuple([name for memory in memories if memory.storage == storage for name in memory.axes])
 
 
 def batch_splits() -> tuple[BatchSplit | None, ...]:

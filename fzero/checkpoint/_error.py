@@ -18,7 +18,7 @@ class CheckpointError(RuntimeError):
     """
 
 
-CheckpointError.__module__ = "fzero"
+CheckpointError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
 class DamagedError(CheckpointError):

@@ -40,6 +40,9 @@ class SpaceError(RuntimeError):
     """An operation mixes host and device values, or ranks would communicate host values."""
 
 
+SpaceError.__module__ = "fzero.errors"  # where a pickle finds it
+
+
 def is_move(node: Node) -> bool:
     """Return whether a node copies a tensor between device and host memory."""
     return node.target in (TO_HOST, TO_DEVICE, start_to_host)

@@ -121,12 +121,11 @@ class LocalSteps:
             own_args, own_kwargs = self.groups.argument((args, kwargs), number)
             try:
                 outs.append(self.step(p, s, *own_args, **own_kwargs))
-            except ValueError as error:
-                if "step.partition" in str(error):  # which serves a sharded step, and not replicas
-                    error.add_note(
-                        "fzero: replicas go on at another stage or on another mesh by old.save(path, params, state) "
-                        "and new.load(path, *new.init(...))"
-                    )
+            except tree.LayoutError as error:  # its message names step.partition, which replicas do not have
+                error.add_note(
+                    "fzero: replicas go on at another stage or on another mesh by old.save(path, params, state) "
+                    "and new.load(path, *new.init(...))"
+                )
                 raise
         if not isinstance(outs[0], tuple) or len(outs[0]) < 2:
             raise TypeError(f"the step returned {type(outs[0]).__name__}: expected (params, opt_state, ...)")

@@ -42,13 +42,13 @@ class Spmd:
     Attributes:
         mesh: the ranks.
         program: the function that each rank runs.
-        default: the axes that `axis=None` stands for in the program; None for the only axis.
+        default_axes: the axes that `axis=None` stands for in the program; None for the only axis.
         rules: the rules by which the program shards trees.
     """
 
     mesh: Any
     program: Callable[..., Any]
-    default: Names | None = None
+    default_axes: Names | None = None
     rules: LayoutRules = DEFAULT_RULES
 
     @api_boundary
@@ -78,10 +78,12 @@ class Spmd:
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = unwrap_per_rank(call)
-        memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
+        memory = (
+            () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _per_rank_memory(call, self.mesh)
+        )
         splits = tuple([x.split for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)])
-        bound = Axes(axes, joint, self.default)
-        scope = Scope(bound, self.rules, own=memory, splits=splits, device=self.mesh.device)
+        bound = Axes(axes, joint, self.default_axes)
+        scope = Scope(bound, self.rules, per_rank_memory=memory, splits=splits, device=self.mesh.device)
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
@@ -281,7 +283,7 @@ def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) ->
         )
 
 
-def _own_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:
+def _per_rank_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:
     """List the memory of the arguments in `PerRank` boxes, whose values belong to this rank."""
     boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
     return tuple(

@@ -14,6 +14,7 @@ from fzero._registry import Registry
 from fzero._torch import assume_constant_result
 from fzero.axes import Axis, StackedList, axis_index, bound_axes, bound_axis
 from fzero.codecs import Codec, CodecKey
+from fzero.tree import LayoutError
 
 __all__ = [
     "ALIGN",
@@ -326,19 +327,19 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
     """Check that a unit was sharded for a mesh of this shape.
 
     Raises:
-        ValueError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
+        LayoutError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
     """
     spec = traced_spec(spec_id)
     for pair in (*spec.sharded_over, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
-            raise ValueError(
+            raise LayoutError(
                 f"{what} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it with the "
                 "step that sharded it, then pass it to step.partition(full, like=...) of this mesh's step"
             )
     order, names = spec.order, [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):
-        raise ValueError(
+        raise LayoutError(
             f"{what} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
             f"{', '.join(names)}: ranks would take each other's shards; make the mesh with the axes in the same order"
         )

@@ -156,7 +156,13 @@ def check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes:
 def check_params(
     args: Sequence[Any], param_argnums: Sequence[int], stage: int, sharded: bool, rules: LayoutRules
 ) -> None:
-    """Check that parameters have the stage's layout between steps."""
+    """Check that parameters have the stage's layout between steps.
+
+    Raises:
+        LayoutError: if they are plain and should be sharded, or the reverse.
+        TypeError: if the argument is an optimizer's state, a `PerRank` or a module.
+        ValueError: if the step was called with too few arguments.
+    """
     for i in param_argnums:
         if i >= len(args):
             hint = "" if args else ": a step, fzero.plan and step.plan take the arguments of train_step"
@@ -179,13 +185,13 @@ def check_params(
                 "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
             )
         if sharded and not is_sharded(args[i]) and _has_a_unit(args[i], rules):
-            raise ValueError(
+            raise tree.LayoutError(
                 f"argument {i} (parameters) is plain, and stage {stage} takes it sharded: "
                 "params, opt_state = step.init(params, opt); for parameters that a step of another stage trained, "
                 "step.partition(params)"
             )
         if not sharded and is_sharded(args[i]):
-            raise ValueError(
+            raise tree.LayoutError(
                 f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
                 "that sharded it, then step.partition(params)"
             )
@@ -324,7 +330,7 @@ def _check_both_are_new(states: Sequence[Any], is_unchanged: bool) -> None:
 def explain_error(
     error: Exception, args: Sequence[Any], param_argnums: Sequence[int], stage: int, simulated: bool = False
 ) -> list[str]:
-    """List what explains an error that a step raised and that does not name the step's wrong argument."""
+    """List notes on an error that a step raised and that does not name the step's wrong argument."""
     notes = []
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
@@ -333,13 +339,13 @@ def explain_error(
             "The new parameters differ by rank if their gradients were not averaged: take them by "
             "fzero.value_and_grad, or average them by fzero.collectives.pmean(grads)"
         )
-    if "sharded differently" in str(error):
+    if isinstance(error, tree.LayoutError):
         shards_state = stage_layouts(stage).shards_state
         for i, x in enumerate(args):
             if i not in param_argnums and is_opt_state(x) and is_sharded(x) != shards_state:
-                given, expected = ("plain", "sharded") if shards_state else ("sharded", "plain")
+                actual, expected = ("plain", "sharded") if shards_state else ("sharded", "plain")
                 notes.append(
-                    f"Argument {i} (optimizer state) is {given}, and stage {stage} takes it {expected}: params, "
+                    f"Argument {i} (optimizer state) is {actual}, and stage {stage} takes it {expected}: params, "
                     "opt_state = step.init(params, opt)"
                 )
     return notes

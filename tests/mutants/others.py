@@ -26,6 +26,9 @@ MUTANTS = [
     *File("examples.py", ("tests/examples/test_copies.py",)).faults(
         Fault("a copied program replaces the user's file", "main", never("A(B).exists()")),
     ),
+    *File("tree.py", ("tests/test_errors.py",)).faults(
+        Fault("trees in other layouts raise no LayoutError", "difference", becomes("LayoutError(A)", "ValueError(A)")),
+    ),
     *File("tree.py", ("tests/test_remedies.py",)).faults(
         Fault("a wrong argument is printed with all its numbers", "show", always("len(A) <= B")),
         Fault("a generator is told to be registered", "not_a_tensor", never("A.isgenerator(B)")),
