@@ -43,7 +43,7 @@ DATAGRAM = 8192
 
 
 class Config(NamedTuple):
-    """What a heartbeat is told.
+    """The settings of a heartbeat, which its rank gives it.
 
     Attributes:
         rank: its rank.

@@ -32,7 +32,7 @@ class Awake:
 
 
 class Place(NamedTuple):
-    """What one rank is doing, as its heartbeat sees it.
+    """The doings of one rank, as its heartbeat sees them.
 
     Attributes:
         host: the name of its host.
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class LostRank(NamedTuple):
-    """Which rank is lost, and what is known of it.
+    """The verdict on a lost rank, with its reason.
 
     Attributes:
         rank: the lost rank.

@@ -1,4 +1,4 @@
-"""What the system knows of a rank: what its processes use, whether data is under way, and whether it sleeps.
+"""The system's view of a rank: what its processes use, whether data is under way, and whether it sleeps.
 
 A rank that neither uses anything nor wakes up does not get on by itself. Only Linux tells; elsewhere every rank counts
 as busy. Standard library only.
@@ -22,7 +22,7 @@ CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
 
 
 class Use(NamedTuple):
-    """What a rank's processes did until a moment.
+    """The work of a rank's processes until a moment.
 
     Attributes:
         state: the state of its process, such as "S" for asleep, "T" for stopped, "D" for a wait for a disk.

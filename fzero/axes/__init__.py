@@ -1,6 +1,19 @@
 """Axes of ranks: the state that a running rank program sees, on processes, under vmap, or in lockstep."""
 
 from fzero.axes import lockstep
+from fzero.axes._bound_axes import (
+    averaged_axes,
+    axis_if_bound,
+    axis_index,
+    axis_names,
+    axis_size,
+    bound_axes,
+    bound_axis,
+    index_on,
+    join_axes,
+    loss_axes,
+    resolve_axes,
+)
 from fzero.axes._replicated import (
     DiffersByRankError,
     assume_replicated,
@@ -31,14 +44,7 @@ from fzero.axes._scope import (
     LossCollective,
     PerRankMemory,
     Scope,
-    averaged_axes,
-    axis_if_bound,
-    axis_index,
-    axis_names,
-    axis_size,
     batch_splits,
-    bound_axes,
-    bound_axis,
     call_as_invariant_loss,
     call_in_micro_batch,
     call_in_scope,
@@ -49,11 +55,7 @@ from fzero.axes._scope import (
     current_rules,
     current_scope,
     in_loss,
-    index_on,
-    join_axes,
-    loss_axes,
     micro_batch,
-    resolve_axes,
 )
 from fzero.axes.lockstep import DivergedError, are_equal, in_lockstep, is_lockstep, rendezvous
 

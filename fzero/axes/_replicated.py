@@ -13,7 +13,8 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import allow_in_graph, storage_id
 from fzero._torch.levels import unwrap
-from fzero.axes._scope import Axis, bound_axes, varying_axes
+from fzero.axes._bound_axes import bound_axes
+from fzero.axes._scope import Axis, varying_axes
 from fzero.axes.lockstep import are_equal, is_lockstep, rendezvous
 from fzero.tree import Tree
 

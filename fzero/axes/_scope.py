@@ -1,4 +1,4 @@
-"""The scope of a running rank program: the bound axes, the rules that shard trees, and the current micro-batch.
+"""The scope of a running rank program: its axes, the rules that shard trees, and the current micro-batch.
 
 An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)`, mapped by the axis's own
 vmap. The token is batched only there, so a collective that takes it can distinguish this vmap from a user's. In a
@@ -9,15 +9,16 @@ The functions here read its top. Outside any rank program they answer as if ther
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.axes._rules import DEFAULT_RULES, AxisName, LayoutRules
+from fzero.axes._rules import DEFAULT_RULES, LayoutRules
 
 __all__ = [
     "PLANNED",
+    "SCOPES",
     "Axes",
     "Axis",
     "BatchSplit",
@@ -26,14 +27,7 @@ __all__ = [
     "LossCollective",
     "PerRankMemory",
     "Scope",
-    "averaged_axes",
-    "axis_if_bound",
-    "axis_index",
-    "axis_names",
-    "axis_size",
     "batch_splits",
-    "bound_axes",
-    "bound_axis",
     "call_as_invariant_loss",
     "call_in_micro_batch",
     "call_in_scope",
@@ -44,11 +38,7 @@ __all__ = [
     "current_rules",
     "current_scope",
     "in_loss",
-    "index_on",
-    "join_axes",
-    "loss_axes",
     "micro_batch",
-    "resolve_axes",
     "varying_axes",
 ]
 
@@ -193,7 +183,7 @@ class _Scopes(threading.local):
         self.stack: list[Scope] = []
 
 
-_SCOPES = _Scopes()
+SCOPES = _Scopes()
 _NO_AXES = Scope(Axes(default=()))
 
 
@@ -202,229 +192,77 @@ def call_in_scope(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
 
     A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
     """
-    _SCOPES.stack.append(scope)
+    SCOPES.stack.append(scope)
     try:
         return f(*args)
     finally:
-        _SCOPES.stack.pop()
+        SCOPES.stack.pop()
 
 
 def current_scope() -> Scope | None:
     """Return the scope of the running rank program; None outside any."""
-    return _SCOPES.stack[-1] if _SCOPES.stack else None
+    return SCOPES.stack[-1] if SCOPES.stack else None
 
 
 def current_rules() -> LayoutRules:
     """Return the rules given to `fzero.shard`, if its step is running."""
-    return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
+    return SCOPES.stack[-1].rules if SCOPES.stack else DEFAULT_RULES
 
 
 def call_in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
     first = isinstance(index, int) and not index
-    if not _SCOPES.stack and first:
+    if not SCOPES.stack and first:
         return f(*args)
-    scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
+    scope = SCOPES.stack[-1] if SCOPES.stack else _NO_AXES
     return call_in_scope(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
 
 
 def varying_axes(storage: int) -> tuple[str, ...]:
     """List the axes along which a process knows that the contents of this memory differ by rank."""
-    memories = _SCOPES.stack[-1].per_rank_memory if _SCOPES.stack else ()
+    memories = SCOPES.stack[-1].per_rank_memory if SCOPES.stack else ()
     return tuple([name for memory in memories if memory.storage == storage for name in memory.axes])
 
 
 def batch_splits() -> tuple[BatchSplit | None, ...]:
     """List how the running program's arguments in `PerRank` boxes were split; None for each that a rank loaded."""
-    return _SCOPES.stack[-1].splits if _SCOPES.stack else ()
+    return SCOPES.stack[-1].splits if SCOPES.stack else ()
 
 
 def in_loss() -> bool:
     """Return whether the loss function of a `value_and_grad` is running, and so is differentiated."""
     # not bool(stack), which Dynamo of torch 2.11 cannot trace
-    return len(_SCOPES.stack) > 0 and _SCOPES.stack[-1].in_loss
+    return len(SCOPES.stack) > 0 and SCOPES.stack[-1].in_loss
 
 
 def call_as_invariant_loss(invariant_loss: InvariantLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `f` as a loss that is invariant along some axes; `invariant_loss` records its collectives."""
-    scope = _SCOPES.stack[-1]._replace(invariant_loss=invariant_loss)
+    scope = SCOPES.stack[-1]._replace(invariant_loss=invariant_loss)
     return call_in_scope(scope, lambda: f(*args, **kwargs))
 
 
 def current_invariant_loss() -> InvariantLoss | None:
     """Return the record of the running loss; None if the loss is one value along no axis."""
-    return _SCOPES.stack[-1].invariant_loss if _SCOPES.stack else None
+    return SCOPES.stack[-1].invariant_loss if SCOPES.stack else None
 
 
 def call_with_loss_scale(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `f` as a loss whose gradients are scaled: a pipeline computes its gradients in the forward pass."""
-    if not _SCOPES.stack:
+    if not SCOPES.stack:
         return f(*args, **kwargs)
-    return call_in_scope(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
+    return call_in_scope(SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
 
 
 def current_loss_scale() -> torch.Tensor | None:
     """Return the factor that scales the running loss's gradients; None if there is none."""
-    return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
+    return SCOPES.stack[-1].loss_scale if SCOPES.stack else None
 
 
 def current_device() -> torch.device:
     """Return the device of the running rank program's ranks; the CPU outside any."""
-    return _SCOPES.stack[-1].device if _SCOPES.stack else torch.device("cpu")
+    return SCOPES.stack[-1].device if SCOPES.stack else torch.device("cpu")
 
 
 def micro_batch() -> int | torch.Tensor:
     """Return the index of the micro-batch that is being differentiated; 0 if there is none."""
-    return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
-
-
-# ---------------------------------------------------------------- axes
-
-
-def bound_axes() -> tuple[Axis, ...]:
-    """List the axes that are bound here; none outside a rank program."""
-    return _SCOPES.stack[-1].axes.each if _SCOPES.stack else ()
-
-
-_NO_PROGRAM = (
-    "no rank program is running; mesh.spmd and fzero.shard run one, and outside of one step.gather and step.partition "
-    "take trees"
-)
-
-
-def bound_axis(name: str) -> Axis:
-    """Return the axis bound to `name`.
-
-    Raises:
-        ValueError: if no axis of that name is bound here.
-    """
-    for axis in bound_axes():
-        if axis.name == name:
-            return axis
-    names = ", ".join([repr(axis.name) for axis in bound_axes()])
-    raise ValueError(f"axis {name!r} is not bound here: " + (f"the bound axes are {names}" if names else _NO_PROGRAM))
-
-
-def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
-    """Return the bound axes that `axis` means.
-
-    `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
-    that a train step runs unsharded as it stands. `()` means no axis.
-
-    Raises:
-        ValueError: if an axis is not bound, or if `None` is ambiguous.
-    """
-    if axis is not None:
-        return tuple([bound_axis(name) for name in ((axis,) if isinstance(axis, str) else axis)])
-    if not _SCOPES.stack:
-        return ()
-    axes = _SCOPES.stack[-1].axes
-    if axes.default is not None:
-        return tuple([bound_axis(name) for name in axes.default])
-    if len(axes.each) > 1:
-        names = [a.name for a in axes.each]
-        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis, such as axis={names[0]!r}")
-    return axes.each
-
-
-def join_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return the axes that a collective over `axes` runs over, the slowest first.
-
-    If there is a group of their product, it is one axis that stands for all. Else the collective runs over one axis
-    after the other, and the first one is recorded for all.
-    """
-    if len(axes) < 2:
-        return tuple(axes)
-    name = ",".join([a.name for a in axes])
-    for a in _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ():
-        if a.name == name:
-            return (a,)
-    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
-
-
-def axis_names() -> tuple[str, ...]:
-    """List the axes that are bound here; none outside a rank program.
-
-    For models that run with and without an axis: a collective over `()` is the identity.
-
-    Example:
-        >>> import fzero, torch
-        >>> def total(x):
-        ...     return fzero.collectives.psum_invariant(x.sum(), "tp" if "tp" in fzero.axes.axis_names() else ())
-        >>> total(torch.ones(4))
-        tensor(4.)
-        >>> mesh = fzero.mesh(tp=2)
-        >>> mesh.spmd(total)(mesh.split(torch.ones(4)))
-        tensor(4.)
-    """
-    return tuple([axis.name for axis in bound_axes()])
-
-
-def axis_if_bound(axis: str) -> tuple[str, ...]:
-    """Return the axis of this name if it is bound; else no axis, and a collective over no axis sends nothing.
-
-    Raises:
-        TypeError: if `axis` is no string.
-    """
-    if not isinstance(axis, str):
-        raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
-    return (axis,) if axis in axis_names() else ()
-
-
-def loss_axes() -> tuple[Axis, ...]:
-    """List the axes whose ranks add to one loss: those of the running step, else all bound axes."""
-    axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
-    return axes.each if axes.default is None else tuple([bound_axis(name) for name in axes.default])
-
-
-def averaged_axes() -> tuple[str, ...]:
-    """List the axes that the running step averages losses over: those given to `fzero.shard`, else none."""
-    return (_SCOPES.stack[-1].axes.default or ()) if _SCOPES.stack else ()
-
-
-def axis_index(axis: AxisName = None) -> torch.Tensor:
-    """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
-
-    For a tuple of axes the first is the slowest, as in JAX.
-
-    Args:
-        axis: an axis name or a tuple of names; `None` for the axes of the running step.
-
-    Raises:
-        ValueError: if an axis is not bound.
-
-    Example:
-        >>> import fzero
-        >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
-        tensor([0, 1, 2])
-    """
-    index = torch.zeros((), dtype=torch.int64, device="cpu")
-    for a in resolve_axes(axis):
-        index = index * a.size + a.token
-    return index
-
-
-def index_on(device: torch.device, token: torch.Tensor, binding: Binding) -> torch.Tensor:
-    """Return this rank's index along the axis of a token on a device: an int64 tensor of shape [].
-
-    Where the rank is known it is made there, since the host would wait for a copy. Under vmap the token holds it.
-    """
-    if binding.group:
-        return torch.full((), binding.rank, dtype=torch.int64, device=device)
-    return token.to(device)
-
-
-def axis_size(axis: AxisName = None) -> int:
-    """Return the number of ranks along `axis` (a tuple: their product); 1 outside any mesh.
-
-    Raises:
-        ValueError: if an axis is not bound.
-
-    Example:
-        >>> axis_size()
-        1
-    """
-    size = 1
-    for a in resolve_axes(axis):
-        size *= a.size
-    return size
+    return SCOPES.stack[-1].micro_batch if SCOPES.stack else 0

@@ -21,6 +21,7 @@ import torch
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
 from fzero._torch.types import Tensors
+from fzero.axes._bound_axes import bound_axes
 from fzero.axes._lockstep_run import (
     GROUPS,
     DivergedError,
@@ -33,7 +34,7 @@ from fzero.axes._lockstep_run import (
     group_of,
     process_threads,
 )
-from fzero.axes._scope import Axis, bound_axes
+from fzero.axes._scope import Axis
 
 __all__ = ["DivergedError", "are_equal", "in_lockstep", "is_lockstep", "receive", "rendezvous", "run", "send"]
 

@@ -50,6 +50,16 @@ def copy_holders(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
     return [ranks[name][position % len(ranks[name])] for name in others]
 
 
+def _to_words(data: bytes) -> list[int]:
+    """Return bytes as numbers, four bytes each; the last number may have fewer."""
+    return [int.from_bytes(data[i : i + 4], "big") for i in range(0, len(data), 4)]
+
+
+def _from_words(words: Sequence[int], size: int) -> bytes:
+    """Return the `size` bytes of which `_to_words` made the numbers."""
+    return b"".join([word.to_bytes(min(4, size - 4 * i), "big") for i, word in enumerate(words)])
+
+
 class Hosts:
     """The host of each rank, and a process group for saves, which send while a step runs its own collectives."""
 
@@ -101,11 +111,8 @@ class Hosts:
             if len(self.host_of_rank) == 1:
                 return data
             (size,) = self.numbers([len(data)])[source]
-            words = [int.from_bytes(data[i : i + 4], "big") for i in range(0, size, 4)] if self.rank == source else []
-            words += [0] * (-(-size // 4) - len(words))
-            received = self.numbers(words)[source]
-            tail = size % 4 or 4
-            return b"".join([n.to_bytes(4, "big") for n in received[:-1]]) + received[-1].to_bytes(tail, "big")
+            words = _to_words(data if self.rank == source else bytes(size))
+            return _from_words(self.numbers(words)[source], size)
         (size,) = self.numbers([len(data)])[source]
         x = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -144,7 +144,7 @@ Options = (
 
 
 class RankOperation(NamedTuple):
-    """What the ranks of one axis compute and send, whatever the kinds of the values.
+    """The computation and the messages of the ranks of one axis, whatever the kinds of the values.
 
     Attributes:
         kind: the operation on the wire, such as "all_gather" (see `fzero.collectives.record`), or "" for none.

@@ -262,9 +262,7 @@ class Jitted:
             TypeError: if the step returns a value that is no tensor, if an argument is of a tensor subclass, or if an
                 argument that is no tensor has no hash. The message names the result or the argument.
         """
-        if (
-            _torch.in_transform()
-        ):  # within a larger trace, or a transform of torch.func, the step is traced as a part of it
+        if _torch.in_transform():  # the step is a part of a larger trace, or of a transform of torch.func
             return self.step(*args, **kwargs)
         step = self._options.step
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):

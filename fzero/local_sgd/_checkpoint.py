@@ -1,4 +1,4 @@
-"""Checkpoints of replicas that train apart: a folder for each replica, and one for what they share."""
+"""Checkpoints of replicas that train apart: a folder for each replica, and one for their shared state."""
 
 import os
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["load_replicas", "save_replicas"]
 def save_replicas(
     path: Any, outer_step: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> None:
-    """Save each replica in a folder of its own, and then what they share: only then is the save complete."""
+    """Save each replica in a folder of its own, and then their shared state: only then is the save complete."""
     groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
     for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}

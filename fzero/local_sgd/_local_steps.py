@@ -102,7 +102,7 @@ class LocalSteps:
     def _run(self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(params, state)
         new_params, new_states, *others = self._run_replicas(params, state, args, kwargs)
-        if not isinstance(self.step, Jitted):  # an eager step may return what it was given, as a frozen leaf
+        if not isinstance(self.step, Jitted):  # an eager step may return an argument itself, as a frozen leaf
             new_params, new_states = tree.copy_shared((new_params, new_states), (params.trees, state.inner.trees))
         others = [self.groups.results(tree.copy_shared(x, (new_params, new_states))) for x in others]
         count = state.count + 1
@@ -135,7 +135,7 @@ class LocalSteps:
     def average_now(self, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
         """Average all parts now, as at the end of a run: `state.anchor` then includes the last steps.
 
-        A sum that is still under way is waited for and left out, since this average has what it has. The arguments stay
+        A sum that is still under way is waited for and dropped: this average covers the same steps. The arguments stay
         as they are.
 
         Args:
@@ -165,10 +165,10 @@ class LocalSteps:
             )
 
     def _average(
-        self, params: tuple[Any, ...], state: LocalState, sent: Sequence[int], used: Sequence[int]
+        self, params: tuple[Any, ...], state: LocalState, to_send: Sequence[int], to_apply: Sequence[int]
     ) -> LocalState:
-        """Send some parts, and write those whose sums are due into the replicas."""
-        if not sent and not used:
+        """Start to average the parts `to_send`, and write the means of the parts `to_apply` into the replicas."""
+        if not to_send and not to_apply:
             return state
         parts = parts_of(state.anchor, self.schedule.parts)
         states, anchor, outer_states, sums = (
@@ -178,9 +178,9 @@ class LocalSteps:
             [*state.pending_sums],
         )
         with step_place("the outer step of local_steps", is_own=False):
-            for i in sent:
+            for i in to_send:
                 sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)
-            for i in used:
+            for i in to_apply:
                 anchor, outer_states[i] = self.outer_step.apply_average(
                     parts[i], anchor, outer_states[i], sums[i], params, states
                 )
@@ -205,7 +205,7 @@ class LocalSteps:
 
     @api_boundary
     def save(self, path: Any, params: Replicas, state: LocalState) -> None:
-        """Save the replicas, and what they share, to folders within `path`. All ranks call it.
+        """Save the replicas, and the state that they share, to folders within `path`. All ranks call it.
 
         Save each time to another path. A save is complete when its last folder, `shared`, is.
 

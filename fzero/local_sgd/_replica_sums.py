@@ -1,4 +1,4 @@
-"""What replicas send: the sum of their pseudo-gradients, as it is or by a codec."""
+"""Sums over replicas: their pseudo-gradients, in full precision or in the codes of a codec."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -129,7 +129,7 @@ class ScaledOperand(NamedTuple):
 def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> ScaledOperand:
     """Return the codes of a matrix, without a derivative."""
     x = x.detach()
-    # infinity for what is not finite: a quotient is then 0 or nan, and the product nan
+    # infinity if a number is not finite: a quotient is then 0 or nan, and the product nan
     largest = largest_magnitudes(x).unsqueeze(-1) if is_rowwise else largest_magnitudes(x.reshape(-1))
     scale = scales_of(KINDS[KIND_OF_DTYPE[dtype]], largest)
     return ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
@@ -192,8 +192,8 @@ class _Product(torch.autograd.Function):
         if needs_a:
             of_a = _product(recipe, g, b.mT, g_operand, encode(b, VALUE_DTYPE, False).transposed)
         if needs_b:
-            known = ScaledOperand(*saved) if saved else encode(a, VALUE_DTYPE, False)
-            of_b = _product(recipe, g.mT, a.mT, g_operand.transposed, known.transposed)
+            a_operand = ScaledOperand(*saved) if saved else encode(a, VALUE_DTYPE, False)
+            of_b = _product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
         return None, of_a, of_b, None, None, None, None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a run does: metrics, the time of a step by module and source line, and where a value stopped being finite."""
+"""Observations of a run: metrics, the time of a step by source line, and where a value stopped being finite."""
 
 from fzero.observe._lines import LineCost, Span, StackCost
 from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard

@@ -70,7 +70,7 @@ def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
     found, expected = kind_of(moment), kind_of(like)
     if found is not None:
         if found == expected and _shapes(moment[1]) == _shapes(like[1]):
-            return moment  # to round what is rounded would lose more
+            return moment  # a second rounding would lose more
 
         def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return m.to(x.dtype) if expected is None else m, m

@@ -1,4 +1,4 @@
-"""What trees are within one call of a step: gradients, updates, or a state that an update has replaced.
+"""The roles of trees within one call of a step: gradients, updates, or a state that an update has replaced.
 
 Such trees have the structure of the parameters or of the state. A step that takes one for another would train
 something else without an error, so the functions that take them ask here.

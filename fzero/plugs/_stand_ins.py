@@ -8,10 +8,12 @@ from fzero._torch.levels import without_function_modes
 
 __all__ = ["guard"]
 
-# What a stand-in tells. Any other operation needs values, or would change values that are not there.
-METADATA = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device")
-METADATA += ("is_floating_point", "is_complex", "is_contiguous", "is_shared", "untyped_storage", "data_ptr", "type")
-METADATA += ("__repr__", "__hash__", "__len__")
+# The operations that a stand-in allows. Any other one needs values, or would change values that are not there.
+METADATA = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "untyped_storage", "data_ptr", "type"),
+    *("__repr__", "__hash__", "__len__"),
+)
 
 
 class _StandIn(torch.Tensor):

@@ -163,10 +163,10 @@ def full_model(step: Step) -> torch.nn.Module:
         >>> full_model(torch.nn.Linear(1, 1))
         Traceback (most recent call last):
         ...
-        TypeError: step is a Linear: expected what fzero.plugs.accelerate.shard_loop returned
+        TypeError: step is a Linear: expected a step of fzero.plugs.accelerate.shard_loop
     """
     if not isinstance(step, Step):
-        raise TypeError(f"step is a {type(step).__name__}: expected what fzero.plugs.accelerate.shard_loop returned")
+        raise TypeError(f"step is a {type(step).__name__}: expected a step of fzero.plugs.accelerate.shard_loop")
     return step._engine.full_model()
 
 
@@ -178,8 +178,8 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
             raise TypeError(
                 f"{name} is prepared by accelerate already: pass the plain one, and prepare the others only"
             )
-    held = [p for opt in accelerator._optimizers for group in opt.param_groups for p in group["params"]]
-    if any(p.is_meta for p in held):
+    parameters = [p for opt in accelerator._optimizers for group in opt.param_groups for p in group["params"]]
+    if any(p.is_meta for p in parameters):
         raise ValueError(
             "the accelerator has a sharded step already, and save_state has one folder for it: make another "
             "Accelerator for another model"

@@ -2,7 +2,7 @@
 
 The algorithm has five parts:
 
-1. A call of the block becomes a function of distinct tensors; its arguments hold numbers in place of tensors
+1. A call of the block becomes a function of distinct tensors; its arguments hold indices in place of tensors
    (`_remat_call`).
 2. One autograd Function runs the call below all transforms of torch.func, where nothing is tracked or kept alive.
    Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost
@@ -124,9 +124,9 @@ class Computation:
         return 0 if self.recording is None else self.recording.log.size
 
     @property
-    def offload_numbers(self) -> frozenset[int]:
+    def offload_indices(self) -> frozenset[int]:
         """The inputs to offload to the host until the backward pass; none in a derivative, which needs them at once."""
-        return self.call.offload_numbers if self.recording is None else frozenset()
+        return self.call.offload_indices if self.recording is None else frozenset()
 
     def then(self, step: Step) -> "Computation":
         """Return the computation with one more step."""
@@ -220,7 +220,7 @@ class _Remat(torch.autograd.Function):
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(*tensors)
-        saved, ctx.devices = offload(tensors, computation.offload_numbers)
+        saved, ctx.devices = offload(tensors, computation.offload_indices)
         ctx.save_for_backward(*saved)
 
     @staticmethod

@@ -38,7 +38,7 @@ __all__ = [
     "within_vjp",
 ]
 
-# Trees with numbers in place of tensors, and the list of distinct tensors that the numbers index.
+# Trees with indices in place of tensors, and the list of distinct tensors that they index.
 #
 # The transforms of torch.func must see each tensor once; the rest of a tree is constant.
 
@@ -52,16 +52,16 @@ CONSTANTS: tuple[type, ...] = (
 
 
 class _TensorStandIn(NamedTuple):
-    """Stands for a tensor: its number among the distinct tensors."""
+    """Stands for a tensor: its index among the distinct tensors."""
 
-    number: int
+    index: int
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[self.number]
+        return tensors[self.index]
 
 
 class _ShardStandIn(NamedTuple):
-    """Stands for a `Shard`: the id of its spec, and the numbers of its pieces and of its origin."""
+    """Stands for a `Shard`: the id of its spec, and the indices of its pieces and of its origin."""
 
     spec_id: int
     data: tuple[int, ...]
@@ -74,22 +74,22 @@ class _ShardStandIn(NamedTuple):
 
 
 class DistinctTensors:
-    """Numbers distinct tensors.
+    """Collects distinct tensors, and gives each an index.
 
     Attributes:
-        tensors: the tensors, in the order of their numbers.
+        tensors: the tensors, in the order of their indices.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
 
-    def number(self, x: torch.Tensor) -> int:
-        """Return the number of a tensor; a new tensor gets the next number."""
-        if id(x) not in self._numbers:
-            self._numbers[id(x)] = len(self.tensors)
+    def index_of(self, x: torch.Tensor) -> int:
+        """Return the index of a tensor; a new tensor gets the next index."""
+        if id(x) not in self._indices:
+            self._indices[id(x)] = len(self.tensors)
             self.tensors.append(x)
-        return self._numbers[id(x)]
+        return self._indices[id(x)]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class StandIns:
         leaves = [x.restore(tensors) if isinstance(x, _TensorStandIn | _ShardStandIn) else x for x in self.leaves]
         return tree.unflatten(self.structure, leaves)
 
-    def boxed_numbers(self) -> frozenset[int]:
-        """Return the numbers of the tensors in boxes."""
+    def boxed_indices(self) -> frozenset[int]:
+        """Return the indices of the tensors in boxes."""
         boxes = [x for x in self.leaves if isinstance(x, _ShardStandIn)]
         return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
@@ -151,10 +151,10 @@ def _is_leaf(x: Any) -> bool:
 
 def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
     if isinstance(x, torch.Tensor):
-        return _TensorStandIn(distinct.number(x))
+        return _TensorStandIn(distinct.index_of(x))
     if isinstance(x, Shard):
-        origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
-        return _ShardStandIn(x.spec_id, tuple([distinct.number(y) for y in x.pieces]), origin)
+        origin = None if x.origin is None else tuple([distinct.index_of(y) for y in x.origin])
+        return _ShardStandIn(x.spec_id, tuple([distinct.index_of(y) for y in x.pieces]), origin)
     if isinstance(x, CONSTANTS):
         return x
     name = type(x).__name__
@@ -217,7 +217,7 @@ class BlockCall:
         arguments: the arguments, with stand-ins for tensors.
         differentiated: for each distinct tensor whether it is differentiated.
         scope: the scope of the call, with its bound axes.
-        tokens: the numbers of the axes' tokens among the distinct tensors.
+        tokens: the indices of the axes' tokens among the distinct tensors.
         autocast: the autocast settings of the call.
         uses_host: whether saved arguments are offloaded to host memory until the backward pass.
     """
@@ -232,11 +232,11 @@ class BlockCall:
     uses_host: bool
 
     @property
-    def offload_numbers(self) -> frozenset[int]:
-        """The numbers of the tensors to offload to the host: all differentiated tensors outside boxes."""
+    def offload_indices(self) -> frozenset[int]:
+        """The indices of the tensors to offload to the host: all differentiated tensors outside boxes."""
         if not self.uses_host:
             return frozenset()
-        return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed_numbers()
+        return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed_indices()
 
     def run(
         self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | TapeReplayer
@@ -286,7 +286,7 @@ def flatten_call(
     distinct, scope = DistinctTensors(), current_scope()
     stand_ins = arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
-    tokens = tuple([distinct.number(a.token) for a in axes])
+    tokens = tuple([distinct.index_of(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
     return BlockCall(block, save, stand_ins, differentiated, scope, tokens, autocast_state(), uses_host), tuple(
         distinct.tensors

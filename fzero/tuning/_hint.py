@@ -21,7 +21,7 @@ class Hint(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What is reported once: the hint of this name, and each straggler."""
+        """The key by which a hint is reported once: its name, and for a straggler its rank."""
         return self.text.partition(" works ")[0] if self.name == "straggler" else self.name
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One simulated run: what fails in it, and what its time is spent on.
+"""One simulated run: its failures, and the uses of its time.
 
 A run is simulated event by event. A heap holds the few kinds of events: a library of processes, such as SimPy, would
 need more code and run slower, since nothing here waits for anything but time.
@@ -21,7 +21,7 @@ LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ra
 
 @dataclass(frozen=True)
 class Reliability:
-    """What fails in a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
+    """The failures of a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
 
     Attributes:
         mtbf: the mean time between failures of one device, its host, network and software included. A run on n devices
@@ -107,14 +107,14 @@ class SimulatedRun:
     """A run that is simulated.
 
     Attributes:
-        reliability: what fails.
+        reliability: the failures that are drawn.
         devices: the number of devices.
         every: seconds of work between saves.
         horizon: the seconds of the run.
         rng: draws the times of failures.
-        seconds: seconds by what they were spent on.
+        seconds: the seconds of each use of time.
         failures: the number of failures.
-        events: a heap of what happens next: its time, its number among all events, and what it does.
+        events: a heap of future events: the time, the number among all events, and the function.
         event_count: the number of events so far.
         now: the time.
         work: the work that the state contains.

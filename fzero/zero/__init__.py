@@ -4,7 +4,8 @@ from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict
 from fzero.zero._module_params import initializer, stand_ins
 from fzero.zero._rerun import CorruptionError, Rerun
-from fzero.zero._sharded_step import ShardedStep, shard
+from fzero.zero._shard import shard
+from fzero.zero._sharded_step import ShardedStep
 from fzero.zero._stages import STAGES, StageLayouts
 
 __all__ = [

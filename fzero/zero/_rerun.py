@@ -80,7 +80,7 @@ class _Written(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a step knows of its calls: how many there were, and what the last one returned, by the tensor's id."""
+    """The record of a step's calls: their number, and the tensors that the last one returned, by their ids."""
 
     calls: int = 0
     results: Mapping[int, _Written] = {}
@@ -109,15 +109,15 @@ def run_and_compare(
     """Call `run`, and look for corruption before and after.
 
     Args:
-        rerun: what to compare, and how often.
-        seen: what the step knows of its earlier calls.
+        rerun: the comparisons, and how often they are made.
+        seen: the record of the step's earlier calls.
         mesh: the step's ranks.
         run: the step. It may overwrite the tensors of its arguments.
         args: its arguments.
         kwargs: its arguments by name.
 
     Returns:
-        The results, and a list of what the step knows now.
+        The results, and the new record in a list.
 
     Raises:
         CorruptionError: if bits changed. On all ranks, if two runs differ; else on the rank whose memory changed.

@@ -1,4 +1,4 @@
-"""shard: make a sharded step of an unsharded train step, with the layouts of a ZeRO stage."""
+"""ShardedStep: a train step on a mesh, with the layouts of a ZeRO stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,25 +7,13 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
-from fzero._arguments import is_int
 from fzero._liveness import step_place
-from fzero._notice import warn_once
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
-from fzero.axes import (
-    DEFAULT_RULES,
-    AxisName,
-    DiffersByRankError,
-    LayoutRules,
-    OverRule,
-    SplitRules,
-    UnitRule,
-    layout_rules,
-)
+from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules
 from fzero.optim import Optimizer, as_optimizer, watch_roles
 from fzero.ranks import Mesh, Spmd, check_equal
-from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
 from fzero.zero._bytes import check_host_memory, state_bytes
@@ -41,13 +29,13 @@ from fzero.zero._call_checks import (
 )
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
-from fzero.zero._rerun import Rerun, Seen, check_rerun, run_and_compare
-from fzero.zero._setup_checks import check_not_meta, check_optimizer, check_train_step
+from fzero.zero._rerun import Rerun, Seen, run_and_compare
+from fzero.zero._setup_checks import check_not_meta, check_optimizer
 from fzero.zero._source import make_source
-from fzero.zero._stages import StageLayouts, check_stage, stage_layouts
+from fzero.zero._stages import StageLayouts, stage_layouts
 from fzero.zero._unit_buffers import in_unit_buffers
 
-__all__ = ["ShardedStep", "shard"]
+__all__ = ["ShardedStep"]
 
 
 @dataclass(frozen=True)
@@ -411,89 +399,3 @@ class ShardedStep:
             100
         """
         return state_bytes(trees, self.mesh, space)
-
-
-@api_boundary
-def shard(
-    train_step: Callable[..., Any],
-    stage: int,
-    mesh: Mesh | None = None,
-    axis: AxisName = None,
-    param_argnums: int | Sequence[int] = 0,
-    units: UnitRule | None = None,
-    over: AxisName | OverRule = None,
-    split: SplitRules | None = None,
-    check: Literal["first"] | bool | Rerun = "first",
-) -> ShardedStep:
-    """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
-
-    The sharded step has the same signature, and computes the numbers of unsharded training on the global batch. At
-    stage 3 it runs `train_step` on boxes. At stages 1 and 2 it partitions the parameters, runs `train_step` on the
-    boxes, and gathers the new parameters. At stage 0 it runs `train_step` on plain tensors.
-
-    Args:
-        train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
-            gradients with `fzero.value_and_grad`.
-        stage: the ZeRO stage, 0 to 3. It determines the sharded trees: see `ShardedStep.layout`.
-        mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
-        axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
-            gradients are averaged over them, and units are sharded over them.
-        param_argnums: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results
-            at the same positions are gathered.
-        units: a rule `(path, leaf) -> unit name`: leaves with one name are gathered together. The name `None` keeps a
-            leaf replicated. By default each repeated block is a unit, and so is each other top-level child.
-        over: the axes, among `axis`, over which units are sharded, or a rule `(path, leaf) -> axes`; by default all.
-            Units are replicated along the other axes: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
-        split: a rule `(path, leaf) -> {axis: dimension}` for tensor and expert parallelism: each rank along the axis
-            has its own part of the leaf. `init` takes full leaves, and `gather` returns full leaves. A sequence of
-            rules, each for a different axis, is also accepted.
-        check: whether a distributed run compares its plain arguments and results between the ranks, by checksum: at
-            the "first" call, at each call (True), or never (False). It detects a forgotten `pmean` or `mesh.local`. A
-            simulation always checks results, by type. `fzero.zero.Rerun(every=100)` looks for flipped bits, too.
-
-    Returns:
-        A `ShardedStep`. Call it like `train_step`.
-
-    Raises:
-        ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
-        TypeError: if `train_step` is no function, is jitted already, is a module, or runs an optimizer of torch.optim;
-            or if `mesh` is no mesh. Also if `axis` is no name, or if `units`, `over` or `split` is no rule.
-
-    Example:
-        >>> import fzero, torch
-        >>> from fzero import optim
-        >>> opt = optim.adam(0.1)
-        >>> def train_step(params, opt_state, x):
-        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
-        ...     updates, opt_state = opt.update(grads, opt_state, params)
-        ...     return optim.apply_updates(params, updates), opt_state, loss
-        >>> mesh = fzero.mesh(dp=2)
-        >>> step = fzero.shard(train_step, stage=2, mesh=mesh)
-        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
-        >>> params, opt_state, loss = step(params, opt_state, mesh.split(torch.ones(4, 3)))
-        >>> params
-        {'w': tensor([0.9000, 0.9000, 0.9000])}
-        >>> opt_state.mu
-        {'w': Shard('w', float32 [3], 2 of 3 elements, dp=2)}
-    """
-    if not callable(train_step):
-        raise TypeError(
-            f"train_step is {train_step!r}: expected a function, (params, opt_state, batch) -> (params, opt_state, ...)"
-        )
-    check_train_step(train_step)
-    if mesh is None:
-        mesh = make_mesh(dp=-1)
-        if mesh.simulated:
-            warn_once(
-                "fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used: pass "
-                "mesh=fzero.mesh(dp=4) to simulate 4 ranks, or launch the script with torchrun"
-            )
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
-    check_rerun(check, mesh)
-    names = mesh.names(axis)
-    argnums = (param_argnums,) if isinstance(param_argnums, int | str) else tuple(param_argnums)
-    are_indices = all(is_int(i) and i >= 0 for i in argnums)
-    if not are_indices or not argnums or len(set(argnums)) < len(argnums):
-        raise ValueError(f"param_argnums={param_argnums!r}: expected distinct positions of arguments, counted from 0")
-    return ShardedStep(train_step, check_stage(stage), mesh, names, argnums, layout_rules(units, over, split), check)

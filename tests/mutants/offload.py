@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
         Fault("a block whose only box is a Slot counts as without boxes", "StandIns.has_boxes", bare("A | B")),
-        Fault("remat's offload moves boxes to the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
+        Fault("remat's offload moves boxes to the host", "BlockCall.offload_indices", bare("A - self.arguments.B()")),
     ),
     *File("graph/passes/_host_copies.py", REMAT).faults(
         Fault("gathered parameters are kept on the host", "keep_on_host", negated("all(A.target is B for A in C)")),

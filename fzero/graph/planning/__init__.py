@@ -1,1 +1,1 @@
-"""What a scheduled graph will hold and send, counted before it runs."""
+"""Plans: the bytes that a scheduled graph will hold and send, and its time, counted before it runs."""

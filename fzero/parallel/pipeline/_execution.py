@@ -71,5 +71,5 @@ class _RowLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, total: torch.Tensor, weight: Any) -> Any:
-        return (None, *ctx.row.scaled_grads(total))
+    def backward(ctx: Any, total_grad: torch.Tensor, _: Any) -> Any:
+        return (None, *ctx.row.scaled_grads(total_grad))

@@ -1,4 +1,4 @@
-"""What an export is made of, and what it is: a row of a plan, and the configuration of another system."""
+"""An export: the configuration of another system, made of a row of a plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What other systems hold on a device: their states by their own rules, and the activations that autograd saves.
+"""Peaks of other systems on a device: their states by their own rules, and the activations that autograd saves.
 
 An eager system keeps what autograd saves, where fzero.jit recomputes some of it. So the row is planned again, without
 recomputation, and its parameters, state and gradients are replaced by those of the system.

@@ -1,0 +1,171 @@
+"""The axes that are bound while a rank program runs: which an argument `axis=` means, and this rank's index on them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fzero.axes._rules import AxisName
+from fzero.axes._scope import SCOPES, Axes, Axis, Binding
+
+__all__ = [
+    "averaged_axes",
+    "axis_if_bound",
+    "axis_index",
+    "axis_names",
+    "axis_size",
+    "bound_axes",
+    "bound_axis",
+    "index_on",
+    "join_axes",
+    "loss_axes",
+    "resolve_axes",
+]
+
+
+def bound_axes() -> tuple[Axis, ...]:
+    """List the axes that are bound here; none outside a rank program."""
+    return SCOPES.stack[-1].axes.each if SCOPES.stack else ()
+
+
+_NO_PROGRAM = (
+    "no rank program is running; mesh.spmd and fzero.shard run one, and outside of one step.gather and step.partition "
+    "take trees"
+)
+
+
+def bound_axis(name: str) -> Axis:
+    """Return the axis bound to `name`.
+
+    Raises:
+        ValueError: if no axis of that name is bound here.
+    """
+    for axis in bound_axes():
+        if axis.name == name:
+            return axis
+    names = ", ".join([repr(axis.name) for axis in bound_axes()])
+    raise ValueError(f"axis {name!r} is not bound here: " + (f"the bound axes are {names}" if names else _NO_PROGRAM))
+
+
+def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
+    """Return the bound axes that `axis` means.
+
+    `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
+    that a train step runs unsharded as it stands. `()` means no axis.
+
+    Raises:
+        ValueError: if an axis is not bound, or if `None` is ambiguous.
+    """
+    if axis is not None:
+        return tuple([bound_axis(name) for name in ((axis,) if isinstance(axis, str) else axis)])
+    if not SCOPES.stack:
+        return ()
+    axes = SCOPES.stack[-1].axes
+    if axes.default is not None:
+        return tuple([bound_axis(name) for name in axes.default])
+    if len(axes.each) > 1:
+        names = [a.name for a in axes.each]
+        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis, such as axis={names[0]!r}")
+    return axes.each
+
+
+def join_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that a collective over `axes` runs over, the slowest first.
+
+    If there is a group of their product, it is one axis that stands for all. Else the collective runs over one axis
+    after the other, and the first one is recorded for all.
+    """
+    if len(axes) < 2:
+        return tuple(axes)
+    name = ",".join([a.name for a in axes])
+    for a in SCOPES.stack[-1].axes.joint if SCOPES.stack else ():
+        if a.name == name:
+            return (a,)
+    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
+
+
+def axis_names() -> tuple[str, ...]:
+    """List the axes that are bound here; none outside a rank program.
+
+    For models that run with and without an axis: a collective over `()` is the identity.
+
+    Example:
+        >>> import fzero, torch
+        >>> def total(x):
+        ...     return fzero.collectives.psum_invariant(x.sum(), "tp" if "tp" in fzero.axes.axis_names() else ())
+        >>> total(torch.ones(4))
+        tensor(4.)
+        >>> mesh = fzero.mesh(tp=2)
+        >>> mesh.spmd(total)(mesh.split(torch.ones(4)))
+        tensor(4.)
+    """
+    return tuple([axis.name for axis in bound_axes()])
+
+
+def axis_if_bound(axis: str) -> tuple[str, ...]:
+    """Return the axis of this name if it is bound; else no axis, and a collective over no axis sends nothing.
+
+    Raises:
+        TypeError: if `axis` is no string.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
+    return (axis,) if axis in axis_names() else ()
+
+
+def loss_axes() -> tuple[Axis, ...]:
+    """List the axes whose ranks add to one loss: those of the running step, else all bound axes."""
+    axes = SCOPES.stack[-1].axes if SCOPES.stack else Axes()
+    return axes.each if axes.default is None else tuple([bound_axis(name) for name in axes.default])
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """List the axes that the running step averages losses over: those given to `fzero.shard`, else none."""
+    return (SCOPES.stack[-1].axes.default or ()) if SCOPES.stack else ()
+
+
+def axis_index(axis: AxisName = None) -> torch.Tensor:
+    """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
+
+    For a tuple of axes the first is the slowest, as in JAX.
+
+    Args:
+        axis: an axis name or a tuple of names; `None` for the axes of the running step.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> import fzero
+        >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
+        tensor([0, 1, 2])
+    """
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
+    for a in resolve_axes(axis):
+        index = index * a.size + a.token
+    return index
+
+
+def index_on(device: torch.device, token: torch.Tensor, binding: Binding) -> torch.Tensor:
+    """Return this rank's index along the axis of a token on a device: an int64 tensor of shape [].
+
+    Where the rank is known it is made there, since the host would wait for a copy. Under vmap the token holds it.
+    """
+    if binding.group:
+        return torch.full((), binding.rank, dtype=torch.int64, device=device)
+    return token.to(device)
+
+
+def axis_size(axis: AxisName = None) -> int:
+    """Return the number of ranks along `axis` (a tuple: their product); 1 outside any mesh.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    size = 1
+    for a in resolve_axes(axis):
+        size *= a.size
+    return size
