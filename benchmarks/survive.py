@@ -186,8 +186,8 @@ def cost(timeout: float, steps: int) -> list[str]:
         subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
     )
     return [
-        f"A step of 8 small units at stage 3 between two ranks, in milliseconds: the median and the quartiles of "
-        f"{ROUNDS} worlds of {steps} steps, with and without heartbeats in turns.",
+        "The table has milliseconds of a step of 8 small units at stage 3 between two ranks. It shows the median and "
+        f"the quartiles of {ROUNDS} worlds of {steps} steps, with and without heartbeats in turns.",
         table(["step", "timeout=None", f"timeout={timeout:g}", "ratio of medians"], rows),
         f"To publish a place takes {1e6 * place:.2f} microseconds, twice a wait for a collective. The heartbeat's own "
         f"process takes {100 * statistics.median(shares):.2f}% of a core.",

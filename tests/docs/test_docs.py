@@ -109,6 +109,29 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page} links to {target}"
 
 
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of a page's prose with more than 30 words; a link counts as its text."""
+    prose = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^\s*\|.*$|^#.*$|<!--.*?-->", "", prose, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"\]\([^)]*\)", "]", prose))
+    found = [x for paragraph in paragraphs for x in re.split(r"(?<=[.!?])(?:\*\*)?\s+", " ".join(paragraph.split()))]
+    return [sentence for sentence in found if len(sentence.split()) > 30]
+
+
+WRITTEN = [page for page in PAGES if page.stem != "models"]  # a script writes that one
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_every_sentence_has_at_most_30_words(page):
+    assert long_sentences(page.read_text()) == []
+
+
+def test_a_long_sentence_of_prose_is_found_and_one_of_code_is_not():
+    words = "word " * 31
+    assert len(long_sentences(f"Short. A [{words}](page.md) in a link.\n\n- {words}.\n")) == 2
+    assert not long_sentences(f"```python\n{words}\n```\n\n| {words} |\n\n# {words}\n")
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
