@@ -2,6 +2,7 @@
 
 from fzero.graph import loop
 from fzero.graph._collector import paused_collector
+from fzero.graph._entry import JitOptions
 from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._ops import is_random, only_copies
@@ -20,6 +21,7 @@ from fzero.graph.trace._writes import other_memory, refuse_writes_into
 __all__ = [
     "Hardware",
     "Interval",
+    "JitOptions",
     "Jitted",
     "Plan",
     "ScheduleOptions",

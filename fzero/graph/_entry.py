@@ -39,10 +39,10 @@ __all__ = ["Entry", "JitOptions", "build_entry"]
 
 
 class JitOptions(NamedTuple):
-    """The settings of one `fzero.jit`.
+    """The arguments of `fzero.jit`.
 
     Attributes:
-        step: the step to compile.
+        step: the step to compile, with its mesh, its parameters and its checks.
         donate: the positions of donated arguments; None donates the arguments that the step's results replace.
         backend: one of `BACKENDS`.
         schedule_options: the options of the schedule.
@@ -50,6 +50,7 @@ class JitOptions(NamedTuple):
         loop: whether micro-batches become a loop.
         hardware: the hardware to plan for; None for that of the arguments.
         strict: whether a segment that cannot run compiled is an error.
+        dynamic: whether traces and code serve several lengths of a batch.
         recordings: the device graphs of the step's entries; None if it is not recorded.
     """
 
@@ -61,6 +62,7 @@ class JitOptions(NamedTuple):
     loop: bool
     hardware: Hardware | None = None
     strict: bool = False
+    dynamic: bool = True
     recordings: list[_torch.DeviceGraph] | None = None
 
     def __str__(self) -> str:

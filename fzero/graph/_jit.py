@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
@@ -129,8 +128,8 @@ def jit(
         prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast
     )
     folder = None if dump is None else make_folder(dump)
-    return Jitted(
-        step=step,
+    options = JitOptions(
+        step=as_step(step),
         donate=_donated_argnums(donate),
         backend=backend,
         schedule_options=schedule_options.validated(),
@@ -138,8 +137,9 @@ def jit(
         loop=loop,
         strict=strict,
         dynamic=dynamic,
-        device_graph=device_graph,
+        recordings=[] if device_graph else None,
     )
+    return Jitted(step, options)
 
 
 def _donated_argnums(donate: Any) -> tuple[int, ...] | None:
@@ -160,27 +160,11 @@ class Jitted:
 
     Attributes:
         step: the step to compile.
-        donate: the positions of donated arguments, or None for the default.
-        backend: "inductor", "auto", "fx" or "inductor-whole".
-        schedule_options: the options of the schedule.
-        dump: the folder for the graph after each pass, or None.
-        loop: whether micro-batches become a loop.
-        hardware: the hardware to plan for, or None for that of the arguments. Such a step is planned, never run.
-        strict: whether a segment that cannot run compiled is an error.
-        dynamic: whether traces and code serve several lengths of a batch.
-        device_graph: whether the step is recorded as a graph of the GPU.
+        options: the arguments of `fzero.jit`. A step whose options have `hardware` is planned, never run.
     """
 
     step: Callable[..., Any]
-    donate: tuple[int, ...] | None
-    backend: str
-    schedule_options: ScheduleOptions
-    dump: str | None = None
-    loop: bool = True
-    hardware: Hardware | None = None
-    strict: bool = False
-    dynamic: bool = True
-    device_graph: bool = False
+    options: JitOptions
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
     _lengths: Lengths = field(default_factory=Lengths, repr=False, compare=False)
     _any_length: AnyLength = field(default_factory=AnyLength, repr=False, compare=False)
@@ -196,11 +180,18 @@ class Jitted:
 
     def __repr__(self) -> str:
         step = self.step if hasattr(self.step, "stage") else self.name
-        return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
+        return f"Jitted({step}, backend={self.options.backend!r}, traced {self.traces} times)"
 
-    def with_options(self, **changes: Any) -> "Jitted":
-        """Return the step with other attributes and without traces."""
-        return replace(self, _entries={}, _lengths=Lengths(), _any_length=AnyLength(), **changes)
+    def with_options(self, step: Callable[..., Any] | None = None, **changes: Any) -> "Jitted":
+        """Return the step, or another one, with other options and without traces.
+
+        Args:
+            step: the other step; by default the same.
+            **changes: fields of `JitOptions`.
+        """
+        function = self.step if step is None else step
+        recordings = None if self.options.recordings is None else []
+        return Jitted(function, self.options._replace(step=as_step(function), recordings=recordings, **changes))
 
     @property
     def traces(self) -> int:
@@ -213,7 +204,7 @@ class Jitted:
         Args:
             hardware: whose seconds the plans give; by default those of a common device of the arguments' kind.
         """
-        mesh = self._options.step.mesh
+        mesh = self.options.step.mesh
         if hardware is not None and mesh is not None:
             hardware = hardware._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
         plans = [(e.plan, e.best.graph) for e in self._entries.values()]
@@ -227,21 +218,7 @@ class Jitted:
     @property
     def name(self) -> str:
         """The name of the step's function."""
-        return self._options.step.name
-
-    @cached_property
-    def _options(self) -> JitOptions:
-        return JitOptions(
-            step=as_step(self.step),
-            donate=self.donate,
-            backend=self.backend,
-            schedule_options=self.schedule_options,
-            dump=self.dump,
-            loop=self.loop,
-            hardware=self.hardware,
-            strict=self.strict,
-            recordings=[] if self.device_graph else None,
-        )
+        return self.options.step.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -264,7 +241,7 @@ class Jitted:
         """
         if _torch.in_transform():  # the step is a part of a larger trace, or of a transform of torch.func
             return self.step(*args, **kwargs)
-        step = self._options.step
+        step = self.options.step
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):
             warn_once(
                 "fzero.jit: ranks in lockstep run eagerly, for debugging: threads cannot be compiled into one graph"
@@ -273,10 +250,10 @@ class Jitted:
         with UserFrames():
             arguments = self._arguments(args, kwargs)
             arguments.check_plain()
-            if self.backend in ("inductor", "inductor-whole"):
+            if self.options.backend in ("inductor", "inductor-whole"):
                 on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
-            entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
+            entry, lengths = self._entry(arguments, args), self._lengths if self.options.dynamic else None
             with step_place(step.name):
 
                 def run(*values: Any, **named: Any) -> Any:
@@ -306,7 +283,7 @@ class Jitted:
             **kwargs: the step's arguments by name, likewise.
         """
         entry = self._entry(self._arguments(args, kwargs), args)
-        return timeline(entry.best.graph, self.hardware)
+        return timeline(entry.best.graph, self.options.hardware)
 
     def plan_as(self, settings: PlanSettings, *args: Any, **kwargs: Any) -> Plan:
         """Plan a call in the schedule of another plan's settings. A call that was planned before is not traced again.
@@ -324,21 +301,23 @@ class Jitted:
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         arguments = flatten_arguments(args, kwargs)
-        return arguments.with_scalars_on_device() if self.device_graph else arguments
+        return arguments if self.options.recordings is None else arguments.with_scalars_on_device()
 
     def __str__(self) -> str:
-        return str(self._options)
+        return str(self.options)
 
     def _entry(self, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         """Return the entry for arguments like these. Trace the step if there is none."""
         key = call_key(arguments)
         entry = self._entries.get(key)
         if entry is None:
-            for i in self.donate or ():
+            for i in self.options.donate or ():
                 if i >= len(args):
-                    raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
-            entry = self._at_length(key, arguments, args) if self.dynamic else None
-            self._entries[key] = entry = self._trace(self._options, arguments, args) if entry is None else entry
+                    raise ValueError(
+                        f"donate={self.options.donate}: the step was called with {len(args)} positional arguments"
+                    )
+            entry = self._at_length(key, arguments, args) if self.options.dynamic else None
+            self._entries[key] = entry = self._trace(self.options, arguments, args) if entry is None else entry
             if entry.is_traced:
                 self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.best.graph))
         return entry
@@ -346,17 +325,17 @@ class Jitted:
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry of a call at another length, untraced or with the schedule settings of the first length."""
         length = self._lengths.length_of(shapes_of(arguments.tensors))
-        if length is None or not self._entries or self._options.schedule_options.memory_budget is not None:
+        if length is None or not self._entries or self.options.schedule_options.memory_budget is not None:
             return None
         (first_key, first), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
             return None
-        self._any_length.learn(self._lengths.start, first_key, first, self._options, arguments)
-        entry = self._any_length.entry(self._options, length, arguments)
+        self._any_length.learn(self._lengths.start, first_key, first, self.options, arguments)
+        entry = self._any_length.entry(self.options, length, arguments)
         if entry is None:
-            options = self._options._replace(schedule_options=ScheduleOptions.of(first.best.settings))
+            options = self.options._replace(schedule_options=ScheduleOptions.of(first.best.settings))
             entry = self._trace(options, arguments, args)
-            self._any_length.learn(length, key, entry, self._options, arguments)
+            self._any_length.learn(length, key, entry, self.options, arguments)
         return entry
 
     def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
@@ -378,6 +357,6 @@ class Jitted:
 
     def _log_donation(self, entry: Entry) -> None:
         if entry.donated_argnums:
-            params = self._options.step.param_argnums
+            params = self.options.step.param_argnums
             texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.donated_argnums]
             log.info("%s: the results take over the memory of %s", self, ", ".join(texts))

@@ -118,11 +118,11 @@ def step_of_rank(
                 raise ValueError(f"{name}={value}: {jitted} has no mesh; shard it with fzero.shard first")
         return StepOfRank(jitted, args, kwargs)
     shape = _shape_of(mesh, world_size)
-    if jitted.hardware is not None:
-        jitted = jitted.with_options(hardware=jitted.hardware._replace(axes=shape))
+    if jitted.options.hardware is not None:
+        jitted = jitted.with_options(hardware=jitted.options.hardware._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), all_ranks=mesh.simulated)
     world = planned_mesh(shape, _coordinates_of(rank, shape))
-    return StepOfRank(jitted.with_options(step=train_step.on_mesh(world)), args, kwargs)
+    return StepOfRank(jitted.with_options(train_step.on_mesh(world)), args, kwargs)
 
 
 def _hardware_of(hardware: str | Hardware) -> Hardware:

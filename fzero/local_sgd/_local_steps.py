@@ -328,7 +328,7 @@ def local_steps(
     axis = tuple([name for name in sharded.axis if name != over])
     step_on_all_ranks = replace(sharded, axis=axis, _calls=[])
     replica_step = step_on_all_ranks.on_mesh(groups.inner_mesh)
-    inner = step.with_options(step=replica_step) if isinstance(step, Jitted) else replica_step
+    inner = step.with_options(replica_step) if isinstance(step, Jitted) else replica_step
     schedule = SyncSchedule(every, parts, delay)
     return LocalSteps(inner, groups, schedule, OuterStep(step_on_all_ranks, groups, optimizer, float(mix), codec))
 

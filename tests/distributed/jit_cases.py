@@ -42,7 +42,7 @@ def train_both(step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, steps: 
         batch = step.mesh.split(mlp_batch(size, seed=i))
         *eager, loss = step(*eager, batch)
         *fast, other = jitted(*fast, batch)
-        assert torch.equal(loss, other) or jitted.backend != "fx"
+        assert torch.equal(loss, other) or jitted.options.backend != "fx"
     return list(eager), list(fast)
 
 

@@ -555,8 +555,8 @@ def test_bad_options(options, message):
 
 def test_options_take_numbers_of_numpy_and_keep_those_of_python():
     made = fzero.jit(lambda x: x, prefetch=np.int64(2), memory_budget=np.float32(8), max_reuse_bytes=np.int8(3))
-    assert repr(made.schedule_options[:5]) == "(2, 'auto', 'auto', 3, 8.0)"
-    assert fzero.jit(lambda x: x, max_reuse_bytes=math.inf, donate=np.int64(0)).donate == (0,)
+    assert repr(made.options.schedule_options[:5]) == "(2, 'auto', 'auto', 3, 8.0)"
+    assert fzero.jit(lambda x: x, max_reuse_bytes=math.inf, donate=np.int64(0)).options.donate == (0,)
 
 
 def test_what_cannot_be_jitted():

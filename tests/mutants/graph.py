@@ -692,7 +692,7 @@ MUTANTS = [
         Fault(
             "a step with other options remembers the lengths of the old one",
             "Jitted.with_options",
-            returns("replace(self, _entries={}, **changes)"),
+            becomes("Jitted(A, B)", "Jitted(A, B, _lengths=self._lengths, _any_length=self._any_length)"),
         ),
         Fault(
             "with a memory_budget, the schedule of the first length is used for all",

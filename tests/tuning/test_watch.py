@@ -115,7 +115,7 @@ def test_memory_outside_of_the_graph_is_seen():
             wasted.clear()
             return inner(self, *args)
 
-    wasteful = Wasteful(step.step, step.donate, step.backend, step.schedule_options)
+    wasteful = Wasteful(step.step, step.options)
     watched = watch(wasteful)
     for _ in range(3):
         watched(x)
