@@ -11,6 +11,7 @@ import pytest
 
 import fzero
 from tests.mutants import MUTANTS
+from tests.mutants.places import tree_of
 
 ROOT = pathlib.Path(fzero.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -115,7 +116,7 @@ def layer_of(module: str) -> int:
 def imports(path: pathlib.Path) -> list[str]:
     """List the modules of fzero that a file imports, or imports names from."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fzero":
             for alias in node.names:
                 inner = ROOT.parent.joinpath(*node.module.split("."), alias.name)
@@ -153,7 +154,7 @@ def test_other_packages_are_imported_by_their_public_names(path):
 
 def listed_names(path: pathlib.Path, name: str = "__all__") -> list[str]:
     """Return a list of names in a file: its `__all__`, or its `INTERNAL`."""
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return []
@@ -174,7 +175,7 @@ def test_a_package_lists_its_names(package):
     names = [*listed_names(path), *listed_names(path, "INTERNAL")]
     imported = {
         alias.asname or alias.name
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path.read_text()).body
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fzero")
         for alias in node.names
     }
@@ -187,7 +188,7 @@ def test_a_private_file_lists_what_other_files_import():
         f"fzero.{module_of(p)}": listed_names(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"
     }
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in listed:
                 left_out = {alias.name for alias in node.names} - {*listed[node.module]}
                 assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
@@ -256,7 +257,7 @@ INTERNAL = [(package, name) for package, path in INITS.items() for name in liste
 def test_internal_names_are_used_by_other_packages():
     used = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and package_of(module_of(path)) != node.module[6:]:
                 used |= {(node.module[6:], alias.name) for alias in node.names}
                 used |= {tuple(node.module[6:].rsplit(".", 1))}
@@ -275,10 +276,13 @@ def test_readers_are_shown_public_names():
     examples = [*root.glob("examples/**/*.py"), *root.glob("examples/*.ipynb")]
     for page in [root / "README.md", *root.glob("docs/**/*.md"), *examples]:
         text = page.read_text()
+        read = set(re.findall(r"\b(\w+)\.(?=(\w+))", text))  # pairs may overlap, as in `a.b.c`
+        for package, imported in re.findall(r"from fzero\.([\w.]+) import (.*)", text):
+            read |= {(package, name) for name in re.findall(r"\w+", imported)}
         for package, name in INTERNAL:
-            module = package.rpartition(".")[2]
-            assert not re.search(rf"\b{module}\.{name}\b", text), f"{page}: {package}.{name} is internal"
-            assert not re.search(rf"from fzero\.{package} import .*\b{name}\b", text), f"{page}: {name} is internal"
+            assert not read & {(package, name), (package.rpartition(".")[2], name)}, (
+                f"{page}: {package}.{name} is internal"
+            )
 
 
 @pytest.mark.parametrize("name,x", public(), ids=lambda x: x if isinstance(x, str) else "")
@@ -323,7 +327,7 @@ def sentences(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_docstring_is_in_plain_sentences(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
             where = f"{path}:{getattr(node, 'lineno', 1)}"
             assert not doc.startswith("Tell "), f"{where}: say what is returned"
@@ -342,7 +346,7 @@ def test_mutants_still_find_their_lines(file):
 def test_a_class_has_a_name_of_its_own():
     found: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
@@ -418,7 +422,7 @@ def test_no_test_module_is_imported():
     """What several test modules share lies in a module beside them, such as a folder's `helpers.py`."""
     tests = ROOT.parent / "tests"
     for path in [*tests.rglob("*.py"), *ROOT.parent.glob("benchmarks/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 itself = ".".join(path.relative_to(tests.parent).with_suffix("").parts)
                 modules = [node.module, *[f"{node.module}.{alias.name}" for alias in node.names]]

@@ -7,7 +7,6 @@ from fzero._arguments import check_choice, is_int
 from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
-from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
 from fzero.graph.planning._clocks import Interval
 from fzero.graph.planning._cost import HARDWARE, Hardware
@@ -91,12 +90,9 @@ class StepOfRank(NamedTuple):
         return self.step.plan_as(settings, *self.args, **self.kwargs)
 
     @api_boundary
-    def timeline(self, settings: PlanSettings | None = None) -> list[Interval]:
-        """List when compute, collectives and the host are busy, by the cost model. The arguments are as in `plan`."""
-        step = self.step
-        if settings is not None:
-            step = step.with_options(schedule_options=ScheduleOptions.of(settings))
-        return step.timeline(*self.args, **self.kwargs)
+    def timeline(self) -> list[Interval]:
+        """List when compute, collectives and the host are busy, by the cost model."""
+        return self.step.timeline(*self.args, **self.kwargs)
 
 
 def step_of_rank(

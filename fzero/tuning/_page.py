@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, LIMITS, Interval, Plan, phase_spans
+from fzero.graph import KINDS, LIMITS, Interval, Plan, ScheduleOptions, phase_spans
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow, step_at, step_on
 from fzero.tuning._search_space import PARALLEL
@@ -97,7 +97,9 @@ def _over_time(table: Table, make_step: Callable[..., Any]) -> tuple[dict[str, A
         return _live_bytes(step_args), None
     hardware = table.machine.as_hardware()
     rank = step_on(step_args, row.config.world, hardware, {"pp": row.rank} if row.config.pp > 1 else 0)
-    return _live_bytes(rank.plan(row.settings)), _streams(rank.timeline(row.settings))
+    if row.settings is not None:
+        rank = rank._replace(step=rank.step.with_options(schedule_options=ScheduleOptions.of(row.settings)))
+    return _live_bytes(rank.plan()), _streams(rank.timeline())
 
 
 def _live_bytes(plan: Plan) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class Unending:
 
 @case
 def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.ranks.Mesh) -> None:
-    for stage, k in either(((1, 1), (3, 4)), ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4))):
+    for stage, k in either(((3, 4),), ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4))):
         train_step = train_step_for(mlp_loss, OPT, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         eager, fast = train_both(step, fzero.jit(step, backend="fx"), 3, 2 * mesh.size * k)

@@ -12,6 +12,7 @@ from fzero.graph._ir import graph_results, is_input
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
+from tests.helpers import LEAST
 from tests.optim.offloading import BF16, Row
 
 COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -51,9 +52,6 @@ def train_both(
         losses[0].append(loss)
         losses[1].append(other)
     return [list(eager), losses[0]], [list(fast), losses[1]]
-
-
-LEAST = {"prefetch": 0, "in_flight": 0, "bucket_bytes": 0, "max_reuse_bytes": 0, "recompute": False}
 
 
 def entry_of(step: Any, *args: Any, world_size: Any = None, backend: str = "fx") -> Any:

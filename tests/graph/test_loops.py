@@ -20,8 +20,8 @@ from fzero.graph import _entry, _one_rank, _trace_agreement
 from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
-from tests.graph.helpers import LEAST, bitwise, copied, entry_of, plan_of, train_both
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.graph.helpers import bitwise, copied, entry_of, plan_of, train_both
+from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import loss_of_tree

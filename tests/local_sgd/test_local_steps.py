@@ -58,7 +58,7 @@ OUTERS = {
     outer=st.sampled_from(sorted(OUTERS)),
     simulate=st.sampled_from(["vmap", "lockstep"]),
 )
-@examples(3, 100)
+@examples(2, 100)
 def test_equals_replicas_in_plain_torch(shape, stage, schedule, mix, outer, simulate):
     every, parts, delay = schedule
     mesh, opt = fzero.mesh(**shape, simulate=simulate), optim.adam(0.1)

@@ -13,7 +13,7 @@ import fzero
 from fzero import tuning
 from fzero.graph.planning._plan import Transfer
 from fzero.tuning._offload_costs import ROWS
-from tests.helpers import cases
+from tests.helpers import cases, either
 from tests.tuning.helpers import machines
 from tests.tuning.steps import maker, planned
 
@@ -177,7 +177,7 @@ def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
     work = tuning.planned_work(lambda r: planned(r, stage, clip))
     machine = replace(tuning.H100, device_bytes=sum(work.device_bytes) / 2)
     costs = tuning.offload_costs(work, machine)
-    for ratio in (0.2, 0.4, 0.6):
+    for ratio in either((0.4,), (0.2, 0.4, 0.6)):
         assert planned(ratio, stage, clip).peak_bytes == pytest.approx(costs.device_bytes(ratio), rel=0.03)
     found = tuning.offload_ratio(lambda r: planned(r, stage, clip), machine.device_bytes, parts=100)
     assert costs.first_fit == pytest.approx(found.ratio, abs=0.1)

@@ -149,7 +149,7 @@ def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
     )
     out = " ".join(capsys.readouterr().out.split())
     assert "over 3 days on 8 devices, with 1" in out and "So a step takes" in out
-    assert run(["plan", *words.split(), "--mtbf", "5s", "--days", "0.1"]) == 0
+    assert run(["plan", *words.split(), "--mtbf", "5s", "--days", "0.005"]) == 0
     assert "No step lasts: is 5 s the time between failures of one device?" in " ".join(capsys.readouterr().out.split())
     for text in ("40 fortnights", "1.5.2h"):
         with pytest.raises(SystemExit):
@@ -174,7 +174,7 @@ def test_wrong_options_are_refused_before_a_plan(options, message, capsys, monke
 
 def test_a_replica_of_the_model_is_lost_as_a_whole(capsys):
     """Two hosts hold one pipeline, so no step runs while one is repaired."""
-    words = "gpt2 --world 16 --batch 16 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 8 --tp 2 --pp 8"
+    words = "gpt2 --world 16 --batch 16 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 4 --tp 4 --pp 4"
     words += " --workers 1 --mtbf 384h --repair-time 24h --days 100"
     assert run(["plan", *words.split()]) == 0
     share = float(re.search(r"goodput ([\d.]+)%", capsys.readouterr().out)[1])

@@ -71,7 +71,7 @@ def test_a_model_trains_alike_however_it_is_split(name, split):
 
 def test_ranks_along_tp_hold_parts_of_the_tokens_between_layers():
     """So what a block keeps is divided by tp, and not only what its heads and hidden units keep."""
-    shape = ModelShape("wide", 64, 2, 4, 64, 64, gated=True, norm="rms", biases="")
+    shape = ModelShape("wide", 64, 1, 4, 64, 64, gated=True, norm="rms", biases="")
     config = Configuration(1, 8, 1, ranks=2, tp=4)
     even, odd = (fzero.plan(*ModelStep(shape, n, False)(config)).live_of("activations") for n in (64, 65))
     assert max(even) < 0.6 * max(odd)
@@ -111,7 +111,7 @@ def test_explicit_attention_is_not_split():
 def test_the_table_and_the_lines_to_paste_name_the_axis():
     make_step = tuning.model_step("gpt2", length=64)
     options = {"world_size": 8, "global_batch": 8, "machine": "h100", "stages": (1,), "remat": (True,), "cp": (1, 4)}
-    table = fzero.tune(make_step, **options, micro_batches=(1,), depth=2)
+    table = fzero.tune(make_step, **options, micro_batches=(1,), depth=1)
     one, four = (next(r for r in table.rows if r.config.cp == n) for n in (1, 4))
     assert (one.config.ranks, four.config.ranks) == (8, 2) and "cp" in str(table).splitlines()[1].split()
     assert {*one.traffic_bytes} == {"dp"} and "cp" in four.traffic_bytes

@@ -249,18 +249,19 @@ def test_the_lines_to_paste_name_the_stages_of_a_rank():
     assert "stages_per_rank=3" in recipe(replace(config, stages_per_rank=3))
 
 
-def test_a_schedule_may_name_the_stages_of_a_rank():
+def test_a_schedule_may_name_the_stages_of_a_rank(monkeypatch):
     """More stages leave a shorter bubble. Rows, tables and records name them."""
-    options = {"world_size": 4, "global_batch": 16, "machine": "h100", "stages": (1,), "remat": (True,), "pp": (4,)}
-    options |= {"micro_batches": (2,), "schedule": ("interleaved", "interleaved:4"), "depth": 16}
-    table = fzero.tune(tuning.model_step("gpt2", length=64), **options)
+    monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
+    options = {"world_size": 2, "global_batch": 4, "machine": "h100", "stages": (1,), "remat": (True,), "pp": (2,)}
+    options |= {"micro_batches": (1,), "schedule": ("interleaved", "interleaved:4"), "depth": 8}
+    table = fzero.tune(tuning.model_step("tiny", length=16), **options)
     two, four = (next(r for r in table.rows if r.config.pipeline_stages == n) for n in (2, 4))
     assert two.config.stages_per_rank is None and four.config.stages_per_rank == 4
     assert "by interleaved:4" in str(four.config) and "interleaved:4" in str(table)
     assert tuning.Table.from_json(table.to_json()).rows == table.rows
 
     def bubble(config: Configuration) -> float:
-        return 1 - schedule(config.schedule, 4, config.accumulation, config.pipeline_stages).timing().efficiency
+        return 1 - schedule(config.schedule, 2, config.accumulation, config.pipeline_stages).timing().efficiency
 
     assert bubble(four.config) < 0.6 * bubble(two.config)
     assert four.traffic_bytes["pp"] > two.traffic_bytes["pp"]

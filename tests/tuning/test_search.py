@@ -54,7 +54,7 @@ class Processes:
             future.set_result(row(self.running.pop(future)))
 
 
-@examples(20, 100)
+@examples(8, 100)
 @given(budget=st.floats(0, 200), workers=st.integers(2, 6), data=st.data())
 def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
     with pytest.MonkeyPatch.context() as patch:

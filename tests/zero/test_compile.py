@@ -59,6 +59,7 @@ def test_inductor_equals_eager():
     check_compiled(3, 2, optim.adam(1e-2, eps=1e-3), "inductor")
 
 
+@pytest.mark.slow
 def test_unsharded_step_compiles_too():
     opt = optim.adam(1e-2, eps=1e-3)
     step = train_step_for(loss, opt)

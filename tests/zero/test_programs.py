@@ -69,7 +69,7 @@ def test_ema_of_parameters_in_the_optimizer_state():
         # evaluating the average in the step: boxes of state are gathered like any others
         return params, opt_state, loss, fzero.value_and_grad(mlp_loss)(opt_state[1], batch)[0]
 
-    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((1, 3), (1, 2, 3)), rtol=1e-11)
+    assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((3,), (1, 2, 3)), rtol=1e-11)
 
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))

@@ -25,7 +25,7 @@ def flip(x: torch.Tensor, bit: int) -> None:
     x.detach().numpy().reshape(-1).view("uint8")[bit // 8] ^= 1 << bit % 8
 
 
-@examples(12, 100)
+@examples(5, 100)
 @given(
     params=trees(),
     opt=optimizers(),
@@ -49,7 +49,7 @@ def test_a_step_that_looks_for_corruption_computes_the_same_bits(params, opt, st
     assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(*states, strict=True))
 
 
-@examples(20, 200)
+@examples(8, 200)
 @given(
     data=st.data(),
     stage=stages(),

@@ -95,9 +95,9 @@ def test_the_cost_model_knows_bubbles():
 
 def test_a_plan_is_of_the_rank_that_is_asked_for():
     mesh = fzero.mesh(dp=2, pp=2)
-    peaks = {r: planned("1f1b", 8, r, ranks=2).added_bytes for r in (0, 1)}
-    for rank, place in ((0, 0), (1, 1), (2, 0), (3, 1)):  # ranks of dp=2, pp=2
-        assert planned("1f1b", 8, {"dp": rank // 2, "pp": place}, ranks=2).added_bytes == peaks[place]
+    peaks = {r: planned("1f1b", 4, r, ranks=2).added_bytes for r in (0, 1)}
+    for rank, place in either(((3, 1),), ((0, 0), (1, 1), (2, 0), (3, 1))):  # ranks of dp=2, pp=2
+        assert planned("1f1b", 4, {"dp": rank // 2, "pp": place}, ranks=2).added_bytes == peaks[place]
     step = fzero.shard(lambda p, s, b: (p, s), 1, mesh)
     params, state = step.init({"w": torch.ones(4)}, OPT)
     for rank in (4, -1, {"pp": 2}, {"tp": 0}):
