@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--codecs", nargs="*", default=[], choices=["int8", "int4", "float8"], help="as int8 int4")
-    parser.add_argument("--products", default="exact", choices=["exact", "float8"], help="how the blocks multiply")
+    parser.add_argument("--matmul-precision", default="exact", choices=["exact", "float8"], help="of the blocks")
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--moments", choices=["bfloat16", "int8"], help="the optimizer's; by default in float32")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
@@ -88,7 +88,7 @@ def main() -> None:
     opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1, moments=args.moments), policy)
     opt = optim.offload(opt, args.offload, update="device" if args.moments else "host")
     opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), opt))
-    way = args.remat, fzero.nn.float8_linear if args.products == "float8" else F.linear
+    way = args.remat, fzero.nn.float8_linear if args.matmul_precision == "float8" else F.linear
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
         f, how = lambda p, x: losses_of(p, x, *way).mean(), {"precision": policy, "micro_batches": args.accumulate}

@@ -166,7 +166,7 @@ ANSWERS: dict[str, Any] = {
     "batches": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=3),
     "a codec of floats": lambda: codecs.float8("e4m3fn"),
     "a codec of ints": lambda: codecs.int8(block=0),
-    "products": lambda: fzero.nn.Products("float8", scaling="row"),
+    "matmul_precision": lambda: fzero.nn.MatmulPrecision("float8", scaling="row"),
     "moments": lambda: optim.Moments("fp8"),  # pyright: ignore
     "a precision": lambda: fzero.Precision(param=torch.int8),
     "tiles": lambda: fzero.nn.tiled(torch.sin, chunk=0),

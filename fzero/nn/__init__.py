@@ -5,8 +5,8 @@ from fzero.nn._float8 import float8_linear
 from fzero.nn._functional import Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._linear_cross_entropy import linear_cross_entropy
+from fzero.nn._matmul_precision import MatmulPrecision
 from fzero.nn._module_pipeline import ModulePipeline, pipeline
-from fzero.nn._products import Products
 from fzero.nn._remat_blocks import repeated_blocks
 from fzero.nn._tiled import tiled
 from fzero.zero import initializer
@@ -14,8 +14,8 @@ from fzero.zero import initializer
 __all__ = [
     "Apply",
     "Functional",
+    "MatmulPrecision",
     "ModulePipeline",
-    "Products",
     "float8_linear",
     "functional",
     "initializer",

@@ -12,8 +12,8 @@ from fzero.nn._apply import Apply
 from fzero.nn._context import checked_context
 from fzero.nn._copy import check_functions, copy_module
 from fzero.nn._lazy_logits import check_head, install_lazy_logits
+from fzero.nn._matmul_precision import MatmulPrecisionLike, install_matmuls, matmul_precision_of
 from fzero.nn._module_checks import check_module
-from fzero.nn._products import ProductsLike, install_products, products_of
 from fzero.nn._remat_blocks import remat_blocks
 from fzero.parallel.context import install as install_context
 from fzero.parallel.experts import use_differentiable
@@ -44,7 +44,7 @@ def functional(
     tp: Layers | None = None,
     *,
     context: str | None = None,
-    products: ProductsLike = None,
+    matmul_precision: MatmulPrecisionLike = None,
     chunked_loss: bool = False,
     ignore_writes: Sequence[str] = (),
 ) -> Functional:
@@ -75,8 +75,8 @@ def functional(
         context: the axis over which the tokens of sequences are split, such as "cp", for a model of transformers. Its
             attention then runs across the ranks, and `position_ids` are those of this rank's tokens. Documents are
             passed as `apply(.., documents=)`, in place of a mask.
-        products: "float8" for linear layers within repeated blocks that multiply in float8, or a `fzero.nn.Products`,
-            which says how and which layers.
+        matmul_precision: "float8" for linear layers within repeated blocks that multiply in float8, or a
+            `fzero.nn.MatmulPrecision`, which says how and which layers.
         chunked_loss: whether the loss of a model of transformers is `fzero.nn.linear_cross_entropy`, whose logits never
             exist as a whole. The model's own code shifts labels and takes the mean. `logits` of its output have no
             numbers: `torch.nn.functional.cross_entropy` takes them, and anything else is an error.
@@ -115,12 +115,12 @@ def functional(
     buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
     copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
-    policy = products_of(products)
+    policy = matmul_precision_of(matmul_precision)
     linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
         params, buffers_and_frozen = tp.unpack(params), tp.unpack(buffers_and_frozen)
         install(copied, tp, linears)
-    install_products(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
+    install_matmuls(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
     if head is not None:
         install_lazy_logits(copied, head, tp)
     if context_axis is not None:

@@ -79,7 +79,7 @@ def test_parallel_mlp_is_the_dense_one(ranks, words):
         pytest.param("--backend fx --stage 2 --offload 0.5", 1e-4, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 3 --moments bfloat16", 0.01, marks=pytest.mark.slow),
         pytest.param("--backend inductor --stage 3", 1e-4, marks=pytest.mark.slow),
-        pytest.param("--backend fx --stage 3 --products float8 --remat", 0.02, marks=pytest.mark.slow),
+        pytest.param("--backend fx --stage 3 --matmul-precision float8 --remat", 0.02, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 3 --precision float16 --remat --accumulate 2", 0.02, marks=pytest.mark.slow),
         pytest.param("--backend fx --stage 1 --precision bfloat16 --remat", 0.05, marks=pytest.mark.slow),
     ],

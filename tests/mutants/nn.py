@@ -55,16 +55,16 @@ MUTANTS = [
             becomes("A.select(B, i)", "A.select(B, 0)"),
         ),
     ),
-    *File("nn/_products.py", ("tests/nn/test_products.py",)).faults(
+    *File("nn/_matmul_precision.py", ("tests/nn/test_matmul_precision.py",)).faults(
         Fault("routers multiply in float8", "_default", becomes("A if within else B", "within if within else B")),
         Fault("heads and input layers multiply in float8", "_default", becomes("A.startswith(B)", "True")),
         Fault("the last layer without blocks multiplies in float8", "_default", becomes("A[1:-1]", "A[1:]")),
         Fault("layers of other sizes are chosen", "_default", dropped("_divides(A)")),
         Fault("transposed weights are not transposed back", "_forward", becomes("A if B else C", "C")),
-        Fault("products forget their scales", "Products.linear", dropped("scaling=A")),
+        Fault("products forget their scales", "MatmulPrecision.linear", dropped("scaling=A")),
         Fault("a weight that attention only reads is listed", "linear_layers", skipped("A.discard(B)")),
     ),
-    *File("parallel/tensor/_forwards.py", ("tests/nn/test_products.py",)).faults(
+    *File("parallel/tensor/_forwards.py", ("tests/nn/test_matmul_precision.py",)).faults(
         Fault("split layers multiply exactly", "install", becomes("A.get(B, C)", "C")),
     ),
     *File("nn/_tiled.py", ("tests/nn/test_tiled.py",)).faults(

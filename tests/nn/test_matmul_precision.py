@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fzero
-from fzero.nn import Products, float8_linear, functional
+from fzero.nn import MatmulPrecision, float8_linear, functional
 from fzero.parallel import tensor as tp
 from tests.helpers import cases
 
@@ -52,7 +52,7 @@ INPUTS = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
     module = model(1)
-    apply, params, buffers = functional(module, products=Products("float8", scaling=scaling))
+    apply, params, buffers = functional(module, matmul_precision=MatmulPrecision("float8", scaling=scaling))
 
     def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
         def exact(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -73,17 +73,17 @@ def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
 
 def test_the_default_is_the_layers_of_blocks_without_routers():
     names = [f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")]
-    assert Products("float8").paths(model()) == tuple(names)
+    assert MatmulPrecision("float8").paths(model()) == tuple(names)
 
 
 def test_without_blocks_the_first_and_the_last_layer_stay_exact():
     layers = [nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 32)]
-    assert Products("float8").paths(nn.Sequential(*layers)) == ("4.weight",)
+    assert MatmulPrecision("float8").paths(nn.Sequential(*layers)) == ("4.weight",)
 
 
 def test_a_layer_that_attention_only_reads_is_not_chosen():
     layer = nn.TransformerEncoderLayer(32, 2, 64)
-    chosen = Products("float8").paths(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+    chosen = MatmulPrecision("float8").paths(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
     assert chosen == ("layers.0.linear1.weight", "layers.0.linear2.weight")
 
 
@@ -92,7 +92,7 @@ def test_transformers_layers_with_transposed_weights():
 
     torch.manual_seed(0)
     module = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, use_cache=False)).eval()
-    paths = Products("float8").paths(module)
+    paths = MatmulPrecision("float8").paths(module)
     assert paths == tuple(
         f"transformer.h.{i}.{name}.weight"
         for i in (0, 1)
@@ -104,7 +104,7 @@ def test_transformers_layers_with_transposed_weights():
         apply, params, buffers = functional(module, **options)
         return torch.func.grad_and_value(lambda p: apply(p, buffers, tokens, labels=tokens)[0].loss)(params)
 
-    (grads, value), (exact_grads, exact) = loss(products="float8"), loss()
+    (grads, value), (exact_grads, exact) = loss(matmul_precision="float8"), loss()
     assert 0 < abs(value - exact) < 0.01 * exact
     for name, g in exact_grads.items():
         assert (grads[name] - g).norm() < 0.25 * g.norm() + 1e-6, name
@@ -116,8 +116,8 @@ def test_layers_may_be_split_over_an_axis(scaling):
     module = model()
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     layers = tp.layers(module, plan)
-    apply, params, buffers = functional(module, tp=layers, products=Products("float8", scaling=scaling))
-    whole, *_ = functional(module, products=Products("float8", scaling=scaling))
+    apply, params, buffers = functional(module, tp=layers, matmul_precision=MatmulPrecision("float8", scaling=scaling))
+    whole, *_ = functional(module, matmul_precision=MatmulPrecision("float8", scaling=scaling))
     mesh = fzero.mesh(dp=1, tp=2)
     take = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().mean())
     step = fzero.shard(lambda p, s, x: (p, s, take(p, x)[0]), stage=0, mesh=mesh, axis="dp", split=layers.split)
@@ -132,7 +132,9 @@ def test_layers_may_be_split_over_an_axis(scaling):
 @pytest.mark.parametrize("remat", cases((True,), [False]))
 def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     """Rowwise scales belong to a token, so ranks with different tokens have the scales of one rank with all of them."""
-    apply, params, buffers = functional(model(), remat=remat, products=Products("float8", scaling="rowwise"))
+    apply, params, buffers = functional(
+        model(), remat=remat, matmul_precision=MatmulPrecision("float8", scaling="rowwise")
+    )
     opt = fzero.optim.sgd(1e-2)
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -154,7 +156,7 @@ def test_a_plan_counts_the_work_of_the_exact_step(scaling):
     """The same floating-point operations and collectives; the products of blocks are of float8."""
 
     def planned(products: Any) -> Any:
-        apply, params, buffers = functional(model(), products=products)
+        apply, params, buffers = functional(model(), matmul_precision=products)
         opt = fzero.optim.sgd(1e-2)
 
         def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -165,7 +167,7 @@ def test_a_plan_counts_the_work_of_the_exact_step(scaling):
         step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
         return fzero.plan(step, *step.init(params, opt), step.mesh.split(torch.zeros(64, 16)))
 
-    exact, float8 = planned(None), planned(Products("float8", scaling=scaling))
+    exact, float8 = planned(None), planned(MatmulPrecision("float8", scaling=scaling))
     assert float8.flops == exact.flops > 0
     assert sum("_scaled_mm" in o.name for o in float8.operations) == 2 * 2 * 3  # blocks, layers, products
     assert [(c.kind, c.bytes) for c in float8.collectives] == [(c.kind, c.bytes) for c in exact.collectives]
@@ -174,30 +176,30 @@ def test_a_plan_counts_the_work_of_the_exact_step(scaling):
 @pytest.mark.parametrize(
     "products,error,message",
     [
-        (8, TypeError, 'products=8: expected "float8", an fzero.nn.Products, or None'),
-        ("int8", ValueError, "products='int8': expected 'float8'"),
-        (Products("float8", layers=lambda path, weight: False), ValueError, "choose some of ['input.weight', "),
+        (8, TypeError, 'matmul_precision=8: expected "float8", an fzero.nn.MatmulPrecision, or None'),
+        ("int8", ValueError, "matmul_precision='int8': expected 'float8'"),
+        (MatmulPrecision("float8", layers=lambda path, weight: False), ValueError, "choose some of ['input.weight', "),
         (
-            Products("float8", layers=lambda path, weight: "odd" in path),
+            MatmulPrecision("float8", layers=lambda path, weight: "odd" in path),
             ValueError,
             "'blocks.0.odd.weight' has the shape",
         ),
-        (Products("float8", layers=lambda path, weight: False), ValueError, "no layer of Model is chosen"),
+        (MatmulPrecision("float8", layers=lambda path, weight: False), ValueError, "no layer of Model is chosen"),
     ],
 )
 def test_bad_products_are_named(products, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        functional(model(), products=products)
+        functional(model(), matmul_precision=products)
     with pytest.raises(ValueError, match="scaling='columnwise': expected"):
-        Products("float8", scaling="columnwise")
+        MatmulPrecision("float8", scaling="columnwise")
     with pytest.raises(TypeError, match="expected a rule"):
-        Products("float8", layers=["1.weight"])  # pyright: ignore[reportArgumentType]
+        MatmulPrecision("float8", layers=["1.weight"])  # pyright: ignore[reportArgumentType]
     for wrong, text in (
         (torch.nn.Conv2d(1, 1, 1), "it has no linear layers"),
         (torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)]), "multiples of 16"),
     ):
         with pytest.raises(ValueError, match=text):
-            functional(wrong, products="float8")
+            functional(wrong, matmul_precision="float8")
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -209,7 +211,7 @@ def test_torchs_encoder_multiplies_in_float8_in_both_modes(is_training):
     padding[0, 3:] = True
     found = []
     for products in ("float8", None):
-        apply, params, buffers = functional(encoder, products=products)
+        apply, params, buffers = functional(encoder, matmul_precision=products)
         with torch.no_grad():
             found.append(apply(params, buffers, x, src_key_padding_mask=padding)[0])
     assert 1e-3 < (found[0] - found[1])[~padding].norm() / found[1][~padding].norm() < 0.1
@@ -218,10 +220,10 @@ def test_torchs_encoder_multiplies_in_float8_in_both_modes(is_training):
 
 def test_under_autocast_operands_are_cast_first():
     mlp = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
-    apply, params, buffers = functional(mlp, products="float8")
+    apply, params, buffers = functional(mlp, matmul_precision="float8")
     x = torch.randn(4, 32)
     with torch.autocast("cpu", torch.bfloat16):
         y = apply(params, buffers, x)[0]
     narrow = torch.nn.Sequential(*mlp).bfloat16()
-    apply, params, buffers = functional(narrow, products="float8")
+    apply, params, buffers = functional(narrow, matmul_precision="float8")
     assert torch.equal(y, apply(params, buffers, x.bfloat16())[0])

@@ -1,4 +1,4 @@
-"""Products: which layers of a module multiply in float8, and how their copies in `apply` do so."""
+"""MatmulPrecision: which linear layers of a module multiply in float8, and how their copies in `apply` do so."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fzero._tracebacks import api_boundary_of_class
 from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._remat_blocks import repeated_blocks
 
-__all__ = ["Linear", "Products", "ProductsLike", "install_products", "products_of"]
+__all__ = ["Linear", "MatmulPrecision", "MatmulPrecisionLike", "install_matmuls", "matmul_precision_of"]
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
@@ -20,7 +20,7 @@ ROUTERS = ("gate", "router")  # their few products decide which expert a token g
 
 @api_boundary_of_class
 @dataclass(frozen=True)
-class Products:
+class MatmulPrecision:
     """How the linear layers of a module multiply.
 
     Attributes:
@@ -35,9 +35,9 @@ class Products:
 
     Example:
         >>> mlp = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
-        >>> Products("float8").paths(mlp)
+        >>> MatmulPrecision("float8").paths(mlp)
         ('1.weight', '2.weight')
-        >>> Products("float8", scaling="rowwise", layers=lambda path, weight: path != "0.weight").paths(mlp)
+        >>> MatmulPrecision("float8", scaling="rowwise", layers=lambda path, weight: path != "0.weight").paths(mlp)
         ('1.weight', '2.weight', '3.weight')
     """
 
@@ -48,7 +48,7 @@ class Products:
     def __post_init__(self) -> None:
         """Check the settings."""
         if self.kind != "float8":
-            raise ValueError(f"products={self.kind!r}: expected 'float8', the only kind")
+            raise ValueError(f"matmul_precision={self.kind!r}: expected 'float8', the only kind")
         check_choice("scaling", self.scaling, SCALINGS)
         if self.layers is not None and not callable(self.layers):
             raise TypeError(f"layers={self.layers!r}: expected a rule, a function (path, weight) -> bool")
@@ -66,19 +66,20 @@ class Products:
         for path in chosen if self.layers is not None else ():
             if not _divides(weights[path]):
                 raise ValueError(
-                    f"products: {path!r} has the shape {list(weights[path].shape)}: float8 products need multiples of "
-                    f"{SIZE_MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in weight.shape)"
+                    f"matmul_precision: {path!r} has the shape {list(weights[path].shape)}: float8 products need "
+                    f"multiples of {SIZE_MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in "
+                    "weight.shape)"
                 )
         if not chosen:
             usable = [path for path, w in weights.items() if _divides(w)]
             advice = (
-                f"choose some of {usable}: fzero.nn.Products({self.kind!r}, layers=lambda path, weight: ...)"
+                f"choose some of {usable}: fzero.nn.MatmulPrecision({self.kind!r}, layers=lambda path, weight: ...)"
                 if usable
                 else f"none of its linear layers, {list(weights)}, has sizes that are multiples of {SIZE_MULTIPLE}"
                 if weights
-                else "it has no linear layers; leave products= out"
+                else "it has no linear layers; leave matmul_precision= out"
             )
-            raise ValueError(f"products: no layer of {type(module).__name__} is chosen: {advice}")
+            raise ValueError(f"matmul_precision: no layer of {type(module).__name__} is chosen: {advice}")
         return tuple(chosen)
 
     def linears(self, module: torch.nn.Module) -> dict[str, Linear]:
@@ -93,20 +94,20 @@ class Products:
         return float8_linear(x, weight, bias, scaling=self.scaling)
 
 
-ProductsLike = Products | Literal["float8"] | None
+MatmulPrecisionLike = MatmulPrecision | Literal["float8"] | None
 
 
-def products_of(products: Any) -> Products | None:
-    """Return what the argument `products` of `functional` means.
+def matmul_precision_of(precision: Any) -> MatmulPrecision | None:
+    """Return the policy that the argument `matmul_precision` of `functional` names; None for exact products.
 
     Raises:
         TypeError: if it is none of its kinds.
     """
-    if products is None or isinstance(products, Products):
-        return products
-    if not isinstance(products, str):
-        raise TypeError(f'products={products!r}: expected "float8", an fzero.nn.Products, or None')
-    return Products(products)  # pyright: ignore[reportArgumentType]  # it checks the kind
+    if precision is None or isinstance(precision, MatmulPrecision):
+        return precision
+    if not isinstance(precision, str):
+        raise TypeError(f'matmul_precision={precision!r}: expected "float8", an fzero.nn.MatmulPrecision, or None')
+    return MatmulPrecision(precision)  # pyright: ignore[reportArgumentType]  # it checks the kind
 
 
 def linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -143,7 +144,7 @@ def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> li
     return [path for path in chosen if _divides(weights[path])]
 
 
-def install_products(module: torch.nn.Module, linears: Mapping[str, Linear]) -> None:
+def install_matmuls(module: torch.nn.Module, linears: Mapping[str, Linear]) -> None:
     """Make layers of a copy of a module, by their names, compute their product by a function."""
     for name, linear in linears.items():
         layer: Any = module.get_submodule(name)
