@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.published.__main__ import Result, planned
-from benchmarks.published.runs import CARDS, GIB, Run, rows_of
+from benchmarks.published.runs import CARDS, GIB, Run, code_of, rows_of
 from benchmarks.report import publish, table
 from fzero.tuning import Configuration
 from fzero.tuning._model_names import PRESETS
@@ -33,7 +33,11 @@ def runs() -> list[Run]:
 
 def _can_say(row: Mapping[str, str]) -> bool:
     words = row["parallel"].split()
-    return row["float8"] == "no" and "async-tp" not in words and any(word.startswith("tp") for word in words)
+    return (
+        "async-tp" not in words
+        and not any(word.startswith("cp") for word in words)
+        and any(word.startswith("tp") for word in words)
+    )
 
 
 def long_runs() -> list[Run]:
@@ -46,7 +50,7 @@ def _torchtitan(row: Mapping[str, str]) -> Run:
     shape, batch = PRESETS[row["model"].replace("llama-3.1", "llama-3")], int(row["local_batch"])
     micro_batch, micro_batches = (1, batch) if "pp" in sizes else (batch, 1)
     config = Configuration(3, micro_batch, micro_batches, REMAT[row["remat"]], ranks=sizes.pop("fsdp"), **sizes)
-    config = replace(config, schedule=row["schedule"] or config.schedule, depth=shape.depth)
+    config = replace(config, schedule=row["schedule"] or config.schedule, depth=shape.depth, **code_of(row))
     tokens, memory = float(row["tokens_per_s_per_gpu"]), float(row["memory_gib"] or math.nan) * GIB
     return Run("torchtitan", row["gpu"], shape, int(row["sequence"]), config, tokens, memory, note="compiled")
 

@@ -4,7 +4,9 @@ import csv
 import hashlib
 import math
 import pathlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fzero.tuning import A100, A100_80GB, H100, Configuration, Machine
 from fzero.tuning._model_names import PRESETS, ModelShape
@@ -85,37 +87,42 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def _llm_foundry() -> tuple[list[Run], list[str]]:
-    some, left = [], []
+    some = []
     for r in rows_of("llm_foundry"):
         width, layers, heads, length, gpus, micro, times = (
             int(r[k]) for k in ("width", "layers", "heads", "sequence", "gpus", "micro_batch", "accumulation")
         )
-        if r["precision"] == "amp_fp8":
-            left.append(f"llm-foundry {r['model']} on {gpus} x {r['gpu']}, length {length}: not built: float8")
-            continue
         shape = ModelShape(
             f"mpt-{r['model']}", width, layers, heads, 4 * width, 50368, positions=length, tied=True, biases=""
         )
         stage = 3 if r["sharding"] == "FULL_SHARD" else 2
         config = Configuration(stage, micro, times, r["remat"] == "True", ranks=gpus, depth=layers)
+        note = ""
+        if r["precision"] == "amp_fp8":  # by Transformer Engine, whose kernels round as they compute
+            config, note = replace(config, float8="tensorwise", compiled=True), "float8"
         tokens = float(r["tokens_per_s_per_gpu"])
-        some.append(Run("llm-foundry", r["gpu"], shape, length, config, tokens, bfloat16_sums=True))
-    return some, left
+        some.append(Run("llm-foundry", r["gpu"], shape, length, config, tokens, bfloat16_sums=True, note=note))
+    return some, []
+
+
+def code_of(row: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of a run of torchtitan by which its code is compiled, and multiplies."""
+    return {"compiled": row["compile"] == "yes", "float8": "tensorwise" if row["float8"] != "no" else None}
 
 
 def _torchtitan() -> tuple[list[Run], list[str]]:
     some, left = [], []
     for r in rows_of("torchtitan"):
-        float8, gpus, name = r["float8"] != "no", int(r["gpus"]), r["model"].replace("llama-3.1", "llama-3")
-        missing = [*(["float8"] if float8 else []), *(["async tp"] if "async" in r["parallel"] else [])]
-        if missing or "tp" in r["parallel"]:
-            reason = f"not built: {', '.join(missing)}" if missing else "in benchmarks/published/parallel.md"
+        gpus, name = int(r["gpus"]), r["model"].replace("llama-3.1", "llama-3")
+        if "tp" in r["parallel"] or "cp" in r["parallel"]:
+            reason = "not built: async tp" if "async" in r["parallel"] else "in benchmarks/published/parallel.md"
             left.append(f"torchtitan {name}, {r['parallel']}, length {r['sequence']}: {reason}")
             continue
         shape = PRESETS[name]
         config = Configuration(3, int(r["local_batch"]), 1, ranks=gpus, depth=shape.depth)
         measured = float(r["tokens_per_s_per_gpu"]), float(r["memory_gib"]) * GIB
-        note = "compiled" if r["compile"] == "yes" else "eager"
+        config, note = replace(config, **code_of(r)), "compiled" if r["compile"] == "yes" else "eager"
+        note += ", float8" if r["float8"] != "no" else ""
         card, length = r["gpu"], int(r["sequence"])
         some.append(Run("torchtitan", card, shape, length, config, *measured, every_second=True, note=note))
     return some, left

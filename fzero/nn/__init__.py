@@ -1,7 +1,7 @@
 """torch.nn modules as pure functions of their parameters, and layers as functions of tensors."""
 
 from fzero.nn._apply import Apply
-from fzero.nn._float8 import float8_linear
+from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._functional import Functional, functional
 from fzero.nn._in_place import full_copy, functional_in_place, put_back
 from fzero.nn._linear_cross_entropy import linear_cross_entropy
@@ -26,6 +26,8 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "SCALINGS",
+    "SIZE_MULTIPLE",
     "full_copy",
     "functional_in_place",
     "put_back",

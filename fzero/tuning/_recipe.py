@@ -56,7 +56,7 @@ CONTEXT = [
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
     rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
-    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *(CONTEXT if c.cp > 1 else [])]
+    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *_float8_lines(c), *(CONTEXT if c.cp > 1 else [])]
     if c.tp > 1:
         lines += [
             "# names of leaves, and the dimension that is split; or, for a transformers model, layers.split of",
@@ -76,6 +76,17 @@ def _model_lines(c: Configuration) -> list[str]:
         "    first=first, block=block, last=last,",
         f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
         ")",
+    ]
+
+
+def _float8_lines(c: Configuration) -> list[str]:
+    """Write how the linear layers of blocks multiply in float8."""
+    if c.float8 is None:
+        return []
+    products = '"float8"' if c.float8 == "tensorwise" else f'fzero.nn.Products("float8", scaling={_quote(c.float8)})'
+    return [
+        f"# in block: fzero.nn.float8_linear(x, weight, bias, scaling={_quote(c.float8)}), in place of F.linear;",
+        f"# or, for a transformers model, fzero.nn.functional(model, products={products})",
     ]
 
 

@@ -244,7 +244,7 @@ class ConfigurationPlanner:
             if isinstance(step_args, Plan):
                 return step_args
             check_mesh(step_args, config)
-            hardware = self.machine.as_hardware()
+            hardware = self.machine.as_hardware()._replace(fuses=config.compiled)
             positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or fullest_of(config)}
             return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
 

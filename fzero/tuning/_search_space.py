@@ -9,6 +9,7 @@ import torch
 
 from fzero import codecs
 from fzero._arguments import check_choice, check_int, is_int
+from fzero.nn import SCALINGS
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 
@@ -56,6 +57,8 @@ class Configuration:
         gather: the codec by which parameters are gathered: "int8", "int4" or "float8"; None for their own dtype.
         reduce: the codec by which gradients are summed over ranks; None for float32.
         moments: the kind of the optimizer's moments: "int8", "bfloat16", or None for float32.
+        compiled: whether seconds count elementwise operations that Inductor may fuse as one kernel.
+        float8: the scaling with which blocks multiply in float8, "tensorwise" or "rowwise"; None for their own dtype.
 
     Example:
         >>> import fzero
@@ -82,6 +85,8 @@ class Configuration:
     gather: str | None = None
     reduce: str | None = None
     moments: Literal["int8", "bfloat16"] | None = None
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    compiled: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -134,8 +139,8 @@ class Configuration:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
         parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
         parts += [f"offload {self.offload:g}"] if self.offload else []
-        parts += ["chunked loss"] if self.chunked_loss else []
-        words = (("gather", self.gather), ("reduce", self.reduce), ("moments", self.moments))
+        parts += [word for word, is_on in (("chunked loss", self.chunked_loss), ("compiled", self.compiled)) if is_on]
+        words = [(name, getattr(self, name)) for name in ("gather", "reduce", "moments", "float8")]
         parts += [f"{name} {kind}" for name, kind in words if kind is not None]
         parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if n > 1]
         return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule_setting}"] if self.pp > 1 else [])])
@@ -153,7 +158,7 @@ class Configuration:
 
     @property
     def _fixed(self) -> "FixedSettings":
-        return FixedSettings(self.chunked_loss, self.gather, self.reduce, self.moments)
+        return FixedSettings(self.chunked_loss, self.gather, self.reduce, self.moments, self.float8, self.compiled)
 
     @property
     def _dims(self) -> "ParallelDims":
@@ -184,6 +189,8 @@ class FixedSettings(NamedTuple):
     gather: str | None = None
     reduce: str | None = None
     moments: Literal["int8", "bfloat16"] | None = None
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    compiled: bool = False
 
 
 class TuneOptions(NamedTuple):
@@ -271,6 +278,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     for word in ("gather", "reduce"):
         check_choice(word, getattr(options.fixed, word), (None, *CODECS))
     check_choice("moments", options.fixed.moments, (None, "int8", "bfloat16"))
+    check_choice("float8", options.fixed.float8, (None, *SCALINGS))
     _check_values("schedule", options.schedule, _is_schedule, schedules)
     micro_batches = USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")

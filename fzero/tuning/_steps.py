@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fzero import optim, tree
 from fzero._arguments import check_int
 from fzero.axes import axis_if_bound, axis_size
-from fzero.nn import linear_cross_entropy
+from fzero.nn import SIZE_MULTIPLE, float8_linear, linear_cross_entropy
 from fzero.parallel import context
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
@@ -39,11 +39,13 @@ class ForwardOptions:
         explicit: whether attention is written out, so that its weights are saved for the backward pass.
         chunked: whether logits never exist as a whole.
         sequence: whether ranks along "tp" hold parts of the tokens between the layers, as `tp.enter` describes.
+        float8: the scaling with which linear layers of blocks multiply in float8; None if they multiply in their dtype.
     """
 
     explicit: bool = False
     chunked: bool = False
     sequence: bool = False
+    float8: str | None = None
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
@@ -130,6 +132,18 @@ def _linear(p: Params, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
+def _product(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+    """Multiply by the weight of a linear layer of a block, in float8 if its sizes allow it."""
+    if options.float8 is None or any(n % SIZE_MULTIPLE for n in p["w"].shape):
+        return x @ p["w"]
+    return float8_linear(x, p["w"].mT, scaling=options.float8)
+
+
+def _block_linear(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+    y = _product(options, p, x)
+    return y + p["b"] if "b" in p else y
+
+
 def _for_own_tokens(options: ForwardOptions, weights: Any) -> Any:
     """Return replicated weights for use on a rank's own tokens: their gradients are summed over the ranks."""
     return tree.map(tp.enter, weights) if options.sequence else weights
@@ -142,7 +156,7 @@ def _token_count(options: ForwardOptions, x: torch.Tensor) -> int:
 
 def _row_linear(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
-    y = tp.leave(x @ p["w"], sequence=options.sequence)
+    y = tp.leave(_product(options, p, x), sequence=options.sequence)
     return y + _for_own_tokens(options, p["b"]) if "b" in p else y
 
 
@@ -178,8 +192,9 @@ def _moe(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor)
 
 def _mlp(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
-    up = _linear(p["up"], x)
-    return _row_linear(options, p["down"], F.silu(_linear(p["gate"], x)) * up if shape.gated else F.gelu(up))
+    up = _block_linear(options, p["up"], x)
+    hidden = F.silu(_block_linear(options, p["gate"], x)) * up if shape.gated else F.gelu(up)
+    return _row_linear(options, p["down"], hidden)
 
 
 def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
@@ -192,7 +207,7 @@ def _attention(
 ) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     n, t, _ = x.shape
-    q, k, v = (_linear(p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
+    q, k, v = (_block_linear(options, p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
     if shape.head_norm:
         norms = {name: {part: tp.enter(w) for part, w in p[f"{name}_norm"].items()} for name in "qk"}
         q, k = _norm(shape, norms["q"], q), _norm(shape, norms["k"], k)
@@ -357,7 +372,7 @@ class ModelStep:
     def _options(self, config: Configuration) -> ForwardOptions:
         is_text = self.shape.task != "image"
         sequence = config.tp > 1 and is_text and self.length // config.cp % config.tp == 0
-        return ForwardOptions(self.explicit, config.chunked_loss, sequence)
+        return ForwardOptions(self.explicit, config.chunked_loss, sequence, config.float8)
 
     def _check(self, config: Configuration, depth: int) -> None:
         shape = self.shape

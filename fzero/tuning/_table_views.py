@@ -262,10 +262,15 @@ def _edge(axes: Any) -> Any:
 def warnings_of(table: "Table") -> list[str]:
     """List the ways in which the numbers of a table are estimates."""
     is_gpu = table.machine.kind == "cuda"
+    fusion = (
+        "seconds count operations that Inductor may fuse as one kernel; it was not run"
+        if any(r.config.compiled for r in table.rows)
+        else "seconds are those of unfused torch operations: Inductor's fused kernels take less, --compile"
+    )
     caveats = [
         "peaks were not measured on a GPU: they are those of torch's operations with fused attention; the margin "
         "covers a GPU's workspaces, context and fragmentation",
-        "seconds are those of unfused torch operations: Inductor's fused kernels take less",
+        fusion,
     ]
     if any(r.config.offload for r in table.rows):
         caveats.append(

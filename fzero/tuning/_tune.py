@@ -25,7 +25,7 @@ __all__ = ["Best", "Table", "tune"]
 
 # settings that are shown only if some row has another value than this default
 AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
-AXES |= dict.fromkeys(("gather", "reduce", "moments"))
+AXES |= {**dict.fromkeys(("gather", "reduce", "moments", "float8")), "compiled": False}
 SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -288,6 +288,8 @@ def tune(
     gather: str | None = None,
     reduce: str | None = None,
     moments: Literal["int8", "bfloat16"] | None = None,
+    float8: Literal["tensorwise", "rowwise"] | None = None,
+    compiled: bool = False,
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
@@ -332,6 +334,10 @@ def tune(
             sent in their own dtype. `config.policy` has it, as it has `reduce`.
         reduce: the codec by which gradients are summed over ranks; by default they are sent in float32.
         moments: "int8" or "bfloat16", which models by name then have: `moments=` of `optim.adamw`.
+        float8: "tensorwise" or "rowwise". With it, the linear layers of blocks of models by name multiply in float8, by
+            `fzero.nn.float8_linear` of this scaling. Routers, experts, heads and embeddings keep their dtype.
+        compiled: whether seconds are those of the kernels that Inductor makes of a step of the default backend: what it
+            may fuse is one kernel, whose values between are neither written nor read. Nothing is compiled.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.
@@ -377,7 +383,8 @@ def tune(
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     batch = (world_size, global_batch, stages, micro_batches)
     check_choice("chunked_loss", chunked_loss, (False, True))
-    fixed = FixedSettings(chunked_loss, gather, reduce, moments)
+    check_choice("compiled", compiled, (False, True))
+    fixed = FixedSettings(chunked_loss, gather, reduce, moments, float8, compiled)
     space = make_search_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, fixed, cp))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")

@@ -101,9 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute the loss from chunks of classes, without all logits at once",
     )
+    plan.add_argument("--compile", action="store_true", help="count fused operations once, as Inductor compiles a step")
     plan.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
     plan.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
     plan.add_argument("--moments", choices=["int8", "bfloat16"], help="how the optimizer keeps its moments")
+    plan.add_argument("--float8", choices=["tensorwise", "rowwise"], help="multiply in float8 within blocks, so scaled")
     plan.add_argument(
         "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
     )
@@ -338,6 +340,8 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             gather=args.gather,
             reduce=args.reduce,
             moments=args.moments,
+            float8=args.float8,
+            compiled=args.compile,
             workers=args.workers,
             cache=not args.no_cache,
             on_result=on_result,

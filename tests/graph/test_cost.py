@@ -125,6 +125,47 @@ def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     assert takes(host * slower, link) >= takes(host, link) and takes(host, link * slower) >= takes(host, link)
 
 
+# ---------------------------------------------------------------- fused kernels
+
+FUSING = Hardware("cuda", 1e30, 1.0, 1e30, 0, 0, fuses=True)  # a byte a second
+
+
+def planned_seconds(f: Any, *args: torch.Tensor, hardware: Hardware = FUSING, backend: Any = "inductor") -> float:
+    return fzero.plan(fzero.jit(f, backend=backend), *args, hardware=hardware).seconds
+
+
+@examples(15, 60)
+@given(st.lists(st.sampled_from((torch.sin, torch.exp, torch.abs)), min_size=1, max_size=5), st.integers(1, 3))
+def test_a_fused_kernel_reads_each_operand_once_and_writes_its_result(chain, operands):
+    """And is launched once; unfused, each operation reads and writes."""
+
+    def f(*xs: torch.Tensor) -> torch.Tensor:
+        y = sum(xs[1:], xs[0] * 2) + xs[0]
+        for g in chain:
+            y = g(y)
+        return y
+
+    xs = [torch.empty(8, 4, device="meta") for _ in range(operands)]
+    assert planned_seconds(f, *xs) == 128 * (operands + 1)
+    assert planned_seconds(f, *xs, hardware=FUSING._replace(memory=1e30, launch=1)) == 1
+    unary, binary = 1 + len(chain), operands
+    for other in ({"hardware": FUSING._replace(fuses=False)}, {"backend": "fx"}):
+        assert planned_seconds(f, *xs, **other) == 128 * (2 * unary + 3 * binary)
+
+
+def test_a_product_or_a_second_reader_ends_a_kernel():
+    """A reduction ends one after it has read. A view costs nothing, and an expanded one its elements."""
+    x, w, row = torch.empty(8, 4, device="meta"), torch.empty(4, 4, device="meta"), torch.empty(4, device="meta")
+    product = 128 + 64 + 128
+    assert planned_seconds(lambda x, w: x.sin().exp() @ w, x, w) == 2 * 128 + product
+    assert planned_seconds(lambda x, w: (x @ w).sin().exp(), x, w) == product + 2 * 128
+    assert planned_seconds(lambda x: x.sin().exp().sum(), x) == 128 + 4
+    assert planned_seconds(lambda x: x.sin().exp().amax(1), x) == 128 + 32
+    assert planned_seconds(lambda x, row: (x.sin() + row.expand(8, 4)).exp(), x, row) == 128 + 16 + 128
+    assert planned_seconds(lambda x: x.sin().view(4, 8).exp(), x) == 2 * 128
+    assert planned_seconds(lambda x: (x.sin().exp(), x.cos()), x) == 2 * (2 * 128)
+
+
 # ---------------------------------------------------------------- products and attention by their shapes
 
 

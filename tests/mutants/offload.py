@@ -225,10 +225,19 @@ MUTANTS = [
         Fault("a timeline shows one iteration of a loop", "_Clocks._note_iterations", becomes("A.iterations", "1")),
         Fault("iterations of a loop lie on one another", "_Clocks._note_iterations", becomes("A += B", "A += 0")),
     ),
+    *File("graph/planning/_clocks.py", COST).faults(
+        Fault("values within a fused kernel are read", "_Kernels.work_of", becomes("A not in B._unstored and C", "C")),
+        Fault("a fused kernel reads an operand anew in each operation", "_Kernels.work_of", skipped("A.add(B)")),
+        Fault(
+            "each operation of a fused kernel is launched",
+            "_Kernels.work_of",
+            becomes("Work(0.0, A, 0.0)", "Work(0.0, moved / self._hardware.memory, work.launch)"),
+        ),
+    ),
     *File("graph/planning/_cost.py", COST).faults(
         Fault("products of float8 take the time of half precision", "_compute_seconds", bare("A / B.float8")),
         Fault("products of float8 have one rate in any shape", "PRODUCTS", dropped("A._scaled_mm: 0")),
-        Fault("all operations count as bound by products", "limit_of", always("A == B(C, D, E)", at="1 of 2")),
+        Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.products")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
         Fault("remat's offload moves parameters to the host", "offload", dropped("not A[B].is_leaf")),

@@ -120,3 +120,10 @@ def test_the_table_and_the_lines_to_paste_name_the_axis():
     assert 'fzero.parallel.context.split(mesh, batch, batch_axis="dp")' in lines
     assert 'precision=precision, reduce="weighted", micro_batches=4' in lines and "shift_labels" in lines
     assert "cp" not in recipe(one.config) and "weighted" not in recipe(one.config)
+
+
+@pytest.mark.parametrize("name", ["causal", "experts"])
+def test_products_in_float8_train_as_exact_ones(name):
+    shape = TINY[name]
+    exact, coded = (losses(shape, Configuration(1, 4, 1, precision="float32", float8=x), 16) for x in (None, "rowwise"))
+    assert exact != coded and exact == pytest.approx(coded, rel=0.02)

@@ -26,11 +26,12 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning._cost import (
     HARDWARE,
     Hardware,
+    Work,
     collective_seconds,
-    limit_of,
     message_seconds,
-    work_seconds,
+    work_of,
 )
+from fzero.graph.planning._live_ranges import is_pointwise_kernel, is_tensor_reduction, unstored_values
 
 __all__ = ["LIMITS", "Interval", "estimate_seconds", "limits_of", "timeline"]
 
@@ -123,6 +124,7 @@ class _Clocks:
         self._body_hardware = hardware  # a loop's body is estimated as the graph is: None finds its own hardware
         self._hardware = _common_hardware(graph) if hardware is None else hardware
         self._excluded: Collection[Node] = () if hardware is None or self._hardware.host else _host_work(graph)
+        self._kernels = _Kernels(graph, self._hardware)
         self.host = _HostClock(on_host(graph.nodes) if self._hardware.host else set())
         self.work, self.wires = 0.0, 0.0
         self.ends: dict[Node, float] = {}
@@ -144,10 +146,9 @@ class _Clocks:
             self.host.computes(node, seconds)
             self.note("host", self.host.now - seconds, seconds, name_of(node), "host")
         else:
-            seconds = work_seconds(node, self._hardware)
-            if self.intervals is not None:
-                self.note("compute", self.work, seconds, name_of(node), limit_of(node, seconds, self._hardware))
-            self.work += seconds
+            work = self._kernels.work_of(node)
+            self.note("compute", self.work, work.seconds, name_of(node), work.limit)
+            self.work += work.seconds
 
     def note(self, stream: str, start: float, seconds: float, name: str, limit: str) -> None:
         """Record a busy time."""
@@ -204,6 +205,42 @@ class _Clocks:
         self.note("compute", self.work, seconds, name_of(node), "host link")
         self.work += seconds
         self.host.arrives(node, self.work)
+
+
+class _Kernels:
+    """The kernels of a graph's operations. Where a compiler fuses, one kernel computes several elementwise operations.
+
+    Such a kernel is launched once, reads each stored operand once, and writes its stored results.
+    """
+
+    def __init__(self, graph: Graph, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._unstored = unstored_values(list(graph.nodes)) if hardware.fuses else set[Node]()
+        self._of: dict[Node, set[Node]] = {}  # the operands that the kernel of an unstored value has read
+
+    def work_of(self, node: Node) -> Work:
+        """Estimate the seconds of an operation, by itself or within a kernel."""
+        work = work_of(node, self._hardware)
+        if not self._hardware.fuses or not (is_pointwise_kernel(node) or is_tensor_reduction(node)):
+            return work
+        operands = {_viewed(a): a for a in node.all_input_nodes}
+        read = next((self._of[x] for x in operands if x in self._unstored), set[Node]())
+        moved = 0
+        for x, a in operands.items():
+            if x not in self._unstored and x not in read:
+                moved += min(nbytes(*stand_ins_of(x)), nbytes(*stand_ins_of(a)))  # an expanded view is not larger
+                read.add(x)
+        if node in self._unstored:
+            self._of[node] = read
+            return Work(0.0, moved / self._hardware.memory, 0.0)
+        return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory, work.launch)
+
+
+def _viewed(node: Node) -> Node:
+    """Return the value that a node is a view of; the node itself if it is none."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 @dataclass

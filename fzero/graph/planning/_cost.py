@@ -3,10 +3,8 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fzero.graph._ir import (
@@ -25,11 +23,11 @@ __all__ = [
     "HARDWARE",
     "Hardware",
     "Route",
+    "Work",
     "collective_seconds",
-    "limit_of",
     "message_seconds",
     "route_of",
-    "work_seconds",
+    "work_of",
 ]
 
 # The rates and latencies of the hardware that the cost model reads.
@@ -63,6 +61,8 @@ class Hardware(NamedTuple):
             them.
         attention_flops: floating-point operations per second of fused attention, all pairs counted.
         float8: the factor by which a product of float8 is faster than one of half precision.
+        fuses: whether a compiler fuses elementwise operations: values between them are neither stored nor read, and
+            each kernel is launched once. The compiler is that of the step, whose plan marks these values.
     """
 
     kind: str
@@ -86,6 +86,7 @@ class Hardware(NamedTuple):
     processors: int = 0
     attention_flops: float = 0.0
     float8: float = 1.0
+    fuses: bool = False
 
 
 HARDWARE = {
@@ -203,30 +204,45 @@ def _transfer_seconds(kind: str, total: float, route: Route, hardware: Hardware,
 # The time of one operation, by its flops, its bytes and its launch.
 
 
-def work_seconds(node: Node, hardware: Hardware) -> float:
-    """Estimate the seconds of one operation that is no collective."""
-    operands = stand_ins_of_args(node)
-    return max(_compute_seconds(node, operands, hardware), _memory_seconds(node, operands, hardware), hardware.launch)
+class Work(NamedTuple):
+    """The seconds that one operation takes by each of its limits. The largest decides.
+
+    Attributes:
+        products: by the rate of matrix products.
+        memory: by the bandwidth of memory.
+        launch: by the launch of its kernel.
+    """
+
+    products: float
+    memory: float
+    launch: float
+
+    @property
+    def seconds(self) -> float:
+        """The estimate."""
+        return max(self)
+
+    @property
+    def limit(self) -> str:
+        """What bounds the operation: "products", "memory" or "launches"."""
+        if self.seconds == self.products:
+            return "products"
+        return "memory" if self.seconds == self.memory else "launches"
 
 
-def limit_of(node: Node, seconds: float, hardware: Hardware) -> str:
-    """Return what bounds an operation that takes some seconds."""
-    operands = stand_ins_of_args(node)
-    if seconds == _compute_seconds(node, operands, hardware):
-        return "products"
-    return "memory" if seconds == _memory_seconds(node, operands, hardware) else "launches"
+def work_of(node: Node, hardware: Hardware) -> Work:
+    """Estimate the seconds of one operation that is no collective, and a kernel of its own."""
+    moved = nbytes(*stand_ins_of(node), *stand_ins_of_args(node))
+    return Work(_compute_seconds(node, hardware), moved / hardware.memory, hardware.launch)
 
 
-def _compute_seconds(node: Node, operands: Sequence[torch.Tensor], hardware: Hardware) -> float:
+def _compute_seconds(node: Node, hardware: Hardware) -> float:
     count = flops(node)
+    operands = stand_ins_of_args(node)
     compute = count / _rate(node, hardware) if count else 0.0
     if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.slow
     return compute / hardware.float8 if _packet(node) is aten._scaled_mm else compute
-
-
-def _memory_seconds(node: Node, operands: Sequence[torch.Tensor], hardware: Hardware) -> float:
-    return nbytes(*stand_ins_of(node), *operands) / hardware.memory
 
 
 TILE = (128, 256)  # rows and columns of a result that one processor computes at a time

@@ -134,6 +134,8 @@ def expected_bytes(
 BITS = {  # what no system takes from its file, and what it does instead
     "gather": "parameters are sent in their own dtype",
     "reduce": "gradients are sent in the dtype of the file",
+    "float8": "layers multiply in the precision of the file",
+    "compiled": "the seconds are those of compiled code, which the system's own setting turns on",
     "moments": "moments are in float32, unless the program makes another optimizer",
 }
 
