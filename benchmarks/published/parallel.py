@@ -32,12 +32,8 @@ def runs() -> list[Run]:
 
 
 def _can_say(row: Mapping[str, str]) -> bool:
-    words = row["parallel"].split()
-    return (
-        "async-tp" not in words
-        and not any(word.startswith("cp") for word in words)
-        and any(word.startswith("tp") for word in words)
-    )
+    splits = {word.rstrip("0123456789") for word in row["parallel"].split()}
+    return "tp" in splits and not {"cp", "async-tp"} & splits
 
 
 def long_runs() -> list[Run]:

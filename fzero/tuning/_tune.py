@@ -336,8 +336,8 @@ def tune(
         moments: "int8" or "bfloat16", which models by name then have: `moments=` of `optim.adamw`.
         float8: "tensorwise" or "rowwise". With it, the linear layers of blocks of models by name multiply in float8, by
             `fzero.nn.float8_linear` of this scaling. Routers, experts, heads and embeddings keep their dtype.
-        compiled: whether seconds are those of the kernels that Inductor makes of a step of the default backend: what it
-            may fuse is one kernel, whose values between are neither written nor read. Nothing is compiled.
+        compiled: whether seconds are those of the kernels that Inductor makes of a step of the default backend. What it
+            may fuse is one kernel, and no value within a kernel is written or read. Nothing is compiled.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.

@@ -188,13 +188,14 @@ def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float
 
 
 def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, masked: bool = False) -> Task:
-    """Two layers of attention to sequences that are split over two ranks."""
+    """Two layers of a short convolution and attention to sequences that are split over two ranks."""
     opt, heads = adamw(), 4
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x = batch["x"].to(dtype)
         documents, window = (batch["documents"], 5) if masked else (None, None)
         for p in tree.map(lambda w: w.to(dtype), params["layers"]):
+            x = x + context.causal_conv1d(x.mT, p["conv"], documents=documents).mT
             q, k, v = (x @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
             y = context.attention(q, k, v, causal=True, documents=documents, window=window, method=method)
             x = x + y.transpose(1, 2).flatten(2) @ p["out"]
@@ -202,7 +203,8 @@ def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, maske
         return (x.float() * positions[:, None] - batch["y"]).square().mean()
 
     def layer() -> Any:
-        return {"qkv": torch.randn(WIDTH, 3 * WIDTH), "out": torch.randn(WIDTH, WIDTH)}
+        qkv, out = torch.randn(WIDTH, 3 * WIDTH), torch.randn(WIDTH, WIDTH)
+        return {"conv": torch.randn(WIDTH, 4), "qkv": qkv, "out": out}
 
     def batch() -> Any:
         rows = {name: torch.randn(2, 8, WIDTH) for name in ("x", "y")}
