@@ -191,7 +191,7 @@ def trained(step: Any, state: Any, split: Any = lambda x: x) -> Any:
     return state
 
 
-@examples(9, 300)
+@examples(3, 300)
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
     rule=st.sampled_from([None, *sorted(RULES)]),

@@ -114,7 +114,7 @@ KINDS = {
 }
 
 
-@examples(9, 300)
+@examples(3, 300)
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
     rule=st.sampled_from([None, *sorted(RULES)]),

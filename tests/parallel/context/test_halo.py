@@ -64,7 +64,7 @@ def defined(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.
     return (windows * w.unsqueeze(1)).sum(-1) + b.unsqueeze(-1)
 
 
-@examples(4, 60)
+@examples(2, 60)
 @given(st.integers(1, 8), st.integers(3, 4), st.booleans(), SIMULATIONS, st.integers(0, 9))
 def test_a_causal_convolution_is_that_of_whole_sequences(n, half, has_documents, simulate, seed):
     """Of width 4, as Mamba's: its value, its gradients, and those of a function of the gradients."""

@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero.parallel import experts as moe
-from tests.helpers import cases, train_step_for
+from tests.helpers import LEAST, cases, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, ffn, params_of
 
 LAYERS = [f"blocks.{i}" for i in range(3)]
@@ -37,7 +37,7 @@ def test_exchanges_are_called_by_their_layer(stage, k, capacity):
     mesh, train_step = fzero.mesh(dp=2, ep=2), train_step_for(loss_of(capacity), OPT, micro_batches=k)
     step = fzero.shard(train_step, stage, mesh, split=moe.split("experts"))
     state = step.init({"inp": ends["inp"], "blocks": blocks, "head": ends["head"]}, OPT)
-    plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(batch_of(24)))
+    plan = fzero.plan(fzero.jit(step, backend="fx", **LEAST), *state, mesh.split(batch_of(24)))
     sent = [c for c in plan.collectives if c.kind == "all_to_all"]
     forward = [c.unit for c in sent if plan.operations[c.position].phase == "forward"]
     backward = [c.unit for c in sent if plan.operations[c.position].phase == "backward"]

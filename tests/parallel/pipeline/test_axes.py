@@ -27,7 +27,7 @@ from tests.parallel.pipeline.helpers import (
 from tests.parallel.pipeline.model import OPT, step_of
 
 
-@examples(3, 6)
+@examples(2, 6)
 @given(
     st.sampled_from([(2, 2, 2), (1, 2, 2), (1, 4, 2), (2, 2, 1)]),
     st.integers(0, 3),

@@ -126,11 +126,11 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
         return total + given["loss"], weight
 
     params = params_of(5)
-    for name in ("1f1b", "zb"):
+    few = [("1f1b", "vmap"), ("zb", "lockstep")]
+    for name, simulate in either(few, [*itertools.product(("1f1b", "zb"), SIMULATED)]):
         loss = loss_of(4, first=begin, block=counted, last=end, depth=5, schedule=name)
-        expected = trained(loss, params, 8)
-        for simulate in ("vmap", "lockstep"):
-            close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
+        mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
+        close(trained_on(mesh, 3, loss, params, 8), trained(loss, params, 8))
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
@@ -239,7 +239,7 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
         return value, loss.unstack(step.gather(state[0]), mesh)
 
     expected = run(None, 1)
-    for stage, simulate in either(((1, "vmap"), (3, "lockstep")), [*itertools.product((1, 3), SIMULATED)]):
+    for stage, simulate in either(((3, "lockstep"),), [*itertools.product((1, 3), SIMULATED)]):
         found = run(fzero.mesh(dp=2, pp=2, simulate=simulate), stage)
         assert_trees_close(found, expected, 3e-2)
 
@@ -363,9 +363,9 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
 def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
     """Along the axes of data, at every stage of ZeRO; and by each action where parameters are gathered there."""
     params = params_of(4)
-    for stage in range(4):
+    for stage in either((1, 3), range(4)):
         counts = []
-        for micro_batches in (2, 8):
+        for micro_batches in either((2, 4), (2, 8)):
             loss = loss_of(micro_batches)
             mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
             with fzero.collectives.record() as log:

@@ -168,7 +168,7 @@ AHEAD = st.fixed_dictionaries(
 )
 
 
-@examples(3, 40)
+@examples(1, 40)
 @given(st.sampled_from(("1f1b", "interleaved", "zbv")), st.integers(0, 1), st.integers(1, 3), st.booleans(), AHEAD)
 @example("interleaved", 1, 1, False, {"prefetch": 1, "in_flight": 0, "max_reuse_bytes": 0})
 def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage, remat, jit):
