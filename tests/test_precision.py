@@ -636,7 +636,7 @@ def test_contradictions_name_all_numbers(given, message):
 # ---------------------------------------------------------------- bad input
 
 
-def test_bad_policies():
+def test_a_wrong_policy_is_named():
     with pytest.raises(ValueError, match="master weights in half precision lose every update"):
         fzero.Precision(torch.bfloat16, master=torch.bfloat16)
     with pytest.raises(

@@ -7,7 +7,7 @@ __all__ = ["choose_shape"]
 
 
 def choose_shape(
-    alive: int, axes: Mapping[str, int], data_axes: tuple[str, ...], global_batch: int, rows: int, min_ranks: int
+    alive: int, axes: Mapping[str, int], data_axes: tuple[str, ...], global_batch: int, micro_batch: int, min_ranks: int
 ) -> dict[str, int]:
     """Return the sizes of the largest mesh among the ranks that are alive. The ranks beyond it are spares.
 
@@ -16,7 +16,7 @@ def choose_shape(
         axes: the size of each axis; -1 for the axis that grows and shrinks.
         data_axes: the axes along which ranks get different examples.
         global_batch: the examples of a step.
-        rows: a rank's examples of a step are a multiple of this number: the micro-batch.
+        micro_batch: a rank's examples of a step are a multiple of this number.
         min_ranks: the fewest ranks to train on.
 
     Raises:
@@ -28,13 +28,19 @@ def choose_shape(
     for size in sizes:
         shape = {name: size if name == grows else n for name, n in axes.items()}
         shares = math.prod([shape[name] for name in data_axes])
-        if global_batch % (shares * rows) == 0 and size * fixed >= min_ranks:
+        if global_batch % (shares * micro_batch) == 0 and size * fixed >= min_ranks:
             return shape
-    raise RuntimeError(_impossible(alive, axes, fixed, grows, global_batch, rows, min_ranks))
+    raise RuntimeError(_impossible(alive, axes, fixed, grows, global_batch, micro_batch, min_ranks))
 
 
 def _impossible(
-    alive: int, axes: Mapping[str, int], fixed: int, grows: str | None, global_batch: int, rows: int, min_ranks: int
+    alive: int,
+    axes: Mapping[str, int],
+    fixed: int,
+    grows: str | None,
+    global_batch: int,
+    micro_batch: int,
+    min_ranks: int,
 ) -> str:
     """Say why no mesh is possible."""
     text = ", ".join([f"{name}={size}" for name, size in axes.items()])
@@ -44,7 +50,7 @@ def _impossible(
     elif alive < min_ranks:
         why = f"min_ranks={min_ranks} asks for more"
     else:
-        each = f" in micro-batches of {rows}" if rows > 1 else ""
+        each = f" in micro-batches of {micro_batch}" if micro_batch > 1 else ""
         why = f"global_batch={global_batch} cannot be shared{each} by min_ranks={min_ranks} or more of them"
     return (
         f"elastic.run({text}) with {ranks}: {why}. Start it with more ranks, or choose another global_batch or "

@@ -13,7 +13,8 @@ from fzero._torch import is_tracing
 from fzero._torch.watched import record_node_lines, watch_operations
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, as_step
-from fzero.observe._value_graph import NonFiniteTracker, ValueGraph, ValueOrigin, explain, nonfinite_kind, pack, unpack
+from fzero.observe._nonfinite_tracker import NonFiniteTracker, nonfinite_kind
+from fzero.observe._value_graph import ValueGraph, ValueOrigin, explain, pack, unpack
 from fzero.ranks import Mesh, gather_texts
 from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, traced_spec
 

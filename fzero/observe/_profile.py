@@ -1,12 +1,9 @@
 """profile: measure where the time of a step goes."""
 
-import os
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,134 +12,17 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._arguments import check_int
-from fzero._report import FigureReport, new_figure
+from fzero._report import FigureReport
 from fzero._torch import profiling, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
+from fzero.observe._flame_chart import draw
 from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, spans
 
-__all__ = ["Cost", "Profile", "bars", "colours", "draw", "in_words", "label", "operation_kind", "profile"]
+__all__ = ["Cost", "Profile", "in_words", "operation_kind", "profile"]
 
-# A flame chart of one step: its passes, the functions and modules in them as they nest, their lines and operations.
-
-
-PASSES = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b"}
-FUNCTIONS = ("#b279a2", "#72b7b2", "#eeca3b", "#e45756", "#9d755d")
-OPERATIONS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#ff9d98", "#bab0ac")
-OTHER_COLOUR = "#dddddd"
-DEPTH = 8  # the largest number of rows of the chart for functions and modules
 LEAST_ROW = 0.02  # functions below this share of the step are not printed
 ROWS = 24  # the largest number of printed functions
-LEAST = 0.0005  # bars below this share of the step are left out
-LETTERS = 170  # the number of letters that fit into the full width
-
-
-class Bar(NamedTuple):
-    """A bar of the chart.
-
-    Attributes:
-        row: the row, 0 for passes, then functions and modules, lines and operations.
-        names: the names of the bars above it and its own.
-        start: its start in seconds.
-        seconds: its length in seconds.
-        function: the innermost function or module that it lies in or is, without numbers of layers; "" for a pass.
-    """
-
-    row: int
-    names: tuple[str, ...]
-    start: float
-    seconds: float
-    function: str
-
-    @property
-    def text(self) -> str:
-        """The bar's own name."""
-        return self.names[-1]
-
-
-def bars(spans: Sequence[Span]) -> Iterator[Bar]:
-    """Yield the bars of a chart. Neighbours with the same name are joined if the bars above them are the same."""
-    rows = len(row_names(spans))
-    named = [(_names(s, rows), s) for s in spans]
-    for row in range(rows):
-        for names, group in groupby(named, key=lambda x: x[0][: row + 1]):
-            if names[-1]:
-                group_spans = [span for _, span in group]
-                inner = next((name for name in reversed(names[1 : rows - 2]) if name), "")
-                seconds = sum([s.seconds for s in group_spans])
-                yield Bar(row, names, group_spans[0].start, seconds, _without_numbers(inner))
-
-
-def row_names(spans: Sequence[Span]) -> tuple[str, ...]:
-    """Return the names of a chart's rows: as many for functions and modules as the deepest stack has, at most 8."""
-    depth = min(max([len(_stack(s)) for s in spans], default=1), DEPTH)
-    return ("pass", "function", *[""] * (depth - 1), "line", "operation")
-
-
-def _stack(span: Span) -> tuple[str, ...]:
-    return span.stack or (span.function or "fzero",)
-
-
-def _names(span: Span, rows: int) -> tuple[str, ...]:
-    """Return a span's name in each row; "" where its stack has no name."""
-    stack = (*_stack(span), *[""] * rows)[: rows - 3]
-    return span.phase, *stack, os.path.basename(span.line) or "-", _operation(span)
-
-
-def _operation(span: Span) -> str:
-    return span.name.partition("::")[2] or span.name
-
-
-def _without_numbers(name: str) -> str:
-    """Return a module's name without the numbers of layers, so that equal layers look alike."""
-    return re.sub(r"\.?\b\d+\b", "", name)
-
-
-def colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
-    """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
-    functions = [(_without_numbers(_stack(s)[:DEPTH][-1]), s.seconds) for s in spans]
-    operations = [(_operation(s), s.seconds) for s in spans]
-    return PASSES, _colours_of_top(functions, FUNCTIONS), _colours_of_top(operations, OPERATIONS)
-
-
-def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) -> dict[str, str]:
-    """Give the names of the largest sums of seconds the colours of a palette."""
-    sums: dict[str, float] = {}
-    for name, seconds in costs:
-        sums[name] = sums.get(name, 0.0) + seconds
-    return dict(zip(sorted(sums, key=lambda name: -sums[name]), palette, strict=False))
-
-
-def label(text: str, share: float) -> str:
-    """Return a text cut to a share of the width; "" if not even its beginning fits."""
-    room = int(LETTERS * share)
-    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
-
-
-def draw(name: str, spans: Sequence[Span]) -> Any:
-    """Draw a flame chart as a matplotlib figure. A line has the colour of its function."""
-    from matplotlib.patches import Patch
-
-    rows = row_names(spans)
-    figure = new_figure(11, 2.4 + 0.35 * len(rows))
-    axes = figure.subplots()
-    passes, functions, operations = colours(spans)
-    total = sum([s.seconds for s in spans]) or 1.0
-    for bar in bars(spans):
-        if bar.seconds < LEAST * total:
-            continue
-        named = passes if bar.row == 0 else operations if bar.row == len(rows) - 1 else functions
-        colour = named.get(bar.function if named is functions else bar.text, OTHER_COLOUR)
-        box = [(bar.start * 1e3, bar.seconds * 1e3)]
-        axes.broken_barh(box, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
-        middle, text = (bar.start + bar.seconds / 2) * 1e3, label(bar.text, bar.seconds / total)
-        axes.text(middle, -bar.row - 0.45, text, ha="center", va="center", fontsize=6.5, clip_on=True)
-    axes.set(xlabel="ms of operations, one after the other", xlim=(0, total * 1e3), ylim=(-len(rows), 0), title=name)
-    axes.set_yticks([-row - 0.45 for row in range(len(rows))], rows)
-    legend = {**{f"in {text}": colour for text, colour in functions.items()}, **operations, "others": OTHER_COLOUR}
-    patches = [Patch(color=colour, label=text) for text, colour in legend.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
-    return figure
 
 
 MARK = "fzero.profile: step"

@@ -67,31 +67,36 @@ def _leaf_numbers(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
 
 
 def _position_in_full_leaf(spec_id: int, position: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Return the positions in the full leaves of elements whose positions in this rank's parts are given."""
+    """Return the positions in the full leaves of elements whose positions in this rank's parts are given.
+
+    Args:
+        spec_id: the unit's spec, with m leaves of up to d dimensions.
+        position: int64 `[k]`, the position of each element in this rank's part of its leaf.
+        leaf: int64 `[k]`, the index of each element's leaf; m for the padding.
+    """
     spec, device = traced_spec(spec_id), position.device
     ndim = max([len(shape) for shape in spec.shapes])
-    parts = [(*[1] * (ndim - len(shape)), *shape) for shape in spec.shapes]
-    firsts = torch.zeros(len(parts) + 1, ndim, dtype=torch.int64, device=device)  # this part's place in each dimension
-    fulls = [list(part) for part in parts]
+    part_shapes = [(*[1] * (ndim - len(shape)), *shape) for shape in spec.shapes]
+    full_shapes = [list(shape) for shape in part_shapes]
+    part_indices = torch.zeros(len(part_shapes) + 1, ndim, dtype=torch.int64, device=device)  # of this rank: [m + 1, d]
     for split in spec.split:
         if split.stacked:
             continue
-        factor, place = [[1] * ndim for _ in parts], [[0] * ndim for _ in parts]
+        counts, is_split = [[1] * ndim for _ in part_shapes], [[0] * ndim for _ in part_shapes]
         for i, dim in enumerate(split.dims):
             at = ndim - len(spec.shapes[i]) + dim
-            fulls[i][at] *= split.size
-            factor[i][at], place[i][at] = split.size, 1
+            full_shapes[i][at] *= split.size
+            counts[i][at], is_split[i][at] = split.size, 1
         rank = axis_index(split.axis).to(device)
-        scale = torch.tensor([*factor, [1] * ndim], device=device)
-        firsts = firsts * scale + rank * torch.tensor([*place, [0] * ndim], device=device)
-    sizes = torch.tensor([*parts, [1] * (ndim - 1) + [position.numel() * spec.ranks + 1]], device=device)
-    strides = [[math.prod(full[d + 1 :]) for d in range(ndim)] for full in fulls]
-    stride = torch.tensor([*strides, [0] * (ndim - 1) + [1]], device=device)
-    begin = (firsts * sizes * stride).sum(1)
-    full = begin[leaf]
-    rest = position
+        scale = torch.tensor([*counts, [1] * ndim], device=device)
+        part_indices = part_indices * scale + rank * torch.tensor([*is_split, [0] * ndim], device=device)
+    sizes = torch.tensor([*part_shapes, [1] * (ndim - 1) + [position.numel() * spec.ranks + 1]], device=device)
+    full_strides = [[math.prod(shape[d + 1 :]) for d in range(ndim)] for shape in full_shapes]
+    strides = torch.tensor([*full_strides, [0] * (ndim - 1) + [1]], device=device)
+    first_positions = (part_indices * sizes * strides).sum(1)  # of this rank's parts in the full leaves: [m + 1]
+    full_position, rest = first_positions[leaf], position  # [k]
     for d in reversed(range(ndim)):
         size = sizes[:, d].clamp(min=1)[leaf]
-        full = full + rest % size * stride[:, d][leaf]
+        full_position = full_position + rest % size * strides[:, d][leaf]
         rest = torch.div(rest, size, rounding_mode="floor")
-    return full
+    return full_position

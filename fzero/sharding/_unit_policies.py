@@ -9,7 +9,8 @@ import torch
 from fzero import tree
 from fzero._arguments import check_int
 from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
-from fzero.sharding._units import MAX_UNIT_NUMEL, default_units, divide_tree
+from fzero.sharding._subtrees import divide_tree
+from fzero.sharding._units import MAX_UNIT_NUMEL, default_units
 from fzero.tree import Tree, is_box
 
 __all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "find_unit_leaves"]

@@ -1,8 +1,10 @@
-"""Units: the leaves that are gathered together. Rules form units by paths and by the sizes of subtrees."""
+"""Units: which unit each leaf belongs to, and how units are found in a sharded tree.
+
+A *unit* is stored flat: its leaves are concatenated, padded to a multiple of N, and divided into N equal 1-D shards.
+"""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,136 +15,21 @@ from fzero.axes import Axis, LayoutRules, StackedList, axis_names, bound_axes, b
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
 from fzero.sharding._spec import Split, intern_parts
+from fzero.sharding._subtrees import divide_tree
 from fzero.tree import Tree, is_box
 
 __all__ = [
     "MAX_UNIT_NUMEL",
     "FullUnit",
     "ShardedUnit",
-    "Subtree",
     "UnitAssignment",
     "assign_units",
     "default_units",
-    "divide_tree",
     "map_units",
     "replace_unit",
     "shard_axes",
     "sharded_units",
 ]
-
-
-# Subtrees: a tree is divided into subtrees of similar size. Only the dotted paths and the sizes of its leaves are read.
-
-
-class Subtree(NamedTuple):
-    """A subtree, or neighbouring subtrees that are one unit.
-
-    Attributes:
-        name: the path of the subtree; for neighbours, the paths of the first and the last.
-        paths: the paths of its leaves, in the order of the tree.
-        numel: the number of elements of its leaves.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    numel: int
-
-
-def divide_tree(
-    numels: Mapping[str, int], min_numel: int, max_numel: float = math.inf, all_paths: Iterable[str] = ()
-) -> list[Subtree]:
-    """Divide a tree into its smallest subtrees of at least `min_numel` elements.
-
-    Smaller neighbours are joined while they have at most `max_numel` elements together. A subtree that is still smaller
-    than `min_numel` then joins the one before it, or else the one after it, if both have at most `max_numel` elements
-    together.
-
-    Args:
-        numels: the number of elements of each leaf, by path, in the order of the tree.
-        min_numel: the smallest number of elements of a subtree; at most `max_numel`.
-        max_numel: the largest number of elements of a subtree. A larger one is a single leaf.
-        all_paths: the paths of all leaves of the tree, if `numels` has only some of them. A result is named by subtrees
-            that it contains completely.
-
-    Returns:
-        The subtrees. Each leaf lies in exactly one, and their names differ.
-    """
-    groups = _divide(
-        [_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, min_numel, max_numel
-    )
-    below = _counts([tuple(path.split(".")) for path in all_paths or numels])
-    return [_subtree(leaves, below) for leaves in groups]
-
-
-_Keys = tuple[str, ...]
-
-
-class _SubtreeLeaf(NamedTuple):
-    path: str
-    keys: _Keys
-    numel: int
-
-
-_Leaves = list[_SubtreeLeaf]
-
-
-def _divide(leaves: _Leaves, depth: int, min_numel: int, max_numel: float) -> list[_Leaves]:
-    """Divide a subtree, whose leaves share their first `depth` keys."""
-    children: dict[str | None, _Leaves] = {}
-    for leaf in leaves:
-        children.setdefault(leaf.keys[depth] if depth < len(leaf.keys) else None, []).append(leaf)
-    sizes = [_numel_of(child) for child in children.values()]
-    if sum(sizes) <= max_numel and max(sizes, default=0) < min_numel:
-        return [leaves]
-    subtrees: list[_Leaves] = []
-    is_open = False  # whether the last subtree consists of small neighbours, which the next child may join
-    for child, numel in zip(children.values(), sizes, strict=True):
-        is_small = numel < min_numel
-        if is_small and is_open and _numel_of(subtrees[-1]) + numel <= max_numel:
-            subtrees[-1] = subtrees[-1] + child
-        else:
-            subtrees += [child] if is_small or len(child) == 1 else _divide(child, depth + 1, min_numel, max_numel)
-        is_open = is_small
-    return _join_small(subtrees, min_numel, max_numel)
-
-
-def _join_small(subtrees: Sequence[_Leaves], min_numel: int, max_numel: float) -> list[_Leaves]:
-    """Join each subtree smaller than `min_numel` to a neighbour, if both together have at most `max_numel`."""
-    joined: list[_Leaves] = []
-    for subtree in subtrees:
-        last = _numel_of(joined[-1]) if joined else 0
-        if joined and min(last, _numel_of(subtree)) < min_numel and last + _numel_of(subtree) <= max_numel:
-            joined[-1] = joined[-1] + subtree
-        else:
-            joined.append(subtree)
-    return joined
-
-
-def _numel_of(leaves: _Leaves) -> int:
-    return sum(leaf.numel for leaf in leaves)
-
-
-def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
-    """Count the leaves below each node."""
-    return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
-
-
-def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
-    """Name a subtree by the first and the last subtree that it contains completely."""
-    inside = _counts([leaf.keys for leaf in leaves])
-
-    def name_of(leaf: _SubtreeLeaf) -> str:
-        prefixes = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
-        return ".".join(next((keys for keys in prefixes if inside[keys] == below[keys]), leaf.keys)) or "params"
-
-    first, last = name_of(leaves[0]), name_of(leaves[-1])
-    name = first if first == last else f"{first} to {last}"
-    return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel_of(leaves))
-
-
-# Units: which unit each leaf belongs to, and how units are found in a sharded tree.
-#
-# A *unit* is stored flat: its leaves are concatenated, padded to a multiple of N, and divided into N equal 1-D shards.
 
 
 MAX_UNIT_NUMEL = 2**31 - 1  # the most elements of a unit of the default rule: an int32 can count them

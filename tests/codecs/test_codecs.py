@@ -149,6 +149,6 @@ def test_rounding_differentiates_as_the_identity(kind):
         (lambda: codecs.float8("e3m4"), ValueError, 'kind=\'e3m4\': expected "e4m3" or "e5m2"'),
     ],
 )
-def test_bad_settings(make, error, text):
+def test_a_wrong_setting_of_a_codec_is_named(make, error, text):
     with pytest.raises(error, match=text):
         make()

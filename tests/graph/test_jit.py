@@ -494,7 +494,7 @@ def test_bad_steps_are_refused(name):
         fzero.jit(f, backend="fx")(torch.ones(3))
 
 
-def test_captured_tensors():
+def test_captured_tensors_that_need_a_gradient_or_are_written_are_refused():
     w, big = torch.ones(3, requires_grad=True), torch.ones(600, 600)
     with pytest.raises(ValueError, match=r"captures a tensor \[3\].* used at .*test_jit\.py:\d+, that requires grad"):
         fzero.jit(lambda x: x * w, backend="fx")(torch.ones(3))
@@ -513,7 +513,7 @@ def test_captured_tensors():
         fzero.jit(counts, backend="fx")(torch.ones(3))
 
 
-def test_bad_arguments():
+def test_a_wrong_argument_of_a_jitted_step_is_named():
     f = fzero.jit(lambda x, y=None: x, backend="fx")
     with pytest.raises(ValueError, match="argument 0 requires grad"):
         f(torch.ones(3, requires_grad=True))
@@ -548,7 +548,7 @@ def test_bad_arguments():
         ({"donate": "01"}, "donate='01': expected positions of arguments"),
     ],
 )
-def test_bad_options(options, message):
+def test_a_wrong_option_of_jit_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         fzero.jit(lambda x: x, **options)
 

@@ -8,27 +8,35 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 
 MUTANTS = [
     *File("observe/_value_graph.py", DEBUG).faults(
+        Fault(
+            "infinities are followed as if they were nan",
+            "_ends",
+            becomes("[A for A, B in C(D, E) if B or not F]", "[A for A, _ in C(D, E)]"),
+        ),
+        Fault(
+            "the last non-finite value is reported, not the first",
+            "_in_time",
+            returns("sorted(nodes, key=lambda n: _origin(graphs, n).order, reverse=True)"),
+        ),
+        Fault(
+            "the rank that received a non-finite value is blamed",
+            "_parents",
+            never("A.collective is not None"),
+            ON_GLOO,
+        ),
+    ),
+    *File("observe/_nonfinite_tracker.py", DEBUG).faults(
         Fault("the range of a tensor leaves infinities out", "_format_tensor", never("(A := B(C))")),
         Fault(
             "an infinity that a mask makes on purpose is blamed",
             "NonFiniteTracker._origin",
             never("any(A for B in operation.C)"),
         ),
-        Fault(
-            "infinities are followed as if they were nan",
-            "_ends",
-            becomes("[A for A, B in C(D, E) if B or not F]", "[A for A, _ in C(D, E)]"),
-        ),
         Fault("the tracker keeps tensors alive", "NonFiniteTracker._record_early_read", bare("B(A.name, [], [], [])")),
         Fault(
             "an overwritten tensor keeps its old origin",
             "NonFiniteTracker._record_results",
             skipped("for A, B in C:\n    self.D(A)"),
-        ),
-        Fault(
-            "the last non-finite value is reported, not the first",
-            "_in_time",
-            returns("sorted(nodes, key=lambda n: _origin(graphs, n).order, reverse=True)"),
         ),
         Fault(
             "a comparison of simulated ranks is not recorded",
@@ -39,12 +47,6 @@ MUTANTS = [
             "a sum over ranks that overflows is blamed on one rank",
             "NonFiniteTracker._origin",
             never("A.collective", at="1 of 2"),
-        ),
-        Fault(
-            "the rank that received a non-finite value is blamed",
-            "_parents",
-            never("A.collective is not None"),
-            ON_GLOO,
         ),
     ),
     *File("observe/_nonfinite.py", DEBUG).faults(

@@ -45,7 +45,7 @@ MUTANTS = [
             "the update counts as the forward pass", "_place_spans", (bare("A > B[-1]"), constant("update", "forward"))
         ),
     ),
-    *File("observe/_profile.py", PROFILING).faults(
+    *File("observe/_flame_chart.py", PROFILING).faults(
         Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),
         Fault("labels of narrow bars overlap", "label", constant(4, 0)),
         Fault("bars are joined across different callers", "bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),

@@ -34,20 +34,6 @@ MUTANTS = [
     ),
     *File("tuning/_offload_costs.py", COSTS).faults(
         Fault(
-            "an offloaded update counts no writes of its results",
-            "OffloadWork.update_bytes",
-            becomes("2 * self.up_bytes", "self.up_bytes"),
-        ),
-        Fault(
-            "an offloaded update counts no writes of its state", "OffloadWork.update_bytes", bare("2 * A", at="1 of 2")
-        ),
-        Fault("remat takes no time in the estimate", "model_work", never("remat", at="3 of 3")),
-        Fault("stage 2 counts as sharding parameters", "model_work", becomes("A < 3", "A < 2")),
-        Fault("full gradients are moved to the host at stages 2 and 3", "model_work", never("A < 2", at="2 of 2")),
-        Fault("gradients in host memory are not counted", "model_work", bare("A + gradient_bytes + B")),
-        Fault("activations count as gradients", "planned_work", bare("A - B(C, D)")),
-        Fault("the device's update counts as the host's", "planned_work", never("not A(B)")),
-        Fault(
             "each rank counts the whole host's memory speed",
             "OffloadCosts.chain_seconds",
             becomes("A.host_memory / A.B", "A.host_memory"),
@@ -72,5 +58,21 @@ MUTANTS = [
         ),
         Fault("a ratio is rounded down", "OffloadCosts.first_fit", becomes("math.ceil", "math.floor")),
         Fault("the fastest ratio need not fit", "OffloadCosts.fastest", dropped("first")),
+    ),
+    *File("tuning/_offload_work.py", COSTS).faults(
+        Fault(
+            "an offloaded update counts no writes of its results",
+            "OffloadWork.update_bytes",
+            becomes("2 * self.up_bytes", "self.up_bytes"),
+        ),
+        Fault(
+            "an offloaded update counts no writes of its state", "OffloadWork.update_bytes", bare("2 * A", at="1 of 2")
+        ),
+        Fault("remat takes no time in the estimate", "model_work", never("remat", at="3 of 3")),
+        Fault("stage 2 counts as sharding parameters", "model_work", becomes("A < 3", "A < 2")),
+        Fault("full gradients are moved to the host at stages 2 and 3", "model_work", never("A < 2", at="2 of 2")),
+        Fault("gradients in host memory are not counted", "model_work", bare("A + gradient_bytes + B")),
+        Fault("activations count as gradients", "planned_work", bare("A - B(C, D)")),
+        Fault("the device's update counts as the host's", "planned_work", never("not A(B)")),
     ),
 ]

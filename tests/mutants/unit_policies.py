@@ -7,6 +7,10 @@ UNITS = ("tests/sharding",)
 
 MUTANTS = [
     *File("sharding/_units.py", UNITS).faults(
+        Fault("a default unit may have any size", "_divide_large", always("sum(A.values()) <= B")),
+        Fault("the cap counts leaves before they are split", "_divide_large", bare("A // math.prod(B)")),
+    ),
+    *File("sharding/_subtrees.py", UNITS).faults(
         Fault(
             "small units are joined beyond the upper size",
             "_divide",
@@ -18,8 +22,6 @@ MUTANTS = [
         Fault("a large subtree stays whole", "_divide", dropped("sum(A) <= B")),
         Fault("large children are one piece", "_divide", always("max(A, default=0) < B")),
         Fault("a piece is named by its first subtree", "_subtree", always("A == last")),
-        Fault("a default unit may have any size", "_divide_large", always("sum(A.values()) <= B")),
-        Fault("the cap counts leaves before they are split", "_divide_large", bare("A // math.prod(B)")),
     ),
     *File("sharding/_unit_policies.py", UNITS).faults(
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),

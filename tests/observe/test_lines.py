@@ -8,8 +8,8 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.observe._flame_chart import bars, colours, label, row_names
 from fzero.observe._lines import Span, by_line, function_at, mark_functions
-from fzero.observe._profile import bars, colours, label, row_names
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 

@@ -114,7 +114,7 @@ def test_operations_have_a_kind(name, kind):
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"warmup": -1}, {"steps": True}])
-def test_bad_options(options):
+def test_a_wrong_option_of_profile_is_named(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}=.*expected an int, at least"):
         fzero.profile(torch.sin, torch.ones(3), **options)

@@ -86,7 +86,7 @@ def test_a_clip_by_expert_takes_one_psum_for_each_set_of_axes():
     assert [e.elements for e in log.other_events] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
 
 
-def test_mistakes():
+def test_a_wrong_argument_of_clip_by_expert_is_named():
     with pytest.raises(ValueError, match="max_norm=0"):
         optim.clip_by_expert(0)
     with pytest.raises(ValueError, match=r"leaves of 'experts' have 2 and 3 experts"):

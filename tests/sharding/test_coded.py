@@ -391,6 +391,6 @@ def test_codes_are_packed_two_in_a_byte():
         ({"reduce": codecs.int4}, TypeError, "or a codec, such as fzero.codecs.int4()"),
     ],
 )
-def test_bad_policies(settings, error, text):
+def test_a_wrong_codec_of_a_policy_is_named(settings, error, text):
     with pytest.raises(error, match=text):
         fzero.Precision(torch.float32, **settings)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.sharding import _units as layout_units
-from fzero.sharding._units import divide_tree
+from fzero.sharding._subtrees import divide_tree
 from fzero.testing import assert_equivalent, trees
 from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 

@@ -647,7 +647,7 @@ def test_inductor_does_not_merge_the_two_runs():
     assert peak_bytes(lambda: step(*args)) < step.plan(*args).added_bytes + 2 * UNIT
 
 
-def test_eager_memory():
+def test_remat_lowers_the_peak_of_an_eager_gradient():
     """torch.func.grad keeps what a second derivative would need: the block's input, and its result's gradient."""
 
     def by_grad(f):

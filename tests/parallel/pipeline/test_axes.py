@@ -53,14 +53,14 @@ def test_a_mean_over_tp_is_refused_and_the_pipelines_axis_stays_in_it():
 
 
 @pytest.mark.parametrize("stage", cases([2], [0, 3]))
-def test_with_experts(stage):
+def test_a_pipeline_of_experts_equals_unsharded_training(stage):
     """Their balance loss travels with the tokens, and is added at the end."""
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=moe.split("experts"))
     check(fzero.mesh(ep=2, pp=2, simulate="lockstep"), stage, loss, params_of(4, experts=4))
     check(fzero.mesh(dp=2, ep=2, pp=2), stage, loss, params_of(2, experts=4), steps=1)
 
 
-def test_with_experts_and_tensor_parallelism():
+def test_a_pipeline_of_experts_with_tensor_parallelism_equals_unsharded_training():
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=(TENSOR, moe.split("experts")))
     check(fzero.mesh(ep=2, pp=2, tp=2, simulate="lockstep"), 3, loss, params_of(2, experts=4))
 

@@ -57,7 +57,7 @@ def test_an_unknown_schedule():
         loss_of(4, schedule="2f2b")  # before any mesh
 
 
-def test_depth():
+def test_a_wrong_depth_is_named():
     with raises(ValueError, "5 blocks on 2 stages: some stages have one more than others. Confirm this with depth=5"):
         loss_of(4).stack(params_of(5), fzero.mesh(pp=2))
     with raises(ValueError, "depth=6, but the parameters have 5 blocks"):
