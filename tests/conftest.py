@@ -3,25 +3,33 @@
 import gc
 import os
 
+import pytest
+
 # before torch: Inductor would start processes of its own, which take longer to begin than our code to compile
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-from hypothesis import HealthCheck, Phase, settings
-
-torch.set_num_threads(1)
-
 # derandomize: a run on the same code tries the same examples, so that main is green or red for everybody
-options = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("fzero", **options)
-settings.register_profile("all", **options)  # more examples of some laws: tests.helpers.examples
-settings.register_profile("mutants", **options, phases=[Phase.explicit, Phase.generate])  # no shrinking
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
+OPTIONS = {"deadline": None, "derandomize": True}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests. The one that hands them out to others needs neither torch nor hypothesis."""
+    gc.set_threshold(20_000, 20, 50)  # a search each 700 objects would take a seventh of the time
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+    from hypothesis import HealthCheck, Phase, settings
+
+    torch.set_num_threads(1)
+    options = {**OPTIONS, "suppress_health_check": list(HealthCheck)}
+    settings.register_profile("fzero", **options)
+    settings.register_profile("all", **options)  # more examples of some laws: tests.helpers.examples
+    settings.register_profile("mutants", **options, phases=[Phase.explicit, Phase.generate])  # no shrinking
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
 
 
 def pytest_collection_finish() -> None:
     """Leave what collection has made out of each later search for garbage, which would take a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)  # a search each 700 objects would take a seventh of the time

@@ -8,6 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
+from tests.mutants.places import tree_of
 
 ROOT = pathlib.Path(fzero.__file__).parent
 MAKERS = {"zeros", "ones", "empty", "full", "tensor", "arange", "eye", "rand", "randn", "linspace", "scalar_tensor"}
@@ -29,14 +30,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_calls_that_make_tensors_name_the_device(path):
-    if path.match(ASKS_FOR_THE_DEFAULT):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and name.startswith("torch.") and name.removeprefix("torch.") in MAKERS:
-            assert {"device", None} & {k.arg for k in node.keywords}, f"line {node.lineno}: {ast.unparse(node)}"
+def test_calls_that_make_tensors_name_the_device():
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.match(ASKS_FOR_THE_DEFAULT):
+            continue
+        for node in ast.walk(tree_of(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name.startswith("torch.") and name.removeprefix("torch.") in MAKERS:
+                assert {"device", None} & {k.arg for k in node.keywords}, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
 def trained(opt, stage, *, backend=None, simulate=True, **how):

@@ -1,6 +1,7 @@
 """The structure of the code: imports run one way, public names are documented, files stay small."""
 
 import ast
+import functools
 import importlib
 import inspect
 import pathlib
@@ -113,6 +114,7 @@ def layer_of(module: str) -> int:
     return next(i for i, layer in enumerate(LAYERS) if package_of(module) in layer)
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> list[str]:
     """List the modules of fzero that a file imports, or imports names from."""
     found = []
@@ -134,22 +136,22 @@ INSIDE = [
 ]
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=module_of)
-def test_imports_run_one_way(path):
-    module = module_of(path)
-    for imported in imports(path):
-        is_below = package_of(imported) == package_of(module) or layer_of(imported) < layer_of(module)
-        assert is_below, f"{module} imports {imported}"
+def test_imports_run_one_way():
+    for path in INSIDE:
+        module = module_of(path)
+        for imported in imports(path):
+            is_below = package_of(imported) == package_of(module) or layer_of(imported) < layer_of(module)
+            assert is_below, f"{module} imports {imported}"
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=module_of)
-def test_other_packages_are_imported_by_their_public_names(path):
+def test_other_packages_are_imported_by_their_public_names():
     """A package's `__init__` lists all that others may use; the files of `_torch` are open to all."""
-    module = module_of(path)
-    for imported in imports(path):
-        if package_of(imported) not in (package_of(module), "_torch"):
-            is_open = imported == package_of(imported) or imported in OPEN
-            assert is_open, f"{module} imports {imported}: import from its package"
+    for path in INSIDE:
+        module = module_of(path)
+        for imported in imports(path):
+            if package_of(imported) not in (package_of(module), "_torch"):
+                is_open = imported == package_of(imported) or imported in OPEN
+                assert is_open, f"{module} imports {imported}: import from its package"
 
 
 def listed_names(path: pathlib.Path, name: str = "__all__") -> list[str]:
@@ -285,12 +287,12 @@ def test_readers_are_shown_public_names():
             )
 
 
-@pytest.mark.parametrize("name,x", public(), ids=lambda x: x if isinstance(x, str) else "")
-def test_public_names_are_documented(name, x):
-    if callable(x) and not isinstance(x, types.GenericAlias):
-        doc = inspect.getdoc(x) or ""
-        assert len(doc.split()) > 3, f"{name} has no docstring"
-        assert doc.split("\n")[0].endswith((".", ":")), f"{name}: the first line is a sentence"
+def test_public_names_are_documented():
+    for name, x in public():
+        if callable(x) and not isinstance(x, types.GenericAlias):
+            doc = inspect.getdoc(x) or ""
+            assert len(doc.split()) > 3, f"{name} has no docstring"
+            assert doc.split("\n")[0].endswith((".", ":")), f"{name}: the first line is a sentence"
 
 
 def test_public_functions_have_an_example():
@@ -303,9 +305,9 @@ def test_public_functions_have_an_example():
     assert set(without) <= strategies, without
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_is_one_idea(path):
-    assert len(path.read_text().splitlines()) <= 500
+def test_a_file_is_one_idea():
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 def test_a_private_file_has_a_name_of_its_own():
@@ -325,22 +327,22 @@ def sentences(text: str) -> list[str]:
     return [" ".join(x.split()) for part in parts for x in re.split(r"(?<=[.!?])\s+", part)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_docstring_is_in_plain_sentences(path):
-    for node in ast.walk(tree_of(path.read_text())):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
-            where = f"{path}:{getattr(node, 'lineno', 1)}"
-            assert not doc.startswith("Tell "), f"{where}: say what is returned"
-            for sentence in sentences(doc):
-                assert len(sentence.split()) <= 30, f"{where}: cut it in two: {sentence}"
+def test_a_docstring_is_in_plain_sentences():
+    for path in FILES:
+        for node in ast.walk(tree_of(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                where = f"{path}:{getattr(node, 'lineno', 1)}"
+                assert not doc.startswith("Tell "), f"{where}: say what is returned"
+                for sentence in sentences(doc):
+                    assert len(sentence.split()) <= 30, f"{where}: cut it in two: {sentence}"
 
 
-@pytest.mark.parametrize("file", sorted({m.file for m in MUTANTS}))
-def test_mutants_still_find_their_lines(file):
+def test_mutants_still_find_their_lines():
     """Where one does not, the error says which symbol, or which place in it, the file does not have any more."""
-    text = (ROOT / file).read_text()
-    for mutant in [m for m in MUTANTS if m.file == file]:
-        assert mutant.planted(text) != text
+    for file in sorted({m.file for m in MUTANTS}):
+        text = (ROOT / file).read_text()
+        for mutant in [m for m in MUTANTS if m.file == file]:
+            assert mutant.planted(text) != text
 
 
 def test_a_class_has_a_name_of_its_own():
