@@ -76,7 +76,7 @@ LOSSES = st.builds(Loss, st.sampled_from(["forward", "updated", "kept"]), st.int
 STARTS = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["vmap", "lockstep"]), LOSSES, st.booleans())
 
 
-@examples(4, 12)
+@examples(2, 12)
 @given(
     starts=st.lists(STARTS, max_size=3), every=st.integers(1, 3), save_every=st.integers(1, 5), ranks=st.integers(1, 5)
 )

@@ -14,7 +14,7 @@ from fzero.sharding._boxes import Shard, host_numel, is_box, spaces
 from fzero.sharding._spec import ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
-from tests.helpers import cases, examples
+from tests.helpers import cases, either, examples
 from tests.optim.offloading import (
     BF16,
     ON_DEVICE_ONLY,
@@ -251,7 +251,7 @@ def test_a_state_keeps_its_structure(name, update):
         return
     row, params = OPTIMIZERS[name], small_params()
     optimizer = row.make(offloading(0.4, update), params)
-    for stage in (0, 2):
+    for stage in either((2,), (0, 2)):
         step = Way(stage).step(optimizer, row)
         state = step.init(params, optimizer)
         new = step(*state, step.mesh.split(batches_of(4)[0]))

@@ -1,5 +1,6 @@
 """Models of transformers with split sequences compute what they compute with whole ones, or are refused by name."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -282,11 +283,13 @@ def test_a_model_that_hands_on_no_documents_trains_without_them():
         mesh.spmd(lambda x: grads(x, documents=torch.zeros_like(x)))(context.split(mesh, tokens))
 
 
-PIPELINES = [("LlamaForCausalLM", "1f1b", 3), ("MistralForCausalLM", "gpipe", 0), ("LlamaForCausalLM", "gpipe", 0)]
+PIPELINES = itertools.product(
+    ("LlamaForCausalLM", "MistralForCausalLM"), (("1f1b", 3), ("gpipe", 0)), ("vmap", "lockstep")
+)
+FEW = [("LlamaForCausalLM", "1f1b", 3, "vmap"), ("MistralForCausalLM", "gpipe", 0, "lockstep")]
 
 
-@pytest.mark.parametrize("name,schedule,stage", cases(PIPELINES, [("MistralForCausalLM", "1f1b", 3)]))
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("name,schedule,stage,simulate", cases(FEW, [(x, *y, z) for x, y, z in PIPELINES]))
 def test_a_pipeline_of_split_sequences_trains_as_the_whole(name, schedule, stage, simulate):
     """With documents: two pipeline stages on each half of the tokens."""
     model = model_of(name)
