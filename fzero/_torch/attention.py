@@ -50,7 +50,7 @@ def attention_block_grad(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what a block of keys adds to the gradients of q, k and v.
+    """Return the share of a block of keys in the gradients of q, k and v.
 
     Args:
         grad: the gradient of `out`.

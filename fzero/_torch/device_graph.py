@@ -16,7 +16,7 @@ class DeviceGraph:
     """The recorded work of a function: its kernels, copies within the device and collectives.
 
     Attributes:
-        results: what the function returned; each run writes into these tensors.
+        results: the results of the function; each run writes into these tensors.
     """
 
     def __init__(self, run: Callable[[], Any], pool: "DeviceGraph | None" = None) -> None:

@@ -94,7 +94,7 @@ def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
 
 
 def _kind(row: Sequence[Any]) -> Any:
-    """Return what the rows of a group have in common, or None for a row that is computed alone."""
+    """Return the common key of the rows of a group, or None for a row that is computed alone."""
     first, tensors = row[0], [x for x in row if isinstance(x, torch.Tensor)]
     if not is_accelerator(first.device) or not first.is_floating_point():
         return None

@@ -1,4 +1,4 @@
-"""torch's product of float8 matrices. On a CPU it computes what a card computes, but for the order of sums."""
+"""torch's product of float8 matrices. On a CPU it computes the numbers of a card, but for the order of sums."""
 
 from typing import Any
 

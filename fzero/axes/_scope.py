@@ -102,7 +102,7 @@ class Axes(NamedTuple):
 
 
 class BatchSplit(NamedTuple):
-    """How a batch was split over the ranks: what it is along which axis.
+    """How a batch was split over the ranks: into which parts along which axis.
 
     Attributes:
         samples: the axes over which the samples were divided.

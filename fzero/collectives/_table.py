@@ -182,7 +182,7 @@ class LinearMap(NamedTuple):
 
     Attributes:
         name: the row's key.
-        operation: what the ranks compute and send.
+        operation: the computation and the messages of the ranks.
         transpose: the name of the transposed row; "" for values that carry no derivative, such as codes.
         input: the kind of the inputs. A simulation checks that inputs that should be equal on all ranks are.
         output: the kind of the results.

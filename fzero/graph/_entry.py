@@ -76,7 +76,7 @@ class Entry:
     Attributes:
         options: the settings of `fzero.jit`.
         traced: the graph as traced, and the constants that it captured.
-        context: what the passes need to know of the call.
+        context: the inputs of the passes that follow from the call.
         best: the best schedule.
         rejected: the other schedules.
         structure: the tree structure of the results.
@@ -270,7 +270,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
 def _pass_context(
     options: JitOptions, traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]
 ) -> PassContext:
-    """Return what the passes need to know of a call."""
+    """Return the inputs of the passes that follow from a call."""
     mesh = options.step.mesh
     return PassContext(
         overwrites=tuple(sorted(overwrites.items())),

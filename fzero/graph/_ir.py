@@ -199,7 +199,7 @@ def nbytes(*xs: torch.Tensor) -> int:
     return sum([x.numel() * x.element_size() for x in xs])
 
 
-# ---------------------------------------------------------------- what may move
+# ---------------------------------------------------------------- operations that may move
 
 
 def users_through_views(node: Node) -> list[Node]:

@@ -21,7 +21,7 @@ __all__ = ["agree", "common_schedules", "digest_of_order", "gather_values", "sig
 
 
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
-    """Describe what a graph computes and communicates, node by node.
+    """Describe the operations and collectives of a graph, node by node.
 
     Data movement and constants are left out, since each rank slices and pads a shard of its own. The name of a process
     group is replaced by its axes, which `groups` maps it to.
@@ -75,7 +75,7 @@ def digest_of_order(graph: Graph) -> str:
 
 
 def stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
-    """Describe what this rank's pipeline stages compute. Other ranks along the pipeline's axis run other stages."""
+    """Describe the work of this rank's pipeline stages. Other ranks along the pipeline's axis run other stages."""
     return [line for body in _stages(graph) for line in signatures(body, groups)]
 
 

@@ -40,7 +40,7 @@ def save_replicas(
 def load_replicas(
     path: Any, groups: ReplicaGroups, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> tuple[Replicas, LocalState]:
-    """Load what `save_replicas` saved into the tensors of `params` and `state`."""
+    """Load a save of `save_replicas` into the tensors of `params` and `state`."""
     folder = _folder(path, "shared")
     count, replicas, mix = [read(folder, name) for name in ("count", "replicas", "mix")]
     saved = SyncSchedule.from_list(read(folder, "schedule"))

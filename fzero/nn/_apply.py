@@ -56,7 +56,7 @@ class Apply:
         tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
         ignore_writes: patterns of the attributes that forward may write although the writes are lost.
         prefix: the module's name in a larger module, with a dot; it begins the paths of attributes.
-        is_own: whether `module` is the caller's, which gets what a call leaves in an attribute.
+        is_own: whether `module` is the caller's, which gets the values that a call leaves in attributes.
     """
 
     module: torch.nn.Module

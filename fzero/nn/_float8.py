@@ -1,7 +1,7 @@
 """float8_linear: a linear layer whose three matrix products run in float8.
 
 An operand becomes codes of 8 bits and a scale, a power of two, such that its largest magnitude is among the largest
-codes. So dividing by the scale is exact, and the rounding of a number hardly depends on what else shares its scale.
+codes. So dividing by the scale is exact, and the rounding of a number hardly depends on others of its scale.
 """
 
 from typing import Any, NamedTuple

@@ -20,7 +20,7 @@ __all__ = ["full_copy", "functional_in_place", "put_back"]
 def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functional:
     """Take a module apart as `functional` does, with remat if it has repeated blocks; `apply` runs the module itself.
 
-    So what a call leaves in an attribute is there. The module holds no parameter and no buffer until `put_back`.
+    So it keeps values that a call leaves in attributes. It holds no parameter and no buffer until `put_back`.
 
     Args:
         module: the module.

@@ -27,7 +27,7 @@ BY_HAND = (
 
 @dataclass(frozen=True, eq=False)
 class LazyLogits:
-    """Logits `[.., v]` that are not computed: the input of their head, its weight, and what happened to them since.
+    """Logits `[.., v]` that are not computed: the input of their head, its weight, and later changes.
 
     `torch.nn.functional.cross_entropy` computes their loss in chunks. Shapes, scales, `tanh` and slices of tokens are
     as of a tensor. Anything else needs whole logits, and is an error.
@@ -40,7 +40,7 @@ class LazyLogits:
         axis: the axis along which classes are split; None for none.
         classes: v, the number of all classes.
         dtype: the dtype that the model gave to its logits. Their loss is computed in float32 at least.
-        maps: what changed the logits one by one, in this order.
+        maps: the functions that changed the logits one by one, in this order.
     """
 
     model: str
@@ -52,7 +52,7 @@ class LazyLogits:
     dtype: torch.dtype
     maps: tuple[LogitMap, ...] = ()
 
-    # ---- what a tensor has
+    # ---- attributes of a tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -81,7 +81,7 @@ class LazyLogits:
     def is_floating_point(self) -> bool:
         return True
 
-    # ---- what changes no number
+    # ---- operations that change no number
 
     def contiguous(self) -> "LazyLogits":
         return self
@@ -98,7 +98,7 @@ class LazyLogits:
             return self
         raise self._error(f"to({place})")
 
-    # ---- what moves tokens
+    # ---- operations that move tokens
 
     def view(self, *shape: Any) -> "LazyLogits":
         """Give the tokens another shape; the last dimension must be that of the classes."""
@@ -128,7 +128,7 @@ class LazyLogits:
             raise self._error(f"[{index}]")
         return replace(self, hidden=self.hidden[tuple(of_tokens)])
 
-    # ---- what changes logits one by one
+    # ---- operations that change logits one by one
 
     def _then(self, change: LogitMap) -> "LazyLogits":
         return replace(self, maps=(*self.maps, change))

@@ -208,7 +208,7 @@ def _of_chunk(
     smooth: bool,
     maps: tuple[LogitMap, ...],
 ) -> torch.Tensor:
-    """Return `[2 or 3, ..]`: what the logits of some classes add to a token's numbers."""
+    """Return the share of some classes in each token's numbers, `[2 or 3, ..]`."""
     with in_chunk(number):
         hidden = hidden if wide is None else (hidden + wide).to(hidden.dtype)
         logits = at_least_float32(F.linear(hidden, weight, bias))

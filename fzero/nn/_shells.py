@@ -95,7 +95,7 @@ class BlockArguments(NamedTuple):
 class Shell(torch.nn.Module):
     """A stand-in for a block, without parameters. Its other attributes are the block's, since modules read those.
 
-    A call does what the current `BlockHandler` does.
+    A call is handled by the current `BlockHandler`.
     """
 
     def __init__(self, index: int, block: torch.nn.Module) -> None:

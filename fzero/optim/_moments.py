@@ -208,7 +208,7 @@ def map_moments(
     columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]
     tables: dict[torch.device, list[DynamicCode]] = {}
     rows: list[list[Any]] = []  # for each entry its update, and the bytes and the scales of each moment
-    leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identity of what they are computed from
+    leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
     units: list[_Unit] = []
     for position, (g, *others) in enumerate(zip(entries, *columns, strict=True)):
         rows.append([None if g is None else x for x in (g, *others[: len(parts)])])  # of a slot

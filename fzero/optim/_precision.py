@@ -114,7 +114,7 @@ class Precision:
 
     @property
     def has_master_shards(self) -> bool:
-        """Whether shards of parameters are the master weights, and wider than what gathers send."""
+        """Whether shards of parameters are the master weights, in a wider dtype than gathers send."""
         return self.shard not in (None, self.param)
 
     def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:

@@ -91,7 +91,7 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
     Args:
         like: the parameters, or the tree of the state.
         grads: the gradients.
-        kind: what `like` is: "parameter" or "state".
+        kind: the word for a leaf of `like`: "parameter" or "state".
 
     Raises:
         ValueError: if they differ. The message names the first path.
@@ -125,7 +125,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
         path, expected, shape = found
         raise ValueError(
             f"leaf {path!r} is {expected}, and its update is {shape}: an update has the shape of its "
-            "parameter; pass what opt.update returned for gradients of these parameters"
+            "parameter; pass the updates that opt.update returned for gradients of these parameters"
         )
 
 

@@ -103,7 +103,7 @@ def map_sixteen_bit(
     parts = [part for moment in moments for part in (moment.values, moment.full)]
     columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]
     rows: list[list[Any]] = []  # for each entry its update, and the values and the full numbers of each moment
-    leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identity of what they are computed from
+    leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
     for path, g, *others in zip(paths, entries, *columns, strict=True):
         values, full, other = others[: len(parts) : 2], others[1 : len(parts) : 2], others[len(parts) :]
         if isinstance(g, Shard):

@@ -175,7 +175,7 @@ class Engine:
         return optim.master_params(self.params, self.opt_state) if self.keeps_masters else self.params
 
     def save(self, folder: str) -> None:
-        """Save what training changes. All ranks call it."""
+        """Save the parameters, the optimizer's state and the buffers. All ranks call it."""
         save(folder, self._state(), self.mesh).wait()
 
     def load(self, folder: str) -> None:
@@ -222,7 +222,7 @@ def make_engine(
         remat: whether blocks run again in the backward pass.
         clip: how the gradients are clipped; None if they are not.
         precision: the dtypes of half precision; None to train in the parameters' own.
-        in_place: whether steps run `model` itself, so that it keeps what they leave in attributes. They run eagerly.
+        in_place: whether steps run `model` itself, eagerly, so that it keeps values that they leave in attributes.
     """
     for module in (model, *others):
         _copy_from_first_rank(module, mesh)

@@ -1,4 +1,4 @@
-"""The settings of Lightning's Trainer and its modules: what a sharded run refuses, and what becomes of others."""
+"""The settings of Lightning's Trainer and modules: those that a sharded run refuses, and those that it translates."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ REASON = (
 
 
 def check_settings(trainer: Trainer, module: Any, is_fitting: bool) -> None:
-    """Check that a sharded run can do what a trainer and its module ask for.
+    """Check that a sharded run supports the settings of a trainer and its module.
 
     Raises:
         ValueError: if it cannot. The message names the setting.

@@ -64,7 +64,7 @@ class LoopStep:
 
     Attributes:
         models: the models.
-        loss: `loss(model, batch)` returns what a micro-batch adds to the loss of the step, a 0-d tensor.
+        loss: `loss(model, batch)` returns the share of a micro-batch in the loss of the step, a 0-d tensor.
         groups: the optimizer.
         ranks: the number of ranks, over which the loss is averaged.
         clip: how the gradients are clipped; None if they are not.

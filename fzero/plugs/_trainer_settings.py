@@ -1,4 +1,4 @@
-"""The settings of transformers' Trainer and TRL: what a sharded run refuses, and what becomes of others."""
+"""The settings of transformers' Trainer and TRL: those that a sharded run refuses, and those that it translates."""
 
 import copy
 
@@ -14,7 +14,7 @@ FULL_EVAL = "evaluation runs in the dtype of training: pass bf16=True or fp16=Tr
 
 
 def check_settings(trainer: Trainer) -> None:
-    """Check that a sharded run can do what a trainer asks for.
+    """Check that a sharded run supports the settings of a trainer.
 
     Raises:
         ValueError: if it cannot. The message names the setting.

@@ -75,7 +75,7 @@ class Strategy(Processes):
         self._is_taken_apart = False
         self._has_failed = False
         self._precision: optim.Precision | None = None
-        self._output: Any = None  # what training_step returned
+        self._output: Any = None  # the result of training_step
         self._new: Any = None  # its gradients, until Lightning calls `backward`
         self._grads: Any = None  # the sum of the gradients since the latest `zero_grad`
         self._is_zeroed = True  # whether `zero_grad` was called since the latest update

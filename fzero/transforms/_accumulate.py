@@ -129,7 +129,7 @@ def _by_autograd(
     variables: list[torch.Tensor],
     j: int | torch.Tensor,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-    """Return what `_value_and_grad` returns, from torch.autograd."""
+    """Return the results of `_value_and_grad`, from torch.autograd."""
     auxes: list[Any] = []
     leaves = [x.detach().requires_grad_() for x in variables]
     with torch.enable_grad():

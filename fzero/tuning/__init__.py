@@ -1,4 +1,4 @@
-"""Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
+"""Tuning: the memory and the time of a step at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import Goodput, goodput, save_interval

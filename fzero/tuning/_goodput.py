@@ -142,7 +142,7 @@ def goodput(
     Args:
         step_seconds: the seconds of a step, such as `table.best().row.seconds`.
         devices: the number of devices.
-        reliability: what fails, and how long it takes to go on.
+        reliability: the failures, and how long it takes to go on.
         every: seconds of steps between saves, rounded to whole steps. By default the best of some times around Daly's.
         days: the days of each run.
         samples: the number of simulated runs.

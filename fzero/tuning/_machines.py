@@ -33,7 +33,7 @@ class Constant(NamedTuple):
     """A constant of the cost model, as text.
 
     Attributes:
-        name: what the constant measures.
+        name: the quantity that the constant measures.
         value: the value with its unit.
         source: where the value comes from.
     """

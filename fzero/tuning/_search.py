@@ -56,7 +56,7 @@ class _InProcess(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))  # what it raises is raised here
+        future.set_result(fn(*args, **kwargs))  # its exceptions are raised here
         return future
 
 
@@ -421,7 +421,7 @@ def in_order(
 
 
 def _surely_too_large(row: TableRow, budget: float) -> bool:
-    """Return whether what the row at least holds exceeds the budget, an extrapolated row's by a margin."""
+    """Return whether the least peak of a row exceeds the budget, that of an extrapolated row by a margin."""
     return row.min_peak_bytes > budget * (1 if row.in_full else NEAR)
 
 

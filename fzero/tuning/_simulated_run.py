@@ -184,7 +184,7 @@ class SimulatedRun:
         return self._present_share / (self.reliability.slow_factor if self.slow else 1.0)
 
     def _advance(self, time: float) -> None:
-        """Let the devices do what they do until a time."""
+        """Let the devices work, save or stand still until a time."""
         down = self.down or ("fewer ranks" if self._present_share == 0 else None)
         if down is not None:
             self.seconds[down] += time - self.now

@@ -154,7 +154,7 @@ def format_limits(limits: Mapping[str, float]) -> str:
 
 
 def format_remat(config: "Configuration") -> str:
-    """Format what blocks recompute."""
+    """Format the setting of remat."""
     return f"but {config.remat}" if isinstance(config.remat, str) else "yes" if config.remat else "no"
 
 

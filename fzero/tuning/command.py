@@ -261,7 +261,7 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
 
 
 def _what_fails(args: argparse.Namespace) -> Reliability | None:
-    """Return what fails in a long run, checked before anything is planned; None without --mtbf."""
+    """Return the failures of a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
     given = {name: value for name, value in times.items() if value is not None}
     options = [*[f"--{name}-time" for name in given], *(["--days"] if args.days is not None else [])]
@@ -358,7 +358,7 @@ def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
 
 
 def _print_exports(args: argparse.Namespace, case: Case, console: Any) -> None:
-    """Print the best row as the configurations of other systems, or write their files; say what is otherwise there."""
+    """Print the best row as the configurations of other systems, or write their files, and print the differences."""
     from rich.console import Console
 
     for system, path in args.export:

@@ -352,7 +352,7 @@ def explain_error(
 
 
 def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:
-    """Show what a rank gets of a batch, with the shapes of one rank's part."""
+    """Show one rank's part of a batch, with its shapes."""
     paths, leaves, _ = tree.flatten_with_paths(batch.value)
     parts = [
         f"{path!r} " * bool(path) + f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)[int(simulated) :]}"

@@ -1,4 +1,4 @@
-"""Live ranges: when each storage of a scheduled graph is allocated and freed, and what it holds."""
+"""Live ranges: when each storage of a scheduled graph is allocated and freed, and the values in it."""
 
 import itertools
 import operator

@@ -247,7 +247,7 @@ def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
 
 
 def _overwrites_unseen(node: Node, subgraph: list[Node]) -> bool:
-    """Return whether a node writes what a subgraph reads by another argument, which Inductor assumes separate."""
+    """Return whether a node writes memory that a subgraph reads by another argument. Inductor assumes them separate."""
     if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])

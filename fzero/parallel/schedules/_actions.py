@@ -33,7 +33,7 @@ IN_FLIGHT_CHANGE = {
     "B": -1,
     "I": 0,
     "W": -1,
-}  # change of what is in flight: residuals live until the weight half ends
+}  # change of the number of passes in flight: residuals live until the weight half ends
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 

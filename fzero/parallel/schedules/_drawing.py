@@ -16,7 +16,7 @@ COLUMNS = 120  # characters per line; a longer schedule continues below
 
 
 def _title(schedule: "PipelineSchedule") -> str:
-    """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and what is in flight."""
+    """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and the passes in flight."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
     peaks = ", ".join(in_micro_batches(schedule))
     counts = (

@@ -141,7 +141,7 @@ class _NamedSchedule(NamedTuple):
         split: whether its backward passes are split into halves.
         min_stages: the smallest number of stages per rank.
         max_stages: the largest number of stages per rank; None for no limit.
-        advice: what to use for other numbers of stages.
+        advice: the schedule to use for other numbers of stages.
     """
 
     orders: tuple[Callable[[int, int, int, str], PipelineSchedule], ...]

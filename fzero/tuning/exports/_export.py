@@ -16,7 +16,7 @@ __all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A row of a plan, with what is known about its model and its machine.
+    """A row of a plan, with its machine, and its model as far as that is known.
 
     Attributes:
         row: the row.
@@ -94,8 +94,8 @@ def make_export(
         system: the system and its version.
         filename: the usual name of the file.
         body: the text without its comments.
-        differences: what the system does otherwise.
-        peak: what the system is expected to hold; None if that is not known.
+        differences: the differences of the system from the row.
+        peak: the bytes that the system is expected to hold; None if that is not known.
         comments: whether the format has comments.
     """
     fits = None if peak is None else peak <= run.budget
@@ -118,7 +118,7 @@ def _expectation(run: PlannedRun, system: str, peak: float) -> str:
 def expected_bytes(
     run: PlannedRun, states: Callable[[Sizes, Configuration], States], config: Configuration | None = None
 ) -> float | None:
-    """Return what a system is expected to hold at its peak; None where the model is not known.
+    """Return the bytes that a system is expected to hold at its peak; None where the model is not known.
 
     Args:
         run: the run.
@@ -131,7 +131,7 @@ def expected_bytes(
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
-BITS = {  # what no system takes from its file, and what it does instead
+BITS = {  # settings that no system takes from its file, and its behaviour instead
     "gather": "parameters are sent in their own dtype",
     "reduce": "gradients are sent in the dtype of the file",
     "float8": "layers multiply in the precision of the file",

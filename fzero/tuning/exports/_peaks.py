@@ -76,7 +76,7 @@ class States(NamedTuple):
         gradients: those of a whole step.
         optimizer: the state of the optimizer, with master weights.
         buffers: gathered parameters and buckets, in the forward and backward pass.
-        update: what an update takes besides.
+        update: the bytes that an update takes besides.
     """
 
     parameters: float
