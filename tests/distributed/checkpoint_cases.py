@@ -23,7 +23,7 @@ from fzero.checkpoint._error import DamagedError
 from fzero.checkpoint._manifest import BLOCK
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 CASES: Cases = {}
 case = into(CASES)
@@ -95,7 +95,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.ranks.M
         with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
             patch.setattr(_files.LocalFolder, "write", slow)
             sharded = [fzero.shard(train_step_for(mlp_loss, OPT), stage=s, mesh=mesh) for s in (stage, other)]
-            one, two = [fzero.jit(s, backend="fx") for s in sharded]
+            one, two = [fzero.jit(s, backend="fx", **LEAST) for s in sharded]
             with fzero.checkpoint.checkpoints(path, mesh, keep=2, keep_every=3) as runs:
                 params, opt_state = one.init(mlp_params(), OPT)
                 whole = go_on(one, {"params": params, "opt_state": opt_state, "step": 0}, range(6), runs)

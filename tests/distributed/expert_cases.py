@@ -4,7 +4,7 @@ import fzero
 from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either, train_step_for
+from tests.helpers import LEAST, either, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 
 CASES: Cases = {}
@@ -23,7 +23,7 @@ def training_with_experts_is_dense_training(_: fzero.ranks.Mesh) -> None:
         for batch in batches:
             expected.append(train_step(*expected[-1][:2], batch))
         step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split("experts"), check=True)
-        for run_step in (step, fzero.jit(step, backend="fx")):
+        for run_step in (step, fzero.jit(step, backend="fx", **LEAST)):
             state = step.init(params_of(), OPT)
             for i, batch in enumerate(batches):
                 *state, loss = run_step(*state, mesh.split(batch))

@@ -12,7 +12,7 @@ from fzero import optim
 from fzero.local_sgd import LocalSteps, local_steps
 from fzero.ranks import all_gather_numbers, gather_texts
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either
+from tests.helpers import LEAST, either
 from tests.local_sgd.helpers import batches_of, start, train_step_of
 
 CASES: Cases = {}
@@ -22,7 +22,7 @@ case = into(CASES)
 def make(stage: int, simulate: bool, jit: bool = False, **options: Any) -> LocalSteps:
     mesh = fzero.mesh(replica=2, dp=2, simulate=True if simulate else None)
     sharded: Any = fzero.shard(train_step_of(optim.adam(0.1)), stage=stage, mesh=mesh)
-    return local_steps(fzero.jit(sharded, backend="fx") if jit else sharded, **options)
+    return local_steps(fzero.jit(sharded, backend="fx", **LEAST) if jit else sharded, **options)
 
 
 def trained(step: LocalSteps, batches: list[torch.Tensor]) -> tuple[Any, Any, Any, list[Any]]:

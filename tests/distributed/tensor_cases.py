@@ -8,7 +8,7 @@ import fzero
 from fzero.parallel import tensor as tp
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either, train_step_for
+from tests.helpers import LEAST, either, train_step_for
 from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_of
 from tests.parallel.tensor.models import losses_of, model_of, step_and_params
 
@@ -30,7 +30,7 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None
         for batch in batches:
             expected.append(train_step(*expected[-1][:2], batch))
         step = fzero.shard(train_step, stage=stage, mesh=mesh, axis="dp", split=SPLIT, check=True)
-        for run_step in (step, fzero.jit(step, backend="fx")) if stage == 3 else (step,):
+        for run_step in (step, fzero.jit(step, backend="fx", **LEAST)) if stage == 3 else (step,):
             state = step.init(params, OPT)
             for i, batch in enumerate(batches):
                 *state, loss = run_step(*state, mesh.split(batch, "dp"))
@@ -47,7 +47,7 @@ def a_model_of_transformers_trains_by_its_own_plan(_: fzero.ranks.Mesh) -> None:
         layers = tp.layers(model, sequence=sequence)
         train_step, params, batches = step_and_params(model, layers)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, axis="dp", split=layers.split, check=True)
-        for run_step in (step, fzero.jit(step, backend="fx")) if stage == 3 else (step,):
+        for run_step in (step, fzero.jit(step, backend="fx", **LEAST)) if stage == 3 else (step,):
             state = step.init(params, OPT)
             for batch, wanted in zip(batches, losses, strict=True):
                 *state, loss = run_step(*state, mesh.split(batch, "dp"))
@@ -65,7 +65,7 @@ def copies_that_are_used_as_one_value_are_refused(_: fzero.ranks.Mesh) -> None:
 
     step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=tp.split({"up": 1, "down": 0}))
     state = step.init(params, OPT)
-    for run_step in (step, fzero.jit(step, backend="fx")):
+    for run_step in (step, fzero.jit(step, backend="fx", **LEAST)):
         try:
             run_step(*state, mesh.split(torch.ones(4, 3), "dp"))
         except ValueError as error:

@@ -9,7 +9,7 @@ from fzero import optim, tree
 from fzero.ranks._agreement import gather_texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.observe.helpers import batch as nonfinite_batch
 from tests.observe.helpers import line_of, log_of_negative, overflow, root_of_zero, train_step_of
 from tests.observe.helpers import params as nonfinite_params
@@ -31,7 +31,7 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
         opt = optim.dynamic_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 4.0)
         train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=3, precision=precision)
         steps = [fzero.shard(train_step, stage, m, check=True) for m in (mesh, lockstep)]
-        jitted = fzero.jit(steps[0], backend="fx")
+        jitted = fzero.jit(steps[0], backend="fx", **LEAST)
         states = [step.init(params, opt) for step in (*steps, steps[0])]
         for i in range(2):
             batch = torch.arange(mesh.size * 3) % 3 - float(i)
@@ -61,7 +61,7 @@ def codes_are_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
         opt = optim.sgd(0.5)
         train_step = step_of(opt, reduce="sum", precision=precision)
         steps = [fzero.shard(train_step, stage, m) for m in (mesh, lockstep)]
-        jitted = fzero.jit(steps[0], backend="fx")
+        jitted = fzero.jit(steps[0], backend="fx", **LEAST)
         states = [step.init(params, opt) for step in (*steps, steps[0])]
         for i in range(2):
             batch = torch.arange(mesh.size) + float(i)
@@ -167,7 +167,7 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
         train_step = train_step_for(mlp_loss, opt)
         for stage in stages:
             step = fzero.shard(train_step, stage, mesh, check=True)
-            jitted = fzero.jit(step, backend="fx")
+            jitted = fzero.jit(step, backend="fx", **LEAST)
             state, fast = step.init(mlp_params(), opt), jitted.init(mlp_params(), opt)
             expected = (mlp_params(), opt.init(mlp_params()))
             for i in range(2):
