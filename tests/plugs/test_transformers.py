@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 import fzero
 from fzero.plugs import transformers as plug
 from tests.distributed.launch import torchrun, world
-from tests.helpers import cases, either
+from tests.helpers import either
 from tests.plugs.helpers import documents, llama, logged, make_trainer, weights
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
@@ -305,7 +305,7 @@ class ShortStream(torch.utils.data.IterableDataset[Any]):
         return iter(documents(7))
 
 
-@pytest.mark.parametrize("backend", cases([None], ["fx"]))
+@pytest.mark.parametrize("backend", [None, "fx"])
 def test_a_stream_that_ends_within_a_step_leaves_gradients_for_the_next(tmp_path, backend):
     # Trainer does not know its length: 4 batches by 3, and the fourth one's gradients go into the next epoch's step
     options: dict[str, Any] = {"train_dataset": ShortStream(), "gradient_accumulation_steps": 3}
@@ -324,7 +324,7 @@ class StopsWithinStep(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-@pytest.mark.parametrize("backend", cases([None], ["fx"]))
+@pytest.mark.parametrize("backend", [None, "fx"])
 def test_a_run_after_a_stop_within_a_step_begins_afresh(tmp_path, backend):
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
     plain = make_trainer(tmp_path, callbacks=[StopsWithinStep()], **options)

@@ -252,7 +252,7 @@ def test_the_lines_to_paste_name_the_stages_of_a_rank():
 def test_a_schedule_may_name_the_stages_of_a_rank(monkeypatch):
     """More stages leave a shorter bubble. Rows, tables and records name them."""
     monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
-    options = {"world_size": 2, "global_batch": 4, "machine": "h100", "stages": (1,), "remat": (True,), "pp": (2,)}
+    options = {"world_size": 2, "global_batch": 2, "machine": "h100", "stages": (1,), "remat": (False,), "pp": (2,)}
     options |= {"micro_batches": (1,), "schedule": ("interleaved", "interleaved:4"), "depth": 8}
     table = fzero.tune(tuning.model_step("tiny", length=16), **options)
     two, four = (next(r for r in table.rows if r.config.pipeline_stages == n) for n in (2, 4))
