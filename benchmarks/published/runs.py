@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fzero.tuning import A100, A100_80GB, H100, Configuration, Machine
+from fzero.tuning import A100, A100_80GB, H100, H200, Configuration, Machine
 from fzero.tuning._model_names import PRESETS, ModelShape
 
 __all__ = ["CARDS", "GIB", "Run", "rows_of", "runs"]
@@ -21,6 +21,7 @@ CARDS: dict[str, Machine] = {
     "a100_80gb": replace(A100_80GB, network=4.3e9),
     "h100_80gb": H100,
     "h100-96gb-hbm2e": replace(H100, device_bytes=0.93 * 96e9, device_memory=0.78 * 2.4e12),
+    "h200": H200,
     "unknown": replace(A100, device_bytes=0.93 * 80e9),
 }
 

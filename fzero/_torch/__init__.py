@@ -7,10 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero._torch.accelerator import (
     autocast_kinds,
+    copy_to_device,
     empty_cache,
     fork_random_state,
     is_accelerator,
     local_accelerator,
+    tensor_on,
     wait_for_device,
     without_autocast,
     without_autocast_cache,
@@ -105,6 +107,7 @@ __all__ = [
     "children_without_names",
     "chunk_of",
     "compile_threads",
+    "copy_to_device",
     "copy_together",
     "count_holders",
     "decisions",
@@ -149,6 +152,7 @@ __all__ = [
     "start_cpu_probe",
     "start_import",
     "storage_id",
+    "tensor_on",
     "trace",
     "unpickle_graphs",
     "user_line",

@@ -2,15 +2,20 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
+from fzero._torch.levels import is_tracing
+
 __all__ = [
     "autocast_kinds",
+    "copy_to_device",
     "empty_cache",
     "fork_random_state",
     "is_accelerator",
     "local_accelerator",
+    "tensor_on",
     "wait_for_device",
     "without_autocast",
     "without_autocast_cache",
@@ -37,6 +42,23 @@ def wait_for_device(device: torch.device | None = None) -> None:
     """
     if is_accelerator(device) if device is not None else torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
+
+
+def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor into new memory of a device. The host does not wait, as it would for pageable memory."""
+    if is_accelerator(device) and not x.is_pinned():
+        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
+
+
+def tensor_on(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a tensor of numbers on a device, as `torch.tensor` does; the host does not wait for the copy.
+
+    A trace has it as a constant on the device.
+    """
+    if not is_accelerator(device) or is_tracing():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return copy_to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fzero._torch import is_accelerator, is_tracing
 from fzero.axes._rules import AxisName
 from fzero.axes._scope import SCOPES, Axes, Axis, Binding
 
@@ -123,13 +124,15 @@ def averaged_axes() -> tuple[str, ...]:
     return (SCOPES.stack[-1].axes.default or ()) if SCOPES.stack else ()
 
 
-def axis_index(axis: AxisName = None) -> torch.Tensor:
+def axis_index(axis: AxisName = None, *, device: torch.device | str | None = None) -> torch.Tensor:
     """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
 
     For a tuple of axes the first is the slowest, as in JAX.
 
     Args:
         axis: an axis name or a tuple of names; `None` for the axes of the running step.
+        device: the device of the result; by default the CPU. The host does not wait, as it does for a copy of the
+            result.
 
     Raises:
         ValueError: if an axis is not bound.
@@ -139,18 +142,20 @@ def axis_index(axis: AxisName = None) -> torch.Tensor:
         >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
         tensor([0, 1, 2])
     """
-    index = torch.zeros((), dtype=torch.int64, device="cpu")
+    to = torch.device(device or "cpu")
+    index = torch.zeros((), dtype=torch.int64, device=to)
     for a in resolve_axes(axis):
-        index = index * a.size + a.token
+        index = index * a.size + index_on(to, a.token, a.binding)
     return index
 
 
 def index_on(device: torch.device, token: torch.Tensor, binding: Binding) -> torch.Tensor:
     """Return this rank's index along the axis of a token on a device: an int64 tensor of shape [].
 
-    Where the rank is known it is made there, since the host would wait for a copy. Under vmap the token holds it.
+    Where the rank is known it is made there, since the host would wait for a copy. Under vmap the token holds it. A
+    trace takes the token for a constant, which lies on the device before the step runs.
     """
-    if binding.group:
+    if binding.group and is_accelerator(device) and not is_tracing():
         return torch.full((), binding.rank, dtype=torch.int64, device=device)
     return token.to(device)
 

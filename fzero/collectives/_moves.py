@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch import c10d
+from fzero._torch import c10d, copy_to_device
 from fzero._torch.types import Tensors
 from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives._check_copies import note_call
@@ -273,11 +273,7 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::to_device", mutates_args=())
 def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if (
-        device.type not in ("cpu", "meta") and not x.is_pinned()
-    ):  # a copy from pageable memory would wait for all the device's work
-        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)
-    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
+    return copy_to_device(x, device)
 
 
 def _empty_on_host(x: torch.Tensor) -> torch.Tensor:

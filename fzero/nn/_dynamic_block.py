@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
+from fzero._torch import tensor_on
 from fzero.random import call_with_key, key
 
 __all__ = ["Calls", "DynamicIndex", "record_calls", "run_dynamic_block", "same_calls"]
@@ -133,7 +134,7 @@ def run_dynamic_block(
         if out is None:
             out = y
         else:
-            is_mine = torch.tensor([i in members for i in index.indices], device=index.position.device)
+            is_mine = tensor_on([i in members for i in index.indices], device=index.position.device)
             out = torch.where(select(list(is_mine), index.position), y, out)
     assert out is not None, "no index is possible"
     return out

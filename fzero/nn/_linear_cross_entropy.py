@@ -118,7 +118,7 @@ def cross_entropy_of_head(
     if axis is not None:
         check_part("linear_cross_entropy", weight, axis)
         hidden = enter(hidden, axis)
-    local = labels - axis_index(bound).to(labels.device) * len(weight)
+    local = labels - axis_index(bound, device=labels.device) * len(weight)
     log_sum, target, total = _sums_of_chunks(hidden, weight, local, bias, chunk, label_smoothing > 0, maps)
     if axis is not None:
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)

@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
+from fzero._torch import tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.optim._base import Mask, Optimizer, Params, Updates
@@ -186,8 +187,8 @@ def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     Padding has no row, and elements of vectors and 0-d leaves have no column. Then the index is the end of the vector.
     """
     device, k, shapes = box.data.device, traced_spec(box.spec_id).shard_numel, traced_spec(box.spec_id).shapes
-    position = unit_index(box.spec_id).to(device) * k + torch.arange(k, device=device)
-    table = torch.tensor([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
+    position = unit_index(box.spec_id, device) * k + torch.arange(k, device=device)
+    table = tensor_on([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
     offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]
     inner, end = position - offset, _length(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)
@@ -206,7 +207,7 @@ def _full_indices(box: Shard) -> torch.Tensor:
     for i, (part, full) in enumerate(zip(spec.shapes, spec.full_shapes, strict=True)):
         firsts = [torch.zeros((), dtype=torch.int64, device=device) for _ in part]  # the part's place in each dimension
         for split in spec.split:
-            firsts[split.dims[i]] = firsts[split.dims[i]] * split.size + axis_index(split.axis).to(device)
+            firsts[split.dims[i]] = firsts[split.dims[i]] * split.size + axis_index(split.axis, device=device)
         *outer, last = range(len(part)) if part else [0]
         for dims in (outer, [*outer[:-1], last]) if outer else (range(len(part)),):  # of rows, of columns
             index = torch.zeros((), dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero._torch import is_tracing
+from fzero._torch import is_tracing, tensor_on
 
 __all__ = ["ZERO", "DynamicCode", "decode", "dynamic_code", "dynamic_values", "encode"]
 
@@ -101,9 +101,9 @@ def dynamic_code(signed: bool, device: torch.device) -> DynamicCode:
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> DynamicCode:
     return DynamicCode(
-        torch.tensor(dynamic_values(signed), dtype=torch.float32, device=device),
-        torch.tensor(_midpoints(signed), dtype=torch.float32, device=device),
-        torch.tensor(_least_codes(signed), dtype=torch.uint8, device=device),
+        tensor_on(dynamic_values(signed), dtype=torch.float32, device=device),
+        tensor_on(_midpoints(signed), dtype=torch.float32, device=device),
+        tensor_on(_least_codes(signed), dtype=torch.uint8, device=device),
     )
 
 

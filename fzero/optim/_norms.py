@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
+from fzero._torch import tensor_on
 from fzero.collectives import psum
 from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyperparams import Number, check_positive
@@ -80,7 +81,7 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
                 [s.size for s in traced_spec(x.spec_id).split if not s.stacked]
             )  # ranks that have parts of the leaf
             sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in traced_spec(x.spec_id).shapes]
-            squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
+            squares = total.to(s.dtype) / tensor_on(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.spec_id, x.data.device)], x.spec_id)
 
@@ -317,14 +318,14 @@ def _row_ids(u: _ExpertUnit) -> torch.Tensor:
     """Return for each element of this rank's shard the number of its row among the rows of the unit: int64 `[k]`."""
     spec, device = traced_spec(u.unit.spec_id), u.unit.shard.data.device
     leaf = segment_ids(u.unit.spec_id, device)  # the number of leaves for padding
-    position = unit_index(u.unit.spec_id).to(device) * spec.shard_numel
-    offset = position + torch.arange(spec.shard_numel, device=device) - torch.tensor(spec.offsets, device=device)[leaf]
+    position = unit_index(u.unit.spec_id, device) * spec.shard_numel
+    offset = position + torch.arange(spec.shard_numel, device=device) - tensor_on(spec.offsets, device=device)[leaf]
     sizes = [
         max(math.prod(shape) // max(rows, 1), 1)
         for shape, rows in zip(spec.shapes, [b - a for a, b in zip(u.first, u.first[1:], strict=False)], strict=True)
     ]
-    row = torch.div(offset, torch.tensor([*sizes, spec.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
-    return torch.tensor(u.first, device=device)[leaf] + row.clamp(min=0)
+    row = torch.div(offset, tensor_on([*sizes, spec.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
+    return tensor_on(u.first, device=device)[leaf] + row.clamp(min=0)
 
 
 def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero._torch import assume_constant_result
+from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
 from fzero.sharding._boxes import Shard, box_of
 from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, unit_index
@@ -166,7 +166,7 @@ class BlockMap(NamedTuple):
         own = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
         if at_borders is None:
             return own
-        borders = torch.tensor(_borders(self.spec_id, self.numbers_id), device=own.device).flatten()  # [2 N], blocks
+        borders = tensor_on(_borders(self.spec_id, self.numbers_id), device=own.device).flatten()  # [2 N], blocks
         for block in self.blocks.index_select(0, self.at_borders()[0]).unbind():
             largest = at_borders.masked_fill(borders != block, -math.inf).amax(1, keepdim=True)
             own = torch.where(self.blocks == block, largest, own)
@@ -180,8 +180,8 @@ class BlockMap(NamedTuple):
         spec = traced_spec(self.numbers_id)
         own = numbers
         if spec.ranks > 1:
-            ranges = torch.tensor(_owned(self.spec_id, self.numbers_id), device=own.device)  # [N, 2]
-            first, stop = ranges.index_select(0, unit_index(self.spec_id).reshape(1).to(own.device))[0]
+            ranges = tensor_on(_owned(self.spec_id, self.numbers_id), device=own.device)  # [N, 2]
+            first, stop = ranges.index_select(0, unit_index(self.spec_id, own.device).reshape(1))[0]
             own = torch.where((self.blocks >= first) & (self.blocks < stop), own, torch.zeros_like(own))
         length = spec.shard_numel * spec.ranks
         full = own.new_zeros(len(own), length + own.shape[1]).index_add(1, self.blocks, own)[:, :length]
@@ -197,14 +197,14 @@ def map_of_blocks(spec_id: int, numbers_id: int, device: torch.device) -> BlockM
         numbers_id: the unit of the blocks' numbers, by `block_spec`.
         device: the device of the elements.
     """
-    k, rank = traced_spec(spec_id).shard_numel, unit_index(spec_id).reshape(1).to(device)
+    k, rank = traced_spec(spec_id).shard_numel, unit_index(spec_id, device).reshape(1)
     borders = _borders(spec_id, numbers_id)
     t = max([last - first for first, last in borders]) + 2
-    first_and_last = torch.tensor(borders, device=device).index_select(0, rank)  # [1, 2]
+    first_and_last = tensor_on(borders, device=device).index_select(0, rank)  # [1, 2]
     blocks = first_and_last[:, 0] + torch.arange(t, device=device)
     rows = _leaf_rows(spec_id, numbers_id)
-    leaf = torch.bucketize(blocks, torch.tensor([first for _, _, first in rows[1:]], device=device), right=True)
-    offset, size, first = torch.tensor(list(zip(*rows, strict=True)), device=device)[:, leaf]
+    leaf = torch.bucketize(blocks, tensor_on([first for _, _, first in rows[1:]], device=device), right=True)
+    offset, size, first = tensor_on(list(zip(*rows, strict=True)), device=device)[:, leaf]
     starts = (offset + (blocks - first) * size - rank * k).clamp(0, k)
     is_mixed = len({row[1] for row in rows[:-1]}) > 1
     last = first_and_last[:, 1] - first_and_last[:, 0]

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from fzero._torch import assume_constant_result
+from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
 from fzero.sharding._segments import segment_ids
 from fzero.sharding._spec import item_of, spec_of, stacked_of, traced_spec, unit_index
@@ -34,11 +34,11 @@ def numbers_of_elements(spec_id: int, device: torch.device) -> torch.Tensor:
     spec = traced_spec(spec_id)
     k = spec.shard_numel
     leaf = segment_ids(spec_id, device)
-    unit_position = unit_index(spec_id).to(device) * k + torch.arange(k, device=device)
-    position = unit_position - torch.tensor([*spec.offsets[:-1], spec.numel], device=device)[leaf]
+    unit_position = unit_index(spec_id, device) * k + torch.arange(k, device=device)
+    position = unit_position - tensor_on([*spec.offsets[:-1], spec.numel], device=device)[leaf]
     axis, rows = _leaf_numbers(spec_id)  # a row for each rank along the axis of a stacked list, else one
-    numbers = torch.tensor(rows, device=device)
-    row = axis_index(axis).reshape(1).to(device) if axis else torch.zeros(1, dtype=torch.int64, device=device)
+    numbers = tensor_on(rows, device=device)
+    row = axis_index(axis, device=device).reshape(1) if axis else torch.zeros(1, dtype=torch.int64, device=device)
     if any(not split.stacked for split in spec.split):
         position = _position_in_full_leaf(spec_id, position, leaf)
     return position ^ numbers.index_select(0, row).squeeze(0)[leaf]
@@ -87,12 +87,12 @@ def _position_in_full_leaf(spec_id: int, position: torch.Tensor, leaf: torch.Ten
             at = ndim - len(spec.shapes[i]) + dim
             full_shapes[i][at] *= split.size
             counts[i][at], is_split[i][at] = split.size, 1
-        rank = axis_index(split.axis).to(device)
-        scale = torch.tensor([*counts, [1] * ndim], device=device)
-        part_indices = part_indices * scale + rank * torch.tensor([*is_split, [0] * ndim], device=device)
-    sizes = torch.tensor([*part_shapes, [1] * (ndim - 1) + [position.numel() * spec.ranks + 1]], device=device)
+        rank = axis_index(split.axis, device=device)
+        scale = tensor_on([*counts, [1] * ndim], device=device)
+        part_indices = part_indices * scale + rank * tensor_on([*is_split, [0] * ndim], device=device)
+    sizes = tensor_on([*part_shapes, [1] * (ndim - 1) + [position.numel() * spec.ranks + 1]], device=device)
     full_strides = [[math.prod(shape[d + 1 :]) for d in range(ndim)] for shape in full_shapes]
-    strides = torch.tensor([*full_strides, [0] * (ndim - 1) + [1]], device=device)
+    strides = tensor_on([*full_strides, [0] * (ndim - 1) + [1]], device=device)
     first_positions = (part_indices * sizes * strides).sum(1)  # of this rank's parts in the full leaves: [m + 1]
     full_position, rest = first_positions[leaf], position  # [k]
     for d in reversed(range(ndim)):

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import torch
 
-from fzero._torch import assume_constant_result
+from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
 from fzero.sharding._boxes import Shard, box_of
 from fzero.sharding._segments import segment_ids
@@ -56,9 +56,9 @@ def read_subset(xs: Sequence[torch.Tensor], spec_id: int, boxes: Sequence[Shard]
     rows = zip(subset.offsets, spec.offsets, spec.shapes, subset.shapes, strict=False)
     moves = [(at - offset, shape == own) for at, offset, shape, own in rows]
     leaf = segment_ids(spec_id, device)
-    member = torch.tensor([*[m for _, m in moves], False], device=device)[leaf]
-    move = torch.tensor([*[move for move, _ in moves], 0], device=device)[leaf]
-    position = unit_index(spec_id).to(device) * k + torch.arange(k, device=device) + move
+    member = tensor_on([*[m for _, m in moves], False], device=device)[leaf]
+    move = tensor_on([*[move for move, _ in moves], 0], device=device)[leaf]
+    position = unit_index(spec_id, device) * k + torch.arange(k, device=device) + move
     position = torch.where(member, position, torch.zeros_like(position))
     return [torch.where(member, row.index_select(0, position), x) for row, x in zip(full.unbind(), xs, strict=True)]
 
@@ -71,7 +71,7 @@ def write_subset(xs: Sequence[torch.Tensor], spec_id: int, subset_id: int) -> li
     device, k = xs[0].device, spec.shard_numel
     rows = zip(spec.offsets, subset.offsets, subset.offsets[1:], strict=False)
     ranges = [torch.arange(offset, offset + stop - start, device=device) for offset, start, stop in rows]
-    place = torch.cat(ranges) - unit_index(spec_id).to(device) * k  # [r]
+    place = torch.cat(ranges) - unit_index(spec_id, device) * k  # [r]
     own = torch.stack(list(xs))
     if k:
         parts = own.index_select(1, place.clamp(0, k - 1))

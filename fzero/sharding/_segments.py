@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero._torch import assume_constant_result
+from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
@@ -29,8 +29,8 @@ def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) 
     """
     k = traced_spec(spec_id).shard_numel
     start, stop = (0, k) if piece is None else (piece.start, piece.stop)
-    position = unit_index(spec_id).to(device) * k + torch.arange(start, stop, device=device)
-    return torch.bucketize(position, torch.tensor(traced_spec(spec_id).offsets[1:], device=device), right=True)
+    position = unit_index(spec_id, device) * k + torch.arange(start, stop, device=device)
+    return torch.bucketize(position, tensor_on(traced_spec(spec_id).offsets[1:], device=device), right=True)
 
 
 def zero_padding(box: Shard) -> torch.Tensor:
@@ -44,7 +44,7 @@ def zero_padding(box: Shard) -> torch.Tensor:
     x = _zero_unused_items(box)
     if k * traced_spec(box.spec_id).ranks == numel:
         return x
-    position = unit_index(box.spec_id).to(x.device) * k + torch.arange(k, device=x.device)
+    position = unit_index(box.spec_id, x.device) * k + torch.arange(k, device=x.device)
     return torch.where(position < numel, x, torch.zeros_like(x))
 
 
@@ -64,11 +64,11 @@ def _zero_unused_items(box: Shard) -> torch.Tensor:
     axis, rows = _unused_items(box.spec_id + 0)
     if not rows:
         return box.data
-    x, rank_index = box.data, axis_index(axis).reshape(1).to(box.data.device)
+    x, rank_index = box.data, axis_index(axis, device=box.data.device).reshape(1)
     if all(len(set(row)) == 1 for row in rows):  # one value for all leaves, as in a unit that is one block
-        unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, rank_index)
+        unused = tensor_on([row[0] for row in rows], device=x.device).index_select(0, rank_index)
     else:
-        table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
+        table = tensor_on([(*row, True) for row in rows], device=x.device)  # the last column: padding
         unused = table.index_select(0, rank_index).squeeze(0)[segment_ids(box.spec_id, x.device)]
     return torch.where(unused, torch.zeros_like(x), x)
 
@@ -204,5 +204,5 @@ def _spread_over_piece(row: Sequence[float], spec_id: int, piece: Piece, x: torc
     """Return the number for each element of a piece: one number if all are equal, else a tensor."""
     if len(set(row)) == 1:
         return row[0]
-    table = torch.tensor([*row, 0.0], dtype=x.dtype, device=x.device)
+    table = tensor_on([*row, 0.0], dtype=x.dtype, device=x.device)
     return table[segment_ids(spec_id, x.device, piece)]

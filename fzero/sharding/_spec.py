@@ -318,9 +318,9 @@ def unit_axes(spec_id: int) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def unit_index(spec_id: int) -> torch.Tensor:
+def unit_index(spec_id: int, device: torch.device | None = None) -> torch.Tensor:
     """Return the index of this rank's shard among the unit's shards: an int64 tensor of shape []."""
-    return axis_index(traced_spec(spec_id).axes)
+    return axis_index(traced_spec(spec_id).axes, device=device)
 
 
 def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]]) -> None:

@@ -48,8 +48,13 @@ def train_step_of(loss_fn: Callable[..., Any], opt: optim.Optimizer, **how: Any)
     return train_step
 
 
-def adamw() -> optim.Optimizer:
-    return optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
+def adamw(**options: Any) -> optim.Optimizer:
+    return optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4, **options))
+
+
+def bias(path: str, leaf: Tensor) -> bool:
+    """Return whether a leaf's moments stay in float32."""
+    return leaf.ndim < 2
 
 
 def perceptron(ranks: int, opt: optim.Optimizer | None = None, **how: Any) -> Task:
@@ -259,6 +264,11 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "dense": perceptron,
     "dense, 4 micro-batches": lambda ranks: perceptron(ranks, micro_batches=4),
     "dense, codes": lambda ranks: perceptron(ranks, precision=CODES),
+    "dense, moments in int8": lambda ranks: perceptron(ranks, adamw(moments=optim.Moments("int8", full=bias))),
+    "dense, moments in bfloat16": lambda ranks: perceptron(ranks, adamw(moments=optim.Moments("bfloat16", full=bias))),
+    "dense, lamb": lambda ranks: perceptron(ranks, optim.lamb(3e-4)),
+    "dense, muon": lambda ranks: perceptron(ranks, optim.muon(0.02, fallback=optim.adamw(3e-4))),
+    "dense, adafactor": lambda ranks: perceptron(ranks, optim.adafactor(3e-4)),
     "experts, capacity": lambda ranks: mixture(ranks, 1.25),
     "experts, dropless": lambda ranks: mixture(ranks, None),
     "experts, dropless, bfloat16": lambda ranks: mixture(ranks, None, torch.bfloat16),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cuda import lane
-from tests.mutants.changes import Change, becomes, skipped
+from tests.mutants.changes import Change, always, becomes, skipped
 
 Facts = dict[str, Any]
 
@@ -70,6 +70,22 @@ FAULTS = {
         "toy",
         "fx",
         requests_its_plan,
+    ),
+    "a constant is copied to the device in each step": LaneFault(
+        "graph/trace/_trace.py",
+        "_lift_constants",
+        skipped("_place_constants(A)"),
+        "dense, moments in int8",
+        "fx",
+        never_waits,
+    ),
+    "a table of numbers is copied from pageable memory": LaneFault(
+        "_torch/accelerator.py",
+        "tensor_on",
+        always("not A or B"),
+        "dense, moments in int8",
+        "eager",
+        never_waits,
     ),
     "a number is read from the device": LaneFault(
         "sharding/_segments.py",

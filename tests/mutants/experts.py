@@ -225,7 +225,7 @@ MUTANTS = [
         Fault("the experts of a list are clipped as separate layers", "_layer", becomes("A.isdigit()", "False")),
         Fault("the norm of an expert is summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
-        Fault("a rank counts its experts from 0", "_row_ids", becomes("A(B.unit.spec_id).to(C)", "0")),
+        Fault("a rank counts its experts from 0", "_row_ids", becomes("unit_index(...)", "0")),
     ),
     *File("zero/_call_checks.py", TRAINING).faults(
         Fault(

@@ -57,11 +57,11 @@ MUTANTS = [
     ),
     *File("sharding/_leaf_subset.py", SIXTEEN_BIT).faults(
         Fault("a rank writes another rank's numbers", "write_subset", becomes("(A >= 0) & (A < k)", "A < k")),
-        Fault("a rank reads the first rank's numbers", "read_subset", becomes("A.to(B) * k", "A.to(B) * 0")),
+        Fault("a rank reads the first rank's numbers", "read_subset", becomes("unit_index(...) * k", "0")),
     ),
     *File("sharding/_leaf_positions.py", ROUNDING).faults(
         Fault("all leaves have the same draws", "numbers_of_leaf", bare("A ^ B")),
-        Fault("all ranks have the same draws", "numbers_of_elements", becomes("A.to(B) * k", "A.to(B) * 0")),
+        Fault("all ranks have the same draws", "numbers_of_elements", becomes("unit_index(...) * k", "0")),
         Fault(
             "parts of split leaves have the draws of the first part",
             "_position_in_full_leaf",
@@ -167,7 +167,7 @@ MUTANTS = [
         Fault(
             "Adafactor adds each rank's part of a split leaf at the first part's rows",
             "_full_indices",
-            becomes("A[B] * C + D.to(E)", "A[B]"),
+            becomes("A[B] * C + axis_index(...)", "A[B]"),
             ("tests/parallel/tensor/test_training.py", "-k", "adafactor and 2"),
         ),
         Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),

@@ -38,7 +38,7 @@ MUTANTS = [
             TRAINING,
         ),
         Fault("the gradient of a bias on part of a sequence is not summed", "row", never("sequence"), TRAINING),
-        Fault("every rank looks up the first rows of a table", "own_rows", bare("A - B(C).to(A.device) * D")),
+        Fault("every rank looks up the first rows of a table", "own_rows", bare("A - axis_index(...) * B")),
         Fault("a rank looks up tokens of other ranks", "embed", bare("torch.where(B, A, C)")),
         Fault(
             "an unknown token gives zeros, not nan",
@@ -77,7 +77,7 @@ MUTANTS = [
             skipped("self._entered.clear()"),
             LAYERS + TRANSFORMERS,
         ),
-        Fault("every rank takes the first shared heads", "Layer._own_heads", bare("B(self.axis).to(D) * C + A")),
+        Fault("every rank takes the first shared heads", "Layer._own_heads", bare("axis_index(...) * B + A")),
         Fault("shared heads do not enter their layer", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
             "replicated parameters of a split layer do not enter it",

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._notice import trouble_link
-from fzero._torch import OpOverload, graph_of
+from fzero._torch import OpOverload, graph_of, is_accelerator
 from fzero.collectives import record
 from fzero.graph._ir import (
     METRIC,
@@ -158,9 +158,10 @@ def _check_constants(gm: GraphModule) -> None:
 
 def _lift_constants(gm: GraphModule) -> TracedGraph:
     """Turn captured tensors and generators into arguments, after the others."""
+    _place_constants(gm)
     constants: dict[str, Any] = {}
     graph = gm.graph
-    first = next(n for n in graph.nodes if not is_input(n))
+    first = next(n for n in graph.nodes if not is_input(n) and n.op != "get_attr")
     example = next((x for n in graph.nodes for x in stand_ins_of(n) if n.op != "get_attr"), None)
     arguments: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
@@ -180,6 +181,33 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
     return TracedGraph(graph_of([*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
+
+
+def _place_constants(gm: GraphModule) -> None:
+    """Place captured tensors on the accelerators that the step copies them to, since the host would wait for a copy."""
+    for node in list(gm.graph.nodes):
+        value = getattr(gm, str(node.target)) if node.op == "get_attr" else None
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            continue
+        readers = [node, *[n for n in node.users if n.target is aten.lift_fresh_copy.default]]
+        for copy in [n for reader in readers for n in reader.users if _is_move(n, value)]:
+            device = copy.kwargs["device"]
+            name = f"{node.target}_on_{device}".replace(":", "_")
+            setattr(gm, name, value.to(device))
+            with gm.graph.inserting_before(node):
+                placed = gm.graph.get_attr(name)
+            placed.meta = dict(copy.meta)
+            copy.replace_all_uses_with(placed)
+            gm.graph.erase_node(copy)
+
+
+def _is_move(node: Node, value: torch.Tensor) -> bool:
+    """Return whether a node copies a value to an accelerator, and changes nothing else."""
+    if node.target is not aten._to_copy.default:
+        return False
+    device, *others = (node.kwargs.get(name) for name in ("device", "dtype", "layout", "memory_format"))
+    is_same = all(x in (None, own) for x, own in zip(others, (value.dtype, value.layout, None), strict=True))
+    return is_same and isinstance(device, torch.device) and is_accelerator(device)
 
 
 def _literal(node: Node, value: Any) -> Hashable:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import allow_in_graph
+from fzero._torch import allow_in_graph, tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall
@@ -91,7 +91,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
 
 def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
     """Return this rank's entry of a list over all ranks, as a tensor. Under vmap it differs by rank."""
-    return torch.tensor(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
+    return tensor_on(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
 
 
 def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:

@@ -252,7 +252,7 @@ class Layer:
         kv, n = self.param_splits["weight"].heads, axis_size(axis_if_bound(self.axis))
         count = kv * self.groups // n  # query heads of a rank
         group_size = kv_groups(kv * self.groups, self.groups, n)
-        first = axis_index(self.axis).to(w.device) * count + torch.arange(0, count, group_size, device=w.device)
+        first = axis_index(self.axis, device=w.device) * count + torch.arange(0, count, group_size, device=w.device)
         heads = enter(w, self.axis).unflatten(0, (kv, -1))
         return heads[first // self.groups].flatten(0, 1)
 

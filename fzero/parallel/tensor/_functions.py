@@ -306,7 +306,7 @@ def own_rows(tokens: torch.Tensor, table: torch.Tensor, axis: str) -> tuple[torc
         are `[.., 1]`.
     """
     v, n = len(table), axis_size(axis_if_bound(axis))
-    local = tokens - axis_index(axis).to(tokens.device) * v
+    local = tokens - axis_index(axis, device=tokens.device) * v
     is_valid = ((tokens >= 0) & (tokens < v * n)).unsqueeze(-1)
     fill = torch.where(is_valid, torch.zeros((), dtype=table.dtype, device=table.device), math.nan)
     return local.clamp(0, v - 1), ((local >= 0) & (local < v)).unsqueeze(-1), fill
@@ -442,6 +442,6 @@ def _sums(
     # Detached, since the result does not depend on the maximum.
     maximum = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
     x = x - maximum.unsqueeze(-1)
-    local = targets - axis_index(bound).to(targets.device) * k
+    local = targets - axis_index(bound, device=targets.device) * k
     sums = leave(torch.stack([x.exp().sum(-1), logits_of(local, x), *([x.sum(-1)] if smooth else [])]), axis)
     return sums[0].log(), sums[1], sums[2] if smooth else None
