@@ -60,12 +60,14 @@ class Run:
         c = self.config
         remat = " every second" if self.every_second else " remat" if c.remat else ""
         sizes = f"{self.length} x {c.micro_batch} x {c.accumulation}"
-        return f"{self.family} {self.shape.name} {sizes}, stage {c.stage}{remat}, {c.world} x {self.card}"
+        float8 = ", float8" if c.float8 else ""
+        return f"{self.family} {self.shape.name} {sizes}, stage {c.stage}{remat}, {c.world} x {self.card}{float8}"
 
     @property
     def is_held(self) -> bool:
-        """Whether the run belongs to the half that no constant was fitted to."""
-        return self.family != "llm-foundry" or bool(hashlib.sha256(self.name.encode()).digest()[0] % 2)
+        """Whether the run belongs to the half that no constant was fitted to, as all runs in float8 do."""
+        is_usual = self.family == "llm-foundry" and self.config.float8 is None
+        return not is_usual or bool(hashlib.sha256(self.name.encode()).digest()[0] % 2)
 
 
 def runs() -> tuple[list[Run], list[str]]:

@@ -28,7 +28,7 @@ def predicted(run: Run) -> float:
 
 def test_every_published_run_is_planned_or_left_out_with_a_reason():
     found, left = runs()
-    assert len(found) == 209 + 4 + 3 and len(left) == 7 + 22 + 3
+    assert len(found) == 216 + 8 + 3 and len(left) == 18 + 3
     assert all("not built: " in line or line.endswith(": in benchmarks/published/parallel.md") for line in left)
     assert all(run.config.depth == run.shape.depth for run in found)
     assert all(not math.isnan(run.tokens) or not math.isnan(run.memory) for run in found)
@@ -43,7 +43,7 @@ def test_a_half_is_decided_by_the_run_alone():
 
 @pytest.mark.parametrize("card", PEAK)
 def test_a_cards_constants_meet_their_goals_on_the_held_half(card):
-    held = [r for r in runs()[0] if r.card == card and r.is_held]
+    held = [r for r in runs()[0] if r.card == card and r.is_held and not r.config.float8]
     errors = [abs(predicted(r) / r.tokens - 1) for r in held]
     assert len(held) > 25 and statistics.median(errors) <= 0.1
     assert sum(e <= 0.25 for e in errors) >= 0.9 * len(held)
