@@ -34,7 +34,8 @@ FEW = {"32k": ["--rounds", "3", "--peaks", "2"]}  # a step takes long
 ABOUT = [
     "One causal GPT in float32 with AdamW; parameters, gradients and moments are sharded over all ranks. Processes "
     "have one thread. Medians and quartiles of 7 rounds (32k: 3). Losses of all systems agree at each step to 1e-3.",
-    "Other work ran on the two cores. So the processor's time of all ranks together stands beside the wall's.",
+    "At 2k and 8k tokens the two cores did nothing else; at 32k other work ran. So the processor's time of all ranks "
+    "together stands beside the wall's.",
     "torch's context_parallel has no ring for CPUs. It ends with \"Operator "
     'aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered"; with '
     "`SDPBackend.MATH` it mixes tensors and DTensors, and fails too. Here its own ring, torch's code, is given the "
