@@ -158,7 +158,7 @@ class Configuration:
 
     @property
     def _fixed(self) -> "FixedSettings":
-        return FixedSettings(self.chunked_loss, self.gather, self.reduce, self.moments, self.float8, self.compiled)
+        return FixedSettings(*[getattr(self, name) for name in FixedSettings._fields])
 
     @property
     def _dims(self) -> "ParallelDims":

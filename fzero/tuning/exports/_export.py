@@ -135,7 +135,6 @@ BITS = {  # settings that no system takes from its file, and its behaviour inste
     "gather": "parameters are sent in their own dtype",
     "reduce": "gradients are sent in the dtype of the file",
     "float8": "layers multiply in the precision of the file",
-    "compiled": "the seconds are those of compiled code, which the system's own setting turns on",
     "moments": "moments are in float32, unless the program makes another optimizer",
 }
 
@@ -156,7 +155,9 @@ def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ..
         "tp": f"tp {config.tp}" if config.tp > 1 else "",
         "pp": f"pp {config.pp} by {config.schedule_setting}" if config.pp > 1 else "",
         "chunked_loss": "chunked loss" if config.chunked_loss else "",
+        "compiled": "compiled" if config.compiled else "",
     }
+    remedies = {**remedies, "compiled": "the seconds are those of compiled code, which the system must be told to run"}
     lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
     kinds = {name: getattr(config, name) for name in BITS}
     return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in BITS.items() if kinds[name]])

@@ -355,10 +355,18 @@ def test_what_a_system_cannot_say_is_said(system):
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_no_system_takes_fewer_bits(system):
-    config = dataclasses.replace(USUAL, gather="int8", reduce="int4", moments="int8")
+    config = dataclasses.replace(USUAL, gather="int8", reduce="int4", moments="int8", float8="rowwise")
     lines = " ".join(exported(system, config).differences)
-    assert all(f"{name}: " in lines for name in ("gather int8", "reduce int4", "moments int8"))
+    assert all(f"{name}: " in lines for name in ("gather int8", "reduce int4", "moments int8", "float8 rowwise"))
     assert "moments" not in " ".join(exported(system, USUAL).differences)
+
+
+@pytest.mark.parametrize("system", EXPORTS)
+def test_compiled_seconds_are_said_to_be_so(system):
+    plain, compiled = (exported(system, dataclasses.replace(USUAL, compiled=x)).differences for x in (False, True))
+    assert [x for x in compiled if x not in plain] == [
+        "compiled: the seconds are those of compiled code, which the system must be told to run."
+    ]
 
 
 def test_a_model_of_the_users_own_has_no_sizes():
