@@ -25,6 +25,7 @@ class DiffersByRankError(ValueError):
     """A value differs by rank, and its layout or its use says that it is equal on all ranks.
 
     Example:
+        >>> import torch
         >>> import fzero
         >>> mesh = fzero.mesh(dp=2)
         >>> try:

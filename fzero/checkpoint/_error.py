@@ -13,8 +13,8 @@ class CheckpointError(RuntimeError):
         >>> try:
         ...     fzero.load("nowhere", like={})
         ... except fzero.errors.CheckpointError as error:
-        ...     print(str(error)[-67:])
-        it has no file manifest.json; give the folder that fzero.save wrote
+        ...     print(str(error).split("; ")[0][-28:])
+        it has no file manifest.json
     """
 
 

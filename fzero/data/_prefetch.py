@@ -39,7 +39,7 @@ def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
     Example:
         >>> import fzero
         >>> mesh = fzero.mesh(dp=2)
-        >>> data = batches(torch.arange(10), mesh, global_batch=4)
+        >>> data = fzero.data.batches(torch.arange(10), mesh, global_batch=4)
         >>> [i for i, batch in prefetch(data.steps(0, 3), mesh)]
         [0, 1, 2]
     """

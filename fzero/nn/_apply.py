@@ -114,7 +114,8 @@ class Apply:
             call of `apply` raises.
 
         Example:
-            >>> apply, params, buffers = functional(torch.nn.Linear(3, 2))
+            >>> import fzero
+            >>> apply, params, buffers = fzero.nn.functional(torch.nn.Linear(3, 2))
             >>> decay = apply.method(lambda module: module.weight.square().sum())
             >>> decay(params, buffers)[0].shape
             torch.Size([])
