@@ -11,6 +11,7 @@ from torch.fx import Graph
 from fzero import _torch, tree
 from fzero._donated import check_not_donated, donate_memory
 from fzero._notice import warn_once
+from fzero.axes import BatchSplit
 from fzero.graph import _dump
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
@@ -86,6 +87,8 @@ class Entry:
         donation_notes: for each donated tensor's number, the message for a later read of the tensor.
         donated_box_argnums: the positions of donated arguments that hold boxes.
         reused_tensors: the numbers of the donated tensors whose memory may receive other values.
+        per_rank_nodes: where the structure of the arguments has `PerRank` boxes.
+        splits: how these boxes were split in the calls that the step accepted.
         executable: the runnable schedule, from the first call on.
         is_traced: whether the step was traced for this entry; if not, its graph follows from other lengths.
     """
@@ -102,6 +105,8 @@ class Entry:
     donation_notes: dict[int, str]
     donated_box_argnums: list[int]
     reused_tensors: list[int]
+    per_rank_nodes: tuple[tuple[int, ...], ...]
+    splits: set[tuple[BatchSplit | None, ...]]
     executable: Executable | RecordedStep | None = None
     is_traced: bool = True
 
@@ -118,6 +123,19 @@ class Entry:
         schedules = candidates(self.traced.graph, self.context, schedule_options)
         best, rejected = _choose_schedule(options, self.traced.graph, schedules, self.donated_argnums)
         return replace(self, options=options, best=best, rejected=rejected, executable=None)
+
+    def check_splits(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
+        """Check that the step accepts a batch that was split in this way, such as into samples and not into tokens.
+
+        A graph has no such check, so the step is traced once more for each other way.
+
+        Raises:
+            ValueError: as the step's first call does.
+        """
+        splits = arguments.splits(self.per_rank_nodes)
+        if splits not in self.splits:
+            _trace_call(self.options, arguments, args)
+            self.splits.add(splits)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
         """Run the step, and write its results into the memory of the donated arguments.
@@ -230,6 +248,8 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         donation_notes=donation_notes,
         donated_box_argnums=[i for i in donated_argnums if any(is_box(x) for x in tree.flatten(args[i], is_box)[0])],
         reused_tensors=_reused_tensors(traced, overwrites, donation_notes),
+        per_rank_nodes=arguments.per_rank_nodes,
+        splits={arguments.splits(arguments.per_rank_nodes)},
     )
 
 

@@ -320,6 +320,7 @@ class Jitted:
             self._entries[key] = entry = self._trace(self.options, arguments, args) if entry is None else entry
             if entry.is_traced:
                 self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.best.graph))
+        entry.check_splits(arguments, args)
         return entry
 
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:

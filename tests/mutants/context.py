@@ -35,6 +35,13 @@ MUTANTS = [
             becomes("A.tokens != (B, C)", "A.tokens[0] != axis"),
         ),
     ),
+    *File("graph/_entry.py", LAYOUT).faults(
+        Fault(
+            "a graph serves batches that are split otherwise",
+            "Entry.check_splits",
+            never("splits not in self.splits"),
+        ),
+    ),
     *File("sharding/_boxes.py", LAYOUT).faults(
         Fault("a box forgets how it was split", "PerRank.__init__", becomes("self.split = split", "self.split = None")),
     ),

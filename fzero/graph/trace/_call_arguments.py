@@ -1,6 +1,6 @@
 """Flatten the arguments of a call of a jitted step, and compute the key that its trace is cached by."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import Buffer, autocast_kinds, buffers_of
+from fzero.axes import BatchSplit
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
 __all__ = [
@@ -84,6 +85,21 @@ class Arguments:
     def buffers(self) -> tuple[Buffer, ...]:
         """The distinct tensors that lie side by side in memory, as `step.init` places the leaves of a unit."""
         return buffers_of(self.tensors)
+
+    @cached_property
+    def per_rank_nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The way to each `PerRank` box of the structure: the indices of children from its root."""
+        return tuple(_per_rank_nodes(self.structure, ()))
+
+    def splits(self, nodes: Sequence[tuple[int, ...]]) -> tuple[BatchSplit | None, ...]:
+        """List how the boxes at some nodes of the structure were split. It is no part of the trace's key."""
+        found = []
+        for indices in nodes:
+            node = self.structure
+            for i in indices:
+                node = node.child(i)
+            found.append(node.context.split)
+        return tuple(found)
 
     @cached_property
     def leaf_names(self) -> list[LeafName]:
@@ -172,6 +188,14 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
     """
     leaves, structure = tree.flatten((args, kwargs))
     return Arguments(leaves, structure, *tree.number_tensors(leaves))
+
+
+def _per_rank_nodes(structure: Any, indices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if structure.type is PerRank:
+        yield indices
+        return
+    for i, child in enumerate(structure.children()):
+        yield from _per_rank_nodes(child, (*indices, i))
 
 
 def leaf_names_of(values: Any) -> list[LeafName]:
