@@ -60,9 +60,8 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
         return peak_bytes(scheduled), estimate_seconds(scheduled, context.hardware)
 
     options = options if _gathers(graph) else options._replace(prefetch=0)
-    (prefetch, in_flight), *other_overlaps = _overlaps(
-        options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes)
-    )
+    overlaps = _overlaps(options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes))
+    (prefetch, in_flight), *other_overlaps = overlaps
     leanest = [
         settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, options)
     ]
@@ -87,6 +86,14 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
     ]
     carried = [c for c in carried if _carries(c.graph)]
     schedules = carried if carried and options.across_iterations is True else first + later + carried
+    if options.send_early is not False and _may_send_early(graph):
+        early = [
+            _candidate(passes, settings._replace(send_early=True), rate)
+            for settings in [c.pass_settings for c in schedules if c.peak_bytes <= limit or options.send_early is True]
+            # the other memory that time can be bought with is cheaper, and is spent first
+            if settings.recompute == first[0].pass_settings.recompute and _overlap(settings) == overlaps[-1]
+        ]
+        schedules = early if options.send_early is True else schedules + early
     return [c for c in schedules if options.prefetch in ("auto", c.pass_settings.prefetch)] or first
 
 
@@ -110,6 +117,12 @@ def _with_recast(
 def _carries(graph: Graph) -> bool:
     """Return whether reductions of a loop in the graph stay in flight between iterations."""
     return any(loop.carried_count for n in graph.nodes if (loop := loop_of(n)))
+
+
+def _may_send_early(graph: Graph) -> bool:
+    """Return whether the graph has a pipeline whose schedule does not split backward passes by itself."""
+    loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
+    return any(not loop.splits_backward for loop in loops)
 
 
 def _gathers(graph: Graph) -> list[Node]:
@@ -139,6 +152,10 @@ def _overlaps(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | st
     prefetch = [0, FITTING] if options.prefetch in ("auto", FITTING) else [options.prefetch]
     in_flight = _choices(options.in_flight, [0, 1] if has_reduce else [0])
     return list(itertools.product(prefetch, in_flight))
+
+
+def _overlap(settings: PassSettings) -> tuple[int | str, int]:
+    return settings.prefetch, settings.in_flight
 
 
 def _candidate(passes: PassManager, settings: PassSettings, rate: Rate) -> Candidate:

@@ -33,6 +33,7 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    send_early,
     slice_of_gather,
 )
 from fzero.graph.passes._schedule import Orders
@@ -56,6 +57,7 @@ class PassSettings(NamedTuple):
         prefetch_budget: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and
             no plan shows it.
         recast: whether widening casts run again for uses that wait for a collective.
+        send_early: whether a pipeline stage sends its input's gradient before it computes those of its weights.
     """
 
     recompute: bool
@@ -66,11 +68,15 @@ class PassSettings(NamedTuple):
     across_iterations: bool = False
     prefetch_budget: float = math.inf
     recast: bool = False
+    send_early: bool = False
 
     def shown_in_plan(self) -> PlanSettings:
-        """Return the settings that a plan shows, by name. `across_iterations` and `recast` are shown only if True."""
-        hidden = {"prefetch_budget", *[name for name in ("across_iterations", "recast") if not getattr(self, name)]}
+        """Return the settings that a plan shows, by name. Some are shown only if True."""
+        hidden = {"prefetch_budget", *[name for name in SHOWN_IF_TRUE if not getattr(self, name)]}
         return {k: v for k, v in self._asdict().items() if k not in hidden}
+
+
+SHOWN_IF_TRUE = ("across_iterations", "recast", "send_early")
 
 
 class PassContext(NamedTuple):
@@ -85,6 +91,7 @@ class PassContext(NamedTuple):
         hardware: the hardware of the cost model; None for that of the values.
         lone_groups: the process groups of one rank.
         fuses: whether Inductor compiles segments: it does not store values that it computes within a loop.
+        splits_backward: whether the graph is the body of a pipeline whose schedule splits backward passes into halves.
     """
 
     overwrites: tuple[tuple[int, int], ...] = ()
@@ -95,6 +102,7 @@ class PassContext(NamedTuple):
     hardware: Hardware | None = None
     lone_groups: tuple[str, ...] = ()
     fuses: bool = False
+    splits_backward: bool = False
 
 
 class Pass(NamedTuple):
@@ -127,6 +135,11 @@ PASSES = (
         "drop_lone_collectives",
         drop_lone_collectives,
         lambda settings, context: (context.lone_groups,) if context.lone_groups else None,
+    ),
+    Pass(
+        "send_early",
+        send_early,
+        lambda settings, context: () if settings.send_early or context.splits_backward else None,
     ),
     Pass("keep_on_host", keep_on_host, lambda settings, context: () if context.has_moves else None),
     Pass("hoist", hoist, lambda settings, context: (settings.max_reuse_bytes,)),
@@ -236,7 +249,8 @@ class PassManager:
                 if settings.prefetch_budget == math.inf
                 else settings._replace(prefetch_budget=_budget_in_body(graph, node, settings.prefetch_budget))
             )
-            set_body(node, self.body(node).schedule_with(inside))
+            sends_early = settings.send_early or self.body(node).context.splits_backward
+            set_body(node, self.body(node).schedule_with(inside), sends_early=sends_early)
             for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
                 node.append(item)
         return graph
@@ -254,7 +268,9 @@ class PassManager:
             loop = loop_of(node)
             assert loop is not None
             inside = self.context._replace(group_ranks=(), hardware=None, has_moves=has_moves(loop.body))
-            context = inside._replace(overwrites=loop.overwrites, donated=tuple(loop.sum_indices))
+            context = inside._replace(
+                overwrites=loop.overwrites, donated=tuple(loop.sum_indices), splits_backward=loop.splits_backward
+            )
             self._bodies[node.target] = PassManager(loop.body, context)
         return self._bodies[node.target]
 

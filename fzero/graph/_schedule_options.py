@@ -21,12 +21,14 @@ class ScheduleOptions(NamedTuple):
     memory_budget: float | None = None
     recompute: bool | str = AUTO
     recast: bool | str = AUTO
-    across_iterations: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
+    # no arguments of fzero.jit: they are set to reproduce a given schedule
+    across_iterations: bool | str = AUTO
+    send_early: bool | str = AUTO
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> "ScheduleOptions":
         """Return the options that reproduce the schedule of a plan's settings."""
-        values = {"recast": False, "across_iterations": False, **settings}
+        values = {"recast": False, "across_iterations": False, "send_early": False, **settings}
         return ScheduleOptions(
             **{name: value for name, value in values.items() if name in ScheduleOptions._fields}
         ).validated()
@@ -82,4 +84,5 @@ DOMAINS = {
     "recompute": _Domain((True, False, AUTO), ""),
     "recast": _Domain((True, False, AUTO), ""),
     "across_iterations": _Domain((True, False, AUTO), ""),
+    "send_early": _Domain((True, False, AUTO), ""),
 }

@@ -74,8 +74,8 @@ def test_a_pass_comes_after_the_pass_that_it_builds_on(first, second):
 def pass_settings() -> st.SearchStrategy[PassSettings]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
-    recompute, across, recast = st.booleans(), st.booleans(), st.booleans()
-    return st.builds(PassSettings, recompute, reuse, size, ahead, st.integers(0, 1), across, room, recast)
+    choice = st.booleans()
+    return st.builds(PassSettings, choice, reuse, size, ahead, st.integers(0, 1), choice, room, choice, choice)
 
 
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
@@ -211,7 +211,7 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
     assert {title[3:] for title in left_out} == {
-        *("drop_lone_collectives", "keep_on_host", "recast", "early_move", "carry"),
+        *("drop_lone_collectives", "send_early", "keep_on_host", "recast", "early_move", "carry"),
         *([] if plan.settings["recompute"] else ["recompute"]),
     }
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}

@@ -56,6 +56,7 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    send_early,
     slice_of_gather,
 )
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
@@ -106,6 +107,7 @@ def selected_passes(sample: Sample, choices: dict[str, Any]) -> list[tuple[str, 
     """List the passes that `choices` selects, in jit's order."""
     functions = {
         "drop_lone_collectives": lambda g: drop_lone_collectives(g, ("g", "h") if sample.n == 1 else ()),
+        "send_early": send_early,  # nor pipelines: see tests/parallel/pipeline/test_plan.py
         "keep_on_host": keep_on_host,
         "hoist": lambda g: hoist(g, choices["reuse"]),
         "recompute": lambda g: recompute(g, 1),

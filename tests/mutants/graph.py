@@ -186,7 +186,7 @@ MUTANTS = [
         Fault(
             "the body of a loop does not overwrite its sums",
             "PassManager.body",
-            becomes("A.B(overwrites=C.D, donated=tuple(C.E))", "A.B(overwrites=(), donated=())"),
+            becomes("A.B(..., overwrites=C.D, donated=tuple(C.E))", "A.B(..., overwrites=(), donated=())"),
             LOOPS,
         ),
         Fault(

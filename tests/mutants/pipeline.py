@@ -162,7 +162,20 @@ MUTANTS = [
             becomes("A[1]", "A[0]"),
         ),
         Fault("a gather that this rank does not read is dropped from its graph", "_body", dropped("*A(B.C)")),
-        Fault("the messages of an iteration are not sent first", "insert_loops", skipped("A(start)"), PLAN),
+    ),
+    *File("graph/passes/_send_early.py", PLAN).faults(
+        Fault("the messages of an iteration are not sent first", "send_early", never("A[0].args[0] == 'B'")),
+    ),
+    *File("graph/_pass_manager.py", PLAN).faults(
+        Fault("every pipeline sends early", "PASSES", becomes("() if A.send_early or B.C else None", "()")),
+        Fault(
+            "a schedule that splits backward passes sends late",
+            "PassManager.body",
+            becomes("A.splits_backward", "False"),
+        ),
+    ),
+    *File("graph/_candidates.py", PLAN).faults(
+        Fault("sending early is never tried", "_may_send_early", returns("False")),
     ),
     *File("graph/loop/_loop_functions.py", PROCESSES).faults(
         Fault("a residual is freed after its first reader", "_Iterations.run", becomes("self.readers[A]", "1")),

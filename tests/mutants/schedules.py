@@ -10,6 +10,7 @@ PICTURE = ("tests/parallel/schedules/test_picture.py",)
 
 MUTANTS = [
     *File("parallel/schedules/_simulation.py", CHECK).faults(
+        Fault("a gradient that is sent early comes late", "Durations.until_output", never("A == B and C"), LAWS),
         Fault("an action may stand twice", "_check_positions", becomes("A > 1", "A > 2")),
         Fault(
             "a rank may run a stage of another rank",

@@ -12,23 +12,20 @@ from fzero.graph._ir import aten, copy_graph, describe, is_wait
 from fzero.graph._ops import is_random
 from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import (
-    BEGIN_REGION,
     BEGIN_SHAPES_ONLY,
     END_SHAPES_ONLY,
     MARK_PIPELINE,
-    SEND,
     RankSchedule,
     rank_schedule_of,
 )
 from fzero.graph.loop._scan import Loop, LoopSlice, NotScannableError, loop_of, new_loop_function
 
-__all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "move_sends_first", "rank_schedule_at", "rename_nodes"]
+__all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "rank_schedule_at", "rename_nodes"]
 
 
 # A traced iteration of a pipeline's rank, before it becomes a loop.
 #
-# Regions that ran only for their shapes are removed. In each backward pass, the operations that lead to the gradient
-# that is sent come first.
+# Regions that ran only for their shapes are removed.
 
 
 def drop_shapes_only(graph: Graph) -> None:
@@ -58,28 +55,6 @@ def loop_arguments(start: Node) -> list[Node]:
 
 def _pipeline_marker(start: Node) -> Node | None:
     return next((n for n in start.users if n.target is MARK_PIPELINE), None)
-
-
-def move_sends_first(start: Node) -> None:
-    """Move the operations that lead to each gradient that is sent to the front of its backward pass."""
-    nodes = list(start.graph.nodes)
-    nodes = nodes[nodes.index(start) :]
-    for i, begin in enumerate(nodes):
-        if begin.target is not BEGIN_REGION or begin.args[0] != "B":
-            continue
-        stop = next((j for j in range(i + 1, len(nodes)) if nodes[j].target is BEGIN_REGION), len(nodes))
-        sent = next((n for n in nodes[i + 1 : stop] if n.target is SEND), None)
-        if sent is None:
-            continue
-        ancestors = {sent}
-        for n in reversed(nodes[i + 1 : stop]):
-            if n in ancestors:
-                ancestors.update(n.all_input_nodes)
-        last = begin
-        for n in nodes[i + 1 : stop]:
-            if n in ancestors:
-                last.append(n)
-                last = n
 
 
 def rename_nodes(graph: Graph) -> Graph:
@@ -146,8 +121,6 @@ def insert_loops(graph: Graph) -> Graph:
     for start in [n for n in graph.nodes if n.target is ITERATION]:
         if rank_schedule_at(start) is None:
             _compare(graph, _iteration_of(start))
-        else:
-            move_sends_first(start)
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))

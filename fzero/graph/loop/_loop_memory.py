@@ -268,8 +268,13 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
     assert loop.rank_schedule is not None
     schedule, region_graphs = loop.rank_schedule.schedule, _regions(loop)
     by_kind = Counter[str]()
+    weight = 0.0
     for region_graph in region_graphs:
-        by_kind[region_graph.region.kind] += seconds(region_graph.graph)  # pyright: ignore[reportArgumentType]
+        duration = seconds(region_graph.graph)
+        by_kind[region_graph.region.kind] += duration  # pyright: ignore[reportArgumentType]
+        if loop.sends_early and region_graph.region.kind == "W":
+            # the first stage sends no gradient, so its backward pass has one region; others halve theirs about so
+            weight += duration if region_graph.region.stage else duration / 2
     leaves = [
         n
         for region_graph in region_graphs
@@ -278,4 +283,4 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
     ]
     latency = message(max([nbytes(*stand_ins_of(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
     backward = by_kind["I"] + by_kind["W"]
-    return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], latency=latency).makespan
+    return schedule.timing(by_kind["F"], backward, weight, latency, sends_early=True).makespan

@@ -61,6 +61,11 @@ class RankSchedule:
         """The pipeline stages on this rank."""
         return self.schedule.stages_on(self.binding.rank)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs a backward pass as two actions: the gradient of the input, and the rest."""
+        return any(action.kind == "W" for row in self.schedule.rows for action in row)
+
 
 _RANK_SCHEDULES = Registry[RankSchedule]()
 

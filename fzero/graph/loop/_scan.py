@@ -61,6 +61,7 @@ class Loop:
         carried_count: the number of reductions that each iteration starts and the next one waits for. The node returns
             those of the last iteration, after all other results.
         rank_schedule: for a rank of a pipeline, the schedule that it follows; else None.
+        sends_early: whether a pipeline stage sends its input's gradient before it computes those of its weights.
     """
 
     body: Graph
@@ -69,6 +70,7 @@ class Loop:
     sum_count: int
     carried_count: int = 0
     rank_schedule: RankSchedule | None = None
+    sends_early: bool = False
 
     @property
     def sum_indices(self) -> range:
@@ -80,6 +82,11 @@ class Loop:
     def overwrites(self) -> tuple[tuple[int, int], ...]:
         """The positions `(result, argument)` of the body's sums, which are updated in place."""
         return tuple(enumerate(self.sum_indices))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether this is the loop of a pipeline whose schedule splits backward passes into halves."""
+        return self.rank_schedule is not None and self.rank_schedule.splits_backward
 
 
 def loop_of(node: Node) -> Loop | None:
@@ -104,11 +111,11 @@ def shared_graphs(graph: Graph) -> Iterator[Graph]:
             yield loop.body
 
 
-def set_body(node: Node, body: Graph) -> None:
-    """Replace the body of a loop's node."""
+def set_body(node: Node, body: Graph, **changes: Any) -> None:
+    """Replace the body of a loop's node, and other attributes of the loop."""
     loop = loop_of(node)
     assert loop is not None
-    node.meta = {**node.meta, "loop": replace(loop, body=body)}
+    node.meta = {**node.meta, "loop": replace(loop, body=body, **changes)}
 
 
 def new_loop_function() -> Callable[..., Any]:

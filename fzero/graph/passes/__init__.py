@@ -8,6 +8,7 @@ from fzero.graph.passes._mark_fused import mark_fused
 from fzero.graph.passes._overwrite import donate, gather_into, in_place, slice_of_gather
 from fzero.graph.passes._rematerialize import recast, recompute, regather
 from fzero.graph.passes._schedule import schedule
+from fzero.graph.passes._send_early import send_early
 
 __all__ = [
     "bucket",
@@ -25,5 +26,6 @@ __all__ = [
     "recompute",
     "regather",
     "schedule",
+    "send_early",
     "slice_of_gather",
 ]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -137,6 +137,7 @@ class PipelineSchedule(FigureReport):
         weight: float = 1.0,
         latency: float = 0.0,
         cost: Sequence[float] | None = None,
+        sends_early: bool = False,
     ) -> Timing:
         """Return the start and end of each action, if each starts as soon as its rank and its inputs are ready.
 
@@ -149,12 +150,14 @@ class PipelineSchedule(FigureReport):
             weight: the duration of its weight half; its input half takes the rest.
             latency: the duration of a message between ranks.
             cost: by stage, its relative cost; 1 is a stage of mean cost.
+            sends_early: whether a full backward pass sends the gradient of its input before its weight half.
 
         Raises:
             ValueError: if the schedule cannot run (see `check`), or a duration is invalid.
         """
         check(self)
-        return time_schedule(self, Durations.of(self.ranks, self.stages, forward, backward, weight, latency, cost))
+        durations = Durations.of(self.ranks, self.stages, forward, backward, weight, latency, cost)
+        return time_schedule(self, replace(durations, sends_early=sends_early))
 
     def plot(
         self, path: str | os.PathLike[str] | None = None, beside: "Iterable[PipelineSchedule]" = (), **durations: Any

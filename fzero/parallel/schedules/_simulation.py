@@ -210,11 +210,13 @@ class Durations:
         kinds: by kind of action, its duration for a stage of mean cost.
         cost: by stage, its relative cost.
         latency: the duration of a message between ranks.
+        sends_early: whether a full backward pass sends the gradient of its input before its weight half.
     """
 
     kinds: Mapping[str, float]
     cost: tuple[float, ...]
     latency: float
+    sends_early: bool = False
 
     @classmethod
     def of(
@@ -254,6 +256,11 @@ class Durations:
         """Return the duration of an action."""
         return self.kinds[action.kind] * self.cost[action.stage]
 
+    def until_output(self, action: Action) -> float:
+        """Return the time from the start of an action until it has computed its output."""
+        half = action.kind == "B" and self.sends_early
+        return self.kinds["I" if half else action.kind] * self.cost[action.stage]
+
 
 def time_schedule(schedule: "PipelineSchedule", durations: Durations) -> Timing:
     """Simulate a schedule that can run, with one clock per rank."""
@@ -270,5 +277,5 @@ def time_schedule(schedule: "PipelineSchedule", durations: Durations) -> Timing:
         end[action] = clock[rank] = at + durations[action]
         busy[rank] += durations[action]
         if (value := output_of(action)) is not None:
-            value_times[value] = end[action]
+            value_times[value] = at + durations.until_output(action)
     return Timing(max(clock), tuple(busy), start, end)

@@ -182,11 +182,29 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
     assert not names & {x.name for part in parts for x in part.outputs if isinstance(x, Residual)}
 
 
-def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
+@pytest.mark.parametrize("name,jit", [("1f1b", {"memory_budget": 1e12}), ("zb", {})])
+def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the_schedule_says_so(name, jit):
     """So the stage before can go on: no product of the first half belongs to a weight."""
-    loop = loops_of("1f1b", 1)
+    loop = loops_of(name, 1, jit=jit)
     products = {part.region.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
     assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head
+    assert loop.sends_early
+
+
+def test_a_stage_computes_again_one_block_at_a_time():
+    """Gradients of weights that waited for those of all activations would hold every block that remat computes."""
+    wide = {"ranks": 2, "remat": True, "block": wide_block}
+    lean, fast = [planned("1f1b", 8, 1, jit=jit, **wide) for jit in ({}, {"memory_budget": 1e12})]
+    assert "send_early" not in lean.settings and fast.settings["send_early"] is True
+    assert lean.peak_bytes < 0.8 * fast.peak_bytes and lean.seconds > fast.seconds
+    again = planned("1f1b", 8, 1, jit={"memory_budget": lean.peak_bytes}, **wide)
+    assert again.peak_bytes <= lean.peak_bytes and "send_early" not in again.settings
+
+
+def wide_block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Sixty-four values for each value that a block returns, all of which its weight's gradient reads."""
+    wide = torch.tanh(x.repeat(1, 64).unflatten(1, (64, -1)) @ p["w"])
+    return x + torch.tanh(wide @ p["w"]).mean(1)
 
 
 def held(parts: Any) -> list[torch.Tensor]:

@@ -209,6 +209,16 @@ def test_a_timing_obeys_the_ranks_and_the_dependencies(made, data):
     assert max(t.end.values()) == t.makespan
 
 
+@given(st.integers(1, 5), st.integers(1, 5))
+def test_sending_early_takes_weight_halves_out_of_the_way_back(ranks, factor):
+    """A rank waits for input halves only; the work of a rank stays, and split schedules send so by themselves."""
+    m = ranks * factor
+    one = schedule("1f1b", ranks, m)
+    assert one.timing().makespan == pytest.approx(3 * (m + ranks - 1))
+    assert one.timing(sends_early=True).makespan == pytest.approx(3 * m + 2 * (ranks - 1))
+    assert schedule("zb", ranks, m).timing(sends_early=True) == schedule("zb", ranks, m).timing()
+
+
 def test_a_schedule_is_a_value():
     assert schedule("1f1b", 3, 4) == schedule("1f1b", 3, 4)
     assert len({schedule("1f1b", 3, 4), schedule("1f1b", 3, 4), schedule("1f1b", 3, 5)}) == 2

@@ -1,0 +1,39 @@
+"""send_early: a pipeline stage sends its input's gradient before it computes the gradients of its weights."""
+
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from fzero._torch import graph_of
+from fzero.graph.loop._rank_schedule import BEGIN_REGION, SEND
+
+__all__ = ["send_early"]
+
+
+def send_early(graph: Graph) -> Graph:
+    """Move the operations that lead to each gradient that is sent to the front of its backward pass.
+
+    The rank that waits for the gradient can go on sooner. But all that the gradients of the stage's weights need stays
+    alive until then, also what remat has just computed again.
+
+    Args:
+        graph: a flat graph; all but the body of a pipeline's loop stay as they are.
+    """
+    nodes = list(graph.nodes)
+    begins = [i for i, n in enumerate(nodes) if n.target is BEGIN_REGION]
+    if not begins:
+        return graph
+    order = nodes[: begins[0]]
+    for begin, stop in zip(begins, [*begins[1:], len(nodes)], strict=True):
+        region = nodes[begin:stop]
+        order += _sent_first(region) if region[0].args[0] == "B" else region
+    return graph_of(order)
+
+
+def _sent_first(region: Sequence[Node]) -> list[Node]:
+    begin, *rest = region
+    needed = {n for n in rest if n.target is SEND}
+    for n in reversed(rest):
+        if n in needed:
+            needed.update(n.all_input_nodes)
+    return [begin, *[n for n in rest if n in needed], *[n for n in rest if n not in needed]]
