@@ -211,7 +211,7 @@ def test_a_step_that_splits_samples_over_the_axis_of_tokens_is_refused(jit):
     params, opt_state = step.init(full, opt)
     step = fzero.jit(step, backend="fx") if jit else step
     x = torch.rand(4, 8)
-    wrong = fzero.tree.map(lambda x: 2 * x, step.mesh.split(torch.rand(16, 2)))  # of the same shapes on each rank
+    wrong = fzero.tree.map(lambda x: 2 * x, step.mesh.split(torch.rand(8, 4)))  # of the same shapes on each rank
     with pytest.raises(ValueError, match="axis='cp': the batch was split into samples over it"):
         step(params, opt_state, wrong)
     new_params, new_state, loss = step(params, opt_state, context.split(step.mesh, x))
