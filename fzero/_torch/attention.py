@@ -12,7 +12,13 @@ Block = tuple[torch.Tensor, torch.Tensor]
 
 
 def attention_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
 ) -> Block:
     """Attend to a block of keys.
 
@@ -23,11 +29,14 @@ def attention_block(
         keep: bool `[b, 1, t, s]`: the keys that each query attends to; None for all.
         causal: whether query i attends only to keys 0 to i. Not with `keep`.
         scale: the factor of the products.
+        softcap: the bound of the products, `softcap * tanh(products / softcap)`; None for none. No kernel has it.
 
     Returns:
         `(out, log_sum)`: the mean of values `[b, h, t, e]` in q's dtype, and `[b, h, t]`, the log of the sum of
         exponentials, in float32 at least. Where a query attends to no key, these are 0 and -inf.
     """
+    if softcap is not None:
+        return _by_definition(q, k, v, keep, causal, scale, softcap)
     if _cpu_kernel(q, v):
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
@@ -35,7 +44,7 @@ def attention_block(
     elif _cuda_kernel(q, v, keep):
         out, log_sum = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        return _by_definition(q, k, v, keep, causal, scale)
+        return _by_definition(q, k, v, keep, causal, scale, None)
     return out, log_sum if keep is None else torch.where(keep.any(-1), log_sum, -math.inf)
 
 
@@ -49,6 +58,7 @@ def attention_block_grad(
     log_sum: torch.Tensor,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the share of a block of keys in the gradients of q, k and v.
 
@@ -62,7 +72,10 @@ def attention_block_grad(
         log_sum: the log of the sum of exponentials over all blocks of keys.
         causal: as in `attention_block`.
         scale: as in `attention_block`.
+        softcap: as in `attention_block`.
     """
+    if softcap is not None:
+        return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap)
     if _cpu_kernel(q, v):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_sum, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
@@ -75,7 +88,7 @@ def attention_block_grad(
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, log_sum, *lengths, 0.0, causal, seed, offset, scale=scale
         )
-    return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale)
+    return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, None)
 
 
 def _cpu_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -96,9 +109,13 @@ def _bias(q: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor | None:
     return None if keep is None else torch.where(keep, 0.0, -math.inf).to(q.dtype)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> torch.Tensor:
     """Return the products `[b, h / g, g, t, s]`, which are -inf where a query does not attend."""
     scores = (_grouped(q, k) @ k.unsqueeze(2).mT) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()[None, None]
     return scores if keep is None else torch.where(keep.unsqueeze(2), scores, -math.inf)
@@ -114,10 +131,16 @@ def _wide(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
 ) -> Block:
     wide_q, wide_k, wide_v = _wide(q, k, v)
-    scores = _scores(wide_q, wide_k, keep, causal, scale)
+    scores = _scores(wide_q, wide_k, keep, causal, scale, softcap)
     log_sum = scores.logsumexp(-1)
     weights = (scores - torch.where(log_sum == -math.inf, 0.0, log_sum).unsqueeze(-1)).exp()
     out = (weights @ wide_v.unsqueeze(2)).flatten(1, 2)
@@ -134,13 +157,17 @@ def _grad_by_definition(
     log_sum: torch.Tensor,
     causal: bool,
     scale: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention's algorithm 4 (arXiv:2205.14135), for one block."""
     dtypes = q.dtype, k.dtype, v.dtype
     grad, q, k, v, out = _wide(grad, q, k, v, out)
-    weights = (_scores(q, k, keep, causal, scale) - _grouped(log_sum, k).unsqueeze(-1)).exp()
+    scores = _scores(q, k, keep, causal, scale, softcap)
+    weights = (scores - _grouped(log_sum, k).unsqueeze(-1)).exp()
     grad, out = _grouped(grad, k), _grouped(out, k)
     to_scores = weights * (grad @ v.unsqueeze(2).mT - (grad * out).sum(-1, keepdim=True)) * scale
+    if softcap is not None:  # the slope of the cap; a masked score is -inf
+        to_scores = to_scores * torch.where(scores == -math.inf, 0.0, 1 - (scores / softcap).square())
     to_q = (to_scores @ k.unsqueeze(2)).flatten(1, 2)
     to_k = (to_scores.mT @ _grouped(q, k)).sum(2)
     to_v = (weights.mT @ grad).sum(2)

@@ -69,6 +69,12 @@ MUTANTS = [
         Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("A < B", ">")),
         Fault("documents stay where they are", "Ring.shift_keys", bare("self._shift(A)")),
         Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
+        Fault(
+            "capped scores are in memory as a whole",
+            "Mask.tiles",
+            becomes("max(SCORE_ROWS, A)", "t"),
+            MEMORY,
+        ),
         Fault("a tile misses its last keys", "Mask.tiles", becomes("min(s, A + B - 1)", "min(s, b)")),
     ),
     *File("parallel/context/_ring.py", ATTENTION).faults(
@@ -83,6 +89,13 @@ MUTANTS = [
             becomes("A(*inputs[3:], *output)", "A(*inputs[3:], *[x.sort(-1)[0] for x in output])"),
             MEMORY,
         ),
+        Fault(
+            "a sink counts at each step of the ring",
+            "_attend",
+            becomes("sinks.unsqueeze(-1)", "sinks.unsqueeze(-1) + math.log(pattern.ring.size)"),
+        ),
+        Fault("a sink takes no weight from the tokens", "_attend", bare("out * A.exp().unsqueeze(-1)", at="1 of 1")),
+        Fault("the sink's gradient has the other sign", "_attend_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
         Fault("gradients of keys do not come home", "_attend_grad", becomes("A + B[0]", "A")),
         Fault(
             "each rank drops the weights of the first tokens",
@@ -94,6 +107,7 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_attention.py", ATTENTION).faults(
+        Fault("each rank has the sinks of the first heads", "_over_heads", becomes("A == index_on(...)", "A == 0")),
         Fault("heads come back in the order of positions", "_over_heads", bare("to_rank_order(A, B, C)")),
         Fault(
             "documents are gathered in the order of ranks",
@@ -122,13 +136,18 @@ MUTANTS = [
             becomes("positions(A, B, device=C)", "torch.arange(A, device=C)"),
         ),
         Fault("a model's shifted labels are split", "_check_inputs", never("A and B and C and D")),
+        Fault("a model's sinks are left out", "_attend", dropped("sinks=s_aux")),
+        Fault("a model's cap is left out", "_attend", dropped("softcap=softcap")),
+        Fault(
+            "a window that only masks have is left out", "_window", becomes("A.sliding_window if B else None", "None")
+        ),
         Fault(
             "a window without causality is one token too narrow",
             "_window",
             becomes("A.sliding_window + 1", "A.sliding_window"),
         ),
         Fault("rotary angles may follow from one rank's tokens", "check_model", never("(found := A)")),
-        Fault("a softcap is ignored", "_check_call", never("(other := A)")),
+        Fault("a mask of heads is ignored", "_check_call", never("(other := A)")),
     ),
     *File("parallel/context/_models.py", MODELS).faults(
         Fault(
@@ -158,6 +177,10 @@ MUTANTS = [
             "predict.gathered_outputs",
             becomes("all_gather_invariant(A, axes)", "all_gather_invariant(A, step.data_axes)"),
         ),
+    ),
+    *File("_torch/attention.py", ATTENTION).faults(
+        Fault("a cap is applied twice", "_scores", becomes("torch.tanh(A)", "torch.tanh(torch.tanh(A))")),
+        Fault("a cap has the slope 1", "_grad_by_definition", never("softcap is not None")),
     ),
     *File("_torch/attention.py", KERNELS).faults(
         Fault("a query without keys counts", "attention_block", always("A is None", at="1 of 1")),

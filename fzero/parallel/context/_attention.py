@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fzero._arguments import check_choice, is_int
 from fzero._torch.levels import may_differ
 from fzero._tracebacks import api_boundary
-from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis
+from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis, index_on
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import check_tokens_split, from_rank_order, to_rank_order
 from fzero.parallel.context._ring import dropout_attention, ring_attention
@@ -31,6 +31,8 @@ def attention(
     window: int | None = None,
     documents: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
     key: torch.Tensor | None = None,
     axis: str = "cp",
@@ -50,6 +52,9 @@ def attention(
         window: a token attends only to tokens at distances below it; None for any distance.
         documents: ints `[.., t]`: a token attends only to tokens with the same number; None for one document.
         scale: the factor of the products; by default `1 / sqrt(d)`.
+        softcap: the bound of the products, `softcap * tanh(products / softcap)`, as in Gemma 2; None for none. No
+            kernel of torch has it, so products are in memory, of up to a 64th of the queries at a time.
+        sinks: `[h]`: one more product of each query of a head, for a key whose value is zero, as in GPT-OSS.
         dropout: the probability with which a weight is dropped. Then keys are gathered, and all weights of this rank's
             tokens are in memory, `[.., h, t, n t]`.
         key: the key that determines which weights are dropped, whatever the number of ranks.
@@ -62,7 +67,7 @@ def attention(
     Raises:
         ValueError: if shapes do not match, t is odd, or an option is invalid. Also if the axis does not divide the
             heads with "all_to_all", or the step does not average over the axis.
-        TypeError: if `documents` are not ints, or `dropout` is given without a key.
+        TypeError: if `documents` are not ints, `sinks` are not floating point, or `dropout` is given without a key.
 
     Example:
         >>> import fzero
@@ -78,31 +83,36 @@ def attention(
     bound = axis_if_bound(axis)
     n = axis_size(bound)
     _check_values(q, k, v, documents, n)
-    _check_options(window, scale, method)
+    _check_options(window, scale, softcap, method)
+    if sinks is not None:
+        sinks = _expanded(sinks, q)
     if n > 1:
         check_tokens_split(axis)
         _check_average(axis)
         _check_differs(q, axis)
-    options = AttentionOptions(bool(causal), window, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    options = AttentionOptions(bool(causal), window, scale, softcap)
     if not q.shape[TOKENS]:  # the kernels divide by the number of tokens
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     if dropout:
         if key is None:
             raise TypeError(f"dropout={dropout!r} needs key=, a key of fzero.random: the same on all ranks of {axis!r}")
-        return dropout_attention(bound_axis(axis) if bound else NO_AXIS, options, q, k, v, documents, dropout, key)
+        own = bound_axis(axis) if bound else NO_AXIS
+        return dropout_attention(own, options, q, k, v, sinks, documents, dropout, key)
     if n == 1:
-        return _whole(q, k, v, documents, options)
+        return _whole(q, k, v, sinks, documents, options)
     if method is None:
         method = "all_to_all" if q.shape[HEADS] % n == 0 else "ring"
     if method == "ring":
-        return ring_attention(bound_axis(axis), options, q, k, v, documents)
-    return _over_heads(q, k, v, documents, options, axis, n)
+        return ring_attention(bound_axis(axis), options, q, k, v, sinks, documents)
+    return _over_heads(q, k, v, sinks, documents, options, axis, n)
 
 
 def _over_heads(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
     options: AttentionOptions,
     axis: str,
@@ -122,16 +132,25 @@ def _over_heads(
 
     if documents is not None:
         documents = from_rank_order(all_gather(documents, axis, dim=-1), n, -1)
-    y = _whole(all_tokens(q), all_tokens(k), all_tokens(v), documents, options)
+    if sinks is not None:  # those of this rank's heads
+        own, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
+        is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
+        sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
+    y = _whole(all_tokens(q), all_tokens(k), all_tokens(v), sinks, documents, options)
     return all_to_all(to_rank_order(y, n, TOKENS), axis, split_dim=TOKENS, concat_dim=HEADS)
 
 
 def _whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend to the tokens of this rank, by torch's own function if it needs no mask."""
-    if documents is not None or options.window is not None:
-        return ring_attention(NO_AXIS, options, q, k, v, documents)
+    """Attend to the tokens of this rank, by torch's own function if it has all that is asked for."""
+    if sinks is not None or documents is not None or options.window is not None or options.softcap is not None:
+        return ring_attention(NO_AXIS, options, q, k, v, sinks, documents)
     lead, grouped = q.shape[:HEADS], q.shape[HEADS] != k.shape[HEADS]
     # the fused kernels take four dimensions
     q, k, v = (x.reshape(lead.numel(), *x.shape[HEADS:]) for x in (q, k, v))
@@ -161,11 +180,25 @@ def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
         raise TypeError(f"documents are {documents.dtype}: expected ints, the number of each token's document")
 
 
-def _check_options(window: int | None, scale: float | None, method: str | None) -> None:
+def _expanded(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return `[.., h]`: a sink for each head of each sequence, in the dtype of sums of exponentials."""
+    if list(sinks.shape) != [q.shape[HEADS]]:
+        raise ValueError(
+            f"sinks have the shape {list(sinks.shape)}: expected [{q.shape[HEADS]}], one for each head of q, which is "
+            f"{list(q.shape)}"
+        )
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks are {sinks.dtype}: expected floating point, the scores of keys without values")
+    return sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:TOKENS])
+
+
+def _check_options(window: int | None, scale: float | None, softcap: float | None, method: str | None) -> None:
     if window is not None and (not is_int(window) or window < 1):
         raise ValueError(f"window={window!r}: expected an int above 0, or None for any distance")
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale) and scale):
         raise ValueError(f"scale={scale!r}: expected a finite number other than 0, or None for 1 / sqrt(width)")
+    if softcap is not None and not (isinstance(softcap, int | float) and math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap={softcap!r}: expected a finite number above 0, or None for no bound")
     check_choice("method", method, (*METHODS, None))
 
 

@@ -22,8 +22,10 @@ MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearat
 LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
 CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_mask")
+UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_mask")
 MISSING: Any = object()
+# Classes of attention that do not hand on a window, and whether the masks of their models have the configuration's.
+WINDOWS_OF_MASKS = {"PhimoeAttention": True, "MoshiAttention": False}
 NO_DOCUMENTS = "{} does not hand keyword arguments on to its attention, so documents do not reach it"
 
 
@@ -161,6 +163,8 @@ def _attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = MISSING,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' registry asks: from `[b, h, t, d]` to `[b, t, h, e]`."""
@@ -178,6 +182,8 @@ def _attend(
         window=_window(name, module, sliding_window, causal),
         documents=None if documents is MISSING else documents,
         scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
         dropout=dropout,
         key=random_key,
         axis=context.axis,
@@ -208,7 +214,10 @@ def _window(name: str, module: Any, sliding_window: Any, causal: Any) -> int | N
     """Return the window of a layer's attention, None if it has none."""
     config: Any = getattr(module, "config", None)
     if sliding_window is MISSING and _has_window(config):
-        raise ValueError(f"{name} does not hand its window on to its attention")
+        in_masks = WINDOWS_OF_MASKS.get(type(module).__name__)
+        if in_masks is None:
+            raise ValueError(f"{name} does not hand its window on to its attention")
+        sliding_window = config.sliding_window if in_masks else None
     window = None if sliding_window is MISSING else sliding_window
     if window is not None and not causal and _has_window(config):
         return config.sliding_window + 1  # as in transformers' masks, which include this distance

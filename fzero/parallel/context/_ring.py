@@ -38,13 +38,13 @@ def _block(
     pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys: `[.., h, t, e]` and `[.., h, t]`, in float32 at least."""
-    lead, scale = q.shape[:-3], pattern.options.scale
+    lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
     qs, ks, vs = _merged(q), _merged(k), _merged(v)
     if mask is None:
-        results = [attention_block(qs, ks, vs, None, causal, scale)]
+        results = [attention_block(qs, ks, vs, None, causal, scale, softcap)]
     else:
         results = [
-            attention_block(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale)
+            attention_block(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale, softcap)
             for r, c in mask.tiles()
         ]
     out, log_sum = (xs[0] if len(xs) == 1 else torch.cat(xs, 2) for xs in zip(*results, strict=True))
@@ -69,17 +69,18 @@ def _block_grad(
     causal: bool,
 ) -> list[torch.Tensor]:
     """Return what a block adds to the gradients of q, k and v, in float32 at least."""
-    lead, scale = q.shape[:-3], pattern.options.scale
+    lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
     qs, ks, vs, grad, out = (_merged(x) for x in (q, k, v, result.grad, result.out))
     log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
     if mask is None:
-        grads = attention_block_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale)
+        grads = attention_block_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale, softcap)
     else:
         to_qs, to_k, to_v = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
         for r, c in mask.tiles():
             keep, keys, values = mask.of(r, c, lead), ks[..., c, :], vs[..., c, :]
             tile = [x[..., r, :] for x in (grad, qs, out)]
-            of_tile = attention_block_grad(tile[0], tile[1], keys, values, keep, tile[2], log_sum[..., r], False, scale)
+            results = tile[2], log_sum[..., r]
+            of_tile = attention_block_grad(tile[0], tile[1], keys, values, keep, *results, False, scale, softcap)
             to_qs.append(of_tile[0])
             rest = [0, 0, c.start, ks.shape[-2] - c.stop]
             to_k, to_v = (x + F.pad(at_least_float32(y), rest) for x, y in zip((to_k, to_v), of_tile[1:], strict=True))
@@ -91,9 +92,12 @@ def _block_grad(
 
 
 def _attend(
-    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of attention to the keys of all ranks, and the logs of the sums of exponentials."""
+    """Return the result of attention to the keys of all ranks, and the logs of the sums of exponentials.
+
+    A sink is one more key of each query, whose value is zero: it enters the sums once, after the keys of all ranks.
+    """
     key_documents = pattern.documents
     outs: list[torch.Tensor] = []
     log_sums: list[torch.Tensor] = []
@@ -112,7 +116,11 @@ def _attend(
                 outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, here)
         if following is not None:
             k, v, key_documents = following
-    return torch.cat(outs, -2).to(q.dtype), torch.cat(log_sums, -1)
+    out, log_sum = torch.cat(outs, -2), torch.cat(log_sums, -1)
+    if sinks is not None:
+        total = torch.logaddexp(log_sum, sinks.unsqueeze(-1))
+        out, log_sum = out * (log_sum - total).exp().unsqueeze(-1), total
+    return out.to(q.dtype), log_sum
 
 
 def _combine(
@@ -124,9 +132,17 @@ def _combine(
 
 
 def _attend_grad(
-    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: _Result
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v. Those of keys travel with the keys, and end at the rank that has them."""
+    pattern: RingPattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    result: _Result,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k, v and sinks, if there are any.
+
+    Those of keys travel with the keys, and end at the rank that has them.
+    """
     size, key_documents = pattern.ring.size, pattern.documents
     dtypes = q.dtype, k.dtype, v.dtype
     to_q, own, sent = [], [], []
@@ -158,7 +174,12 @@ def _attend_grad(
     if size > 1:
         home = pattern.ring.shift(*(torch.cat(xs, -2) for xs in sent))
         to_k, to_v = to_k + home[0], to_v + home[1]
-    return torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
+    grads = torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
+    if sinks is None:
+        return grads
+    weights = (sinks.unsqueeze(-1) - result.log_sum).exp()  # of the sinks
+    to_weights = -(at_least_float32(result.grad) * at_least_float32(result.out)).sum(-1)
+    return *grads, (weights * to_weights).sum(-1)
 
 
 def _in_parts(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -185,9 +206,10 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         documents: torch.Tensor | None,
     ) -> Any:
-        return _run(Ring(token, binding, index_on(q.device, token, binding)), options, q, k, v, documents)
+        return _run(Ring(token, binding, index_on(q.device, token, binding)), options, q, k, v, sinks, documents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -199,13 +221,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
         *inputs, out, log_sum = ctx.saved_tensors
-        return None, None, None, *_AttentionGrad.apply(*ctx.axis, grad, *inputs, out, log_sum), None
+        grads = _AttentionGrad.apply(*ctx.axis, grad, *inputs, out, log_sum)
+        return None, None, None, *grads, *[None] * (5 - len(grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f = partial(_by_definition, *ctx.axis, documents)
-        return torch.func.jvp(f, tuple(values), _dense(tangents[3:6], values))[1], None
+        f, values = partial(_by_definition, *ctx.axis, documents), _present(values)
+        return torch.func.jvp(f, values, _dense(tangents[3:], values))[1], None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -213,7 +236,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionGrad(torch.autograd.Function):
-    """The gradients of q, k and v. They are functions of q, k, v and `grad`: the rest saves work."""
+    """The gradients of q, k, v and sinks. They are functions of these and `grad`: the rest saves work."""
 
     @staticmethod
     def forward(
@@ -224,20 +247,21 @@ class _AttentionGrad(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.axis = inputs[:3]
-        ctx.save_for_backward(*inputs[3:8])
-        ctx.save_for_forward(*inputs[3:8])
+        ctx.save_for_backward(*inputs[3:9])
+        ctx.save_for_forward(*inputs[3:9])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         *values, documents = ctx.saved_tensors
         f = partial(_grad_by_definition, *ctx.axis, documents)
-        return None, None, None, *torch.func.vjp(f, *values)[1](grads), None, None, None
+        of_values = torch.func.vjp(f, *_present(values))[1](grads)
+        return None, None, None, *of_values, *[None] * (8 - len(of_values))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f = partial(_grad_by_definition, *ctx.axis, documents)
-        return torch.func.jvp(f, tuple(values), _dense(tangents[3:7], values))[1]
+        f, values = partial(_grad_by_definition, *ctx.axis, documents), _present(values)
+        return torch.func.jvp(f, values, _dense(tangents[3:], values))[1]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -250,9 +274,10 @@ def _run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(RingPattern(ring, options, q.shape[-2], documents), q, k, v)
+    return _attend(RingPattern(ring, options, q.shape[-2], documents), q, k, v, sinks)
 
 
 def _run_grad(
@@ -262,11 +287,13 @@ def _run_grad(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
     out: torch.Tensor,
     log_sum: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _attend_grad(RingPattern(ring, options, q.shape[-2], documents), q, k, v, _Result(grad, out, log_sum))
+) -> tuple[torch.Tensor, ...]:
+    result = _Result(grad, out, log_sum)
+    return _attend_grad(RingPattern(ring, options, q.shape[-2], documents), q, k, v, sinks, result)
 
 
 def _mapped(
@@ -297,6 +324,7 @@ def _by_definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
     key: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -318,7 +346,14 @@ def _by_definition(
         keep = keep & (own == all_of_them).unsqueeze(-3)
     wide_q, wide_k, wide_v = at_least_float32(q), at_least_float32(gathered(k, -2)), at_least_float32(gathered(v, -2))
     scores = (wide_q @ wide_k.repeat_interleave(groups, -3).mT) * options.scale
-    weights = torch.where(keep, scores, -math.inf).softmax(-1)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = torch.where(keep, scores, -math.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        last = sinks.unsqueeze(-1).unsqueeze(-1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, last], -1).softmax(-1)[..., :-1]
     if key is not None:
         places = torch.arange(q.shape[:-2].numel(), device=q.device).view(*q.shape[:-2], 1, 1) * t * size
         places = (places + queries.unsqueeze(-1)) * t * size + keys
@@ -334,12 +369,16 @@ def _grad_by_definition(
     grad: torch.Tensor,
     *values: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k, v and sinks, if there are any."""
     return torch.func.vjp(partial(_by_definition, token, binding, options, documents), *values)[1](grad)
 
 
+def _present(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    return tuple([x for x in values if x is not None])  # the last of them, the sinks, may be missing
+
+
 def _dense(tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple([torch.zeros_like(x) if t is None else t for x, t in zip(values, tangents, strict=True)])
+    return tuple([torch.zeros_like(x) if t is None else t for x, t in zip(values, tangents, strict=False)])
 
 
 @allow_in_graph  # as collectives/_table.py has it
@@ -350,9 +389,10 @@ def _applied(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
-    return _Attention.apply(token, binding, options, q, k, v, documents)[0]
+    return _Attention.apply(token, binding, options, q, k, v, sinks, documents)[0]
 
 
 def dropout_attention(
@@ -361,12 +401,13 @@ def dropout_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
     dropout: float,
     key: torch.Tensor,
 ) -> torch.Tensor:
     """Attend as `ring_attention` does, and drop weights by a key."""
-    return _by_definition(axis.token, axis.binding, options, documents, q, k, v, dropout, key)
+    return _by_definition(axis.token, axis.binding, options, documents, q, k, v, sinks, dropout, key)
 
 
 def ring_attention(
@@ -375,19 +416,21 @@ def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend from this rank's queries `[.., h, t, d]` to the keys of all ranks of an axis.
 
     Args:
         axis: the axis; `NO_AXIS` for this rank's keys alone.
-        options: which tokens attend to which, and the scale.
+        options: which tokens attend to which, the scale and the cap.
         q: `[.., h, t, d]`, this rank's tokens in the order of `positions`.
         k: `[.., h / g, t, d]`.
         v: `[.., h / g, t, e]`.
+        sinks: `[.., h]`, in float32 at least: one more score of each query, for a key without a value; None for none.
         documents: int64 `[.., t]`: tokens attend to those of the same number; None for one document.
 
     Returns:
         `[.., h, t, e]`.
     """
-    return _applied(axis.token, axis.binding, options, q, k, v, documents)
+    return _applied(axis.token, axis.binding, options, q, k, v, sinks, documents)

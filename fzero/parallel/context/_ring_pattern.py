@@ -12,6 +12,7 @@ from fzero.parallel.context._layout import positions_of
 __all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingPattern"]
 
 MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
+SCORE_ROWS = 128  # of a tile whose scores are in memory
 MOST_TILES = 64  # of a block; each is a few operations of a graph
 
 
@@ -22,11 +23,13 @@ class AttentionOptions(NamedTuple):
         causal: whether a token attends only to itself and to tokens before it.
         window: a token attends to those at distances below it; None for any distance.
         scale: the factor of the products of queries and keys.
+        softcap: the bound of the products, `softcap * tanh(products / softcap)`; None for none.
     """
 
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None = None
 
     def keep(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return whether queries at positions `[.., t]` attend to keys at positions `[.., s]`: bool `[.., t, s]`."""
@@ -119,8 +122,8 @@ class RingPattern(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether a mask is needed besides the choice of halves."""
-        return self.documents is not None or self.options.window is not None
+        """Whether blocks are divided into tiles, each with a mask: also where torch's kernels would hold all scores."""
+        return self.documents is not None or self.options.window is not None or self.options.softcap is not None
 
     @property
     def halves(self) -> int:
@@ -187,6 +190,8 @@ class Mask(NamedTuple):
         window = options.window if ring.size == 1 else None
         reach = s if window is None else min(window, s)
         rows = max(MASK_ELEMENTS // (2 * max(reach, 1)), -(-t // MOST_TILES), 1)
+        if options.softcap is not None:  # the scores of a tile are in memory, for each head
+            rows = min(rows, max(SCORE_ROWS, -(-t // MOST_TILES)))
         rows = rows if window is None else min(rows, max(reach, -(-t // MOST_TILES)))
         for a in range(0, t, rows):
             b = min(a + rows, t)

@@ -23,6 +23,8 @@ def defined(
     window: int | None,
     documents: torch.Tensor | None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of whole sequences, written from its definition and not from fzero's code."""
     t, groups = q.shape[-2], q.shape[-3] // k.shape[-3]
@@ -33,7 +35,12 @@ def defined(
     if documents is not None:
         keep = keep & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(-3)
     scores = q @ k.repeat_interleave(groups, -3).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.where(keep, scores, -math.inf).softmax(-1) @ v.repeat_interleave(groups, -3)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    weights = torch.where(keep, scores, -math.inf)
+    if sinks is not None:  # a sink is one more key, whose value is zero
+        weights = torch.cat([weights, sinks.view(-1, 1, 1).expand(*weights.shape[:-1], 1)], -1)
+    return weights.softmax(-1)[..., :t] @ v.repeat_interleave(groups, -3)
 
 
 def params_of(dtype: torch.dtype = torch.float64, length: int = 16) -> dict[str, Any]:

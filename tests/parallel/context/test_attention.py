@@ -1,5 +1,6 @@
 """Attention across ranks is attention of the whole sequences: values, derivatives, bytes, and refusals."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,66 +61,83 @@ def parts(mesh: fzero.ranks.Mesh, tree: Any) -> Any:
     st.sampled_from([None, 1, 3, 7]),
     st.booleans(),
     st.sampled_from([None, 0.3]),
+    st.sampled_from([None, None, 0.7]),
+    st.booleans(),
 )
 def test_attention_across_ranks_is_attention_of_the_sequence(
-    seed, n, simulate, method, heads, half, causal, window, has_documents, scale
+    seed, n, simulate, method, heads, half, causal, window, has_documents, scale, softcap, has_sinks
 ):
-    """With grouped queries, windows, documents and every number of ranks: values and gradients to 1e-12."""
+    """With grouped queries, windows, documents, caps, sinks and every number of ranks, to 1e-12, with gradients."""
     if method == "all_to_all" and heads[0] % n:
         method = None
     length = 2 * n * half
     values = values_of(seed, heads[0], heads[1], length)
     documents = documents_of(seed, (2,), length) if has_documents else None
     mesh = fzero.mesh(cp=n, simulate=simulate)
-    options: Any = {"causal": causal, "window": window, "scale": scale}
+    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+    sinks = torch.linspace(-2, 2, heads[0], dtype=torch.float64)
 
-    def gradients(documents: Any, *values: torch.Tensor) -> Any:
-        def loss(q: Any, k: Any, v: Any, w: Any) -> Any:
-            y = context.attention(q, k, v, documents=documents, method=method, **options)
+    def loss_for(attend: Any, documents: Any) -> Any:
+        def loss(sinks: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
+            y = attend(q, k, v, documents=documents, sinks=sinks if has_sinks else None, **options)
             return (y * w).sum(), y
 
-        grads, y = torch.func.grad(loss, (0, 1, 2), has_aux=True)(*values)
-        return [*grads, y]
+        return torch.func.grad(loss, (0, 1, 2, 3), has_aux=True)
 
-    def expected(q: Any, k: Any, v: Any, w: Any) -> Any:
-        y = defined(q, k, v, documents=documents, **options)
-        return (y * w).sum(), y
+    def gradients(documents: Any, *values: torch.Tensor) -> Any:
+        (to_sinks, *grads), y = loss_for(partial(context.attention, method=method), documents)(sinks, *values)
+        return to_sinks, [*grads, y]
 
-    grads, y = torch.func.grad(expected, (0, 1, 2), has_aux=True)(*values)
-    assert_near(on_ranks(mesh, gradients, values, documents), parts(mesh, [*grads, y]))
+    (to_sinks, *grads), y = loss_for(defined, documents)(sinks, *values)
+    own, found = on_ranks(mesh, gradients, values, documents)
+    assert_near(found, parts(mesh, [*grads, y]))
+    assert_near([own.sum(0)], [to_sinks])  # a rank has the gradient of its queries' sinks, or of its heads'
 
 
 @examples(2, 24)
-@given(st.sampled_from([1, 2, 4]), st.sampled_from(["vmap", "lockstep"]), st.booleans(), st.booleans())
-def test_derivatives_of_the_second_order(n, simulate, causal, has_documents):
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["vmap", "lockstep"]),
+    *[st.booleans()] * 3,
+    st.sampled_from([None, 0.7]),
+)
+def test_derivatives_of_the_second_order(n, simulate, causal, has_documents, has_sinks, softcap):
     """Reverse over reverse, forward, forward over reverse, and a vmap of the user; torch's kernels have none."""
     length = 4 * n
     values = values_of(n, 4, 2, length, (1,))
     documents = documents_of(0, (1,), length) if has_documents else torch.zeros(1, length, dtype=torch.int64)
 
-    def derivatives(f: Any) -> Any:
-        def squares(q: Any, k: Any, v: Any, w: Any) -> torch.Tensor:
-            grads = torch.func.grad(lambda q, k, v: (f(q, k, v) * w).sum(), (0, 1, 2))(q, k, v)
-            return sum((g.square() * g.cos()).sum() for g in grads)  # type: ignore[return-value]
+    sinks = torch.linspace(-2, 2, 4, dtype=torch.float64)
+
+    def derivatives(attend: Any, documents: Any) -> Any:
+        def f(sinks: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
+            own = sinks if has_sinks else None
+            return attend(q, k, v, causal=causal, documents=documents, sinks=own, softcap=softcap)
+
+        def squares(sinks: Any, q: Any, k: Any, v: Any, w: Any) -> torch.Tensor:
+            of_sinks, *grads = torch.func.grad(lambda *xs: (f(*xs) * w).sum(), (0, 1, 2, 3))(sinks, q, k, v)
+            total = sum((g.square() * g.cos()).sum() for g in grads)
+            return total + (of_sinks * sinks.cos()).sum()  # linear, since a rank has a part of it
 
         def run(q: Any, k: Any, v: Any, w: Any) -> Any:
-            tangents = q.cos(), k.sin(), v.cos()
-            second = torch.func.grad(squares, (0, 1, 2, 3))(q, k, v, w)
-            forward = torch.func.jvp(f, (q, k, v), tangents)[1]
-            over = torch.func.jvp(torch.func.grad(squares), (q, k, v, w), (*tangents, w.sin()))[1]
-            mapped = torch.func.vmap(f, (0, None, 0))(torch.stack([q, 2 * q]), k, torch.stack([v, v + 1]))
-            return [*second, forward, over, mapped[0], mapped[1]]
+            tangents = sinks.cos(), q.cos(), k.sin(), v.cos()
+            to_sinks, *second = torch.func.grad(squares, (0, 1, 2, 3, 4))(sinks, q, k, v, w)
+            forward = torch.func.jvp(f, (sinks, q, k, v), tangents)[1]
+            first = torch.func.grad(squares, (1, 0))
+            over = torch.func.jvp(first, (sinks, q, k, v, w), (*tangents, w.sin()))[1]
+            mapped = torch.func.vmap(f, (None, 0, None, 0))(sinks, torch.stack([q, 2 * q]), k, torch.stack([v, v + 1]))
+            return [to_sinks, over[1]], [*second, forward, over[0], mapped[0], mapped[1]]
 
         return run
 
     def across(documents: Any, *values: torch.Tensor) -> Any:
-        return derivatives(
-            lambda q, k, v: context.attention(q, k, v, causal=causal, documents=documents, method="ring")
-        )(*values)
+        return derivatives(partial(context.attention, method="ring"), documents)(*values)
 
     mesh = fzero.mesh(cp=n, simulate=simulate)
-    whole = derivatives(lambda q, k, v: defined(q, k, v, causal=causal, window=None, documents=documents))(*values)
-    assert_near(on_ranks(mesh, across, values, documents), parts(mesh, whole))
+    of_sinks, whole = derivatives(partial(defined, window=None), documents)(*values)
+    own, found = on_ranks(mesh, across, values, documents)
+    assert_near(found, parts(mesh, whole))
+    assert_near([x.sum(0) for x in own], of_sinks)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
@@ -253,6 +271,9 @@ def test_wrong_arguments_are_refused_by_name():
     x = torch.zeros(1, 4, 4, 2)
     refused("window=0", window=0)
     refused("window=2.5", window=2.5)
+    refused("softcap=0: expected a finite number above 0", softcap=0)
+    refused(r"sinks have the shape \[2\]: expected \[4\], one for each head of q", sinks=torch.zeros(2))
+    refused("sinks are torch.int64: expected floating point", TypeError, sinks=torch.zeros(4, dtype=torch.int64))
     refused("scale='a'", scale="a")
     refused("scale=0.0: expected a finite number other than 0", scale=0.0)
     refused("method='ulysses'", method="ulysses")

@@ -67,3 +67,20 @@ def test_activations_are_a_share_of_the_whole(cp, method, width, layers, tokens,
     stated = 0 if method == "ring" else value * (1 if remat else layers)
     assert mine <= 1.03 * whole / cp + stated
     assert mine >= 0.97 * whole / cp + stated or remat
+
+
+def test_capped_scores_are_in_memory_by_tiles():
+    """Up to 8,192 tokens of a block the peak grows as the tokens, where whole scores grow as their square."""
+
+    def peak(tokens: int) -> int:
+        def gradients(q: Any, k: Any, v: Any) -> Any:
+            def loss(*values: torch.Tensor) -> torch.Tensor:
+                return context.attention(*values, causal=True, softcap=30.0).square().mean()
+
+            return fzero.PerRank(torch.func.grad(loss, (0, 1, 2))(q, k, v))
+
+        mesh = fzero.mesh(cp=2)
+        own = context.split(mesh, torch.empty(1, 2, tokens, 32, device="meta"), dims=2, batch_axis=())
+        return fzero.jit(mesh.spmd(gradients), backend="fx").plan(own, own, own).peak_bytes
+
+    assert peak(2048) < 2.2 * peak(1024)
