@@ -55,11 +55,11 @@ MUTANTS = [
             "halo",
             becomes("[tail(late), head(early)]", "[tail(early), head(late)]"),
         ),
-        Fault("documents are ignored within a part", "_within_documents", becomes("A == own", "A == A")),
+        Fault("neighbours in other documents count", "neighbours", becomes("A == documents", "documents == documents")),
         Fault(
             "all documents of a convolution are one",
             "causal_conv1d",
-            becomes("halo(documents, A, axis=B, dim=1)", "halo(documents * 0, A, axis=B, dim=1)"),
+            becomes("neighbours(A, ..., documents=documents, axis=B)", "neighbours(A, width - 1, axis=B, dim=2)"),
         ),
     ),
     *File("parallel/context/_ring_pattern.py", ATTENTION).faults(

@@ -9,7 +9,7 @@ from fzero.axes import axis_if_bound, axis_size, bound_axis, index_on
 from fzero.collectives import PermutationOptions, apply, check_dim
 from fzero.parallel.context._layout import check_tokens_split
 
-__all__ = ["causal_conv1d", "halo"]
+__all__ = ["causal_conv1d", "halo", "neighbours"]
 
 
 @api_boundary
@@ -94,6 +94,74 @@ def _check_sizes(x: torch.Tensor, before: int, after: int, dim: int, n: int) -> 
 
 
 @api_boundary
+def neighbours(
+    x: torch.Tensor,
+    before: int,
+    after: int = 0,
+    *,
+    documents: torch.Tensor | None = None,
+    axis: str = "cp",
+    dim: int = 1,
+) -> list[torch.Tensor]:
+    """Return the neighbours of each token at each distance, within its document: what a convolution combines.
+
+    It exchanges edges as `halo` does. A token shift is one of its results, and a convolution is a sum of them.
+
+    Args:
+        x: `[.., t, ..]`: this rank's tokens, in the order of `positions`.
+        before: the largest distance of a neighbour before.
+        after: the largest distance of a neighbour after.
+        documents: ints, the sizes of the first dimensions of `x` and then t, such as `[b, t]`: a neighbour in another
+            document is zero. None for one document.
+        axis: the axis along which tokens are split. If no axis of this name is bound, this rank holds all tokens.
+        dim: the dimension of tokens.
+
+    Returns:
+        `before + 1 + after` tensors of the shape of `x`. Tensor i has for each token the one `before - i` before it;
+        zeros where the sequence or the document has none.
+
+    Raises:
+        ValueError: as `halo`, and if `documents` do not have one number for each token.
+
+    Example:
+        >>> from fzero.parallel import context
+        >>> x, documents = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1]])
+        >>> [y.tolist() for y in context.neighbours(x, 1, documents=documents)]
+        [[[0, 1, 0, 3]], [[1, 2, 3, 4]]]
+    """
+    dim = check_dim("context.neighbours", x, dim)
+    if documents is not None:
+        _check_documents(x, documents, dim)
+    parts = halo(x, before, after, axis=axis, dim=dim)
+    if documents is None:
+        return [_at(parts, i, before + after, dim) for i in range(before + 1 + after)]
+    numbers = halo(documents, before, after, axis=axis, dim=documents.ndim - 1)
+    found = []
+    for i in range(before + 1 + after):
+        y = _at(parts, i, before + after, dim)
+        same = _at(numbers, i, before + after, documents.ndim - 1) == documents
+        broadcast = same.reshape(
+            *same.shape[:-1], *[1] * (dim + 1 - same.ndim), x.shape[dim], *[1] * (x.ndim - 1 - dim)
+        )
+        found.append(y if i == before else torch.where(broadcast, y, 0))
+    return found
+
+
+def _at(parts: list[torch.Tensor], start: int, further: int, dim: int) -> torch.Tensor:
+    """Concatenate the slices of parts that begin at an element, each `further` elements shorter than its part."""
+    return torch.cat([part.narrow(dim, start, part.shape[dim] - further) for part in parts], dim)
+
+
+def _check_documents(x: torch.Tensor, documents: torch.Tensor, dim: int) -> None:
+    lead = documents.ndim - 1
+    if not 0 <= lead <= dim or list(documents.shape) != [*x.shape[:lead], x.shape[dim]]:
+        raise ValueError(
+            f"documents have the shape {list(documents.shape)}: expected {[x.shape[0], x.shape[dim]]}, one number for "
+            f"each token of x, which is {list(x.shape)} with its tokens in dimension {dim}"
+        )
+
+
+@api_boundary
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -127,10 +195,8 @@ def causal_conv1d(
             f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [batch, channels, tokens] and "
             "[channels, width]"
         )
-    if documents is not None and documents.shape != (x.shape[0], x.shape[2]):
-        raise ValueError(
-            f"documents have the shape {list(documents.shape)}: expected {[x.shape[0], x.shape[2]]}, one for each token"
-        )
+    if documents is not None:
+        _check_documents(x, documents, 2)
     if not x.numel():  # torch's kernels need a token
         return torch.zeros_like(x)
     channels, width = weight.shape
@@ -140,21 +206,9 @@ def causal_conv1d(
             f"x is {list(x.shape)}: a part of its sequence has {x.shape[2] // 2} tokens on each of {n} ranks, and "
             f"weight {list(weight.shape)} reads {width - 1} tokens before each; take longer sequences or fewer ranks"
         )
-    parts = halo(x, width - 1, axis=axis, dim=2)
     if documents is None:
+        parts = halo(x, width - 1, axis=axis, dim=2)
         return torch.cat([F.conv1d(part, weight.unsqueeze(1), bias, groups=channels) for part in parts], 2)
-    numbers = halo(documents, width - 1, axis=axis, dim=1)
-    y = torch.cat([_within_documents(part, d, weight) for part, d in zip(parts, numbers, strict=True)], 2)
+    taps = neighbours(x, width - 1, documents=documents, axis=axis, dim=2)
+    y = torch.stack([tap * weight[:, i : i + 1] for i, tap in enumerate(taps)]).sum(0)
     return y if bias is None else y + bias.unsqueeze(-1)
-
-
-def _within_documents(x: torch.Tensor, documents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Convolve a part `[b, channels, width - 1 + t]`, and leave out products across documents."""
-    width = weight.shape[1]
-    tokens = x.shape[2] - width + 1
-    own = documents[:, width - 1 :]
-    taps = []
-    for i in range(width):
-        same = (documents[:, i : i + tokens] == own).unsqueeze(1)
-        taps.append(torch.where(same, x[:, :, i : i + tokens] * weight[:, i : i + 1], 0))
-    return torch.stack(taps).sum(0)

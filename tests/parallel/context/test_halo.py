@@ -1,5 +1,6 @@
 """Edges of neighbours are those of the whole sequence; a causal convolution of split tokens is that of whole ones."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -52,6 +53,53 @@ def test_a_halo_has_the_tokens_around_each_part(n, half, before, after, dim, sim
         assert len(found) == len(starts)
         for part, start in zip(found, starts, strict=True):
             assert torch.equal(part[r], padded.narrow(dim, start, before + size + after))
+
+
+@examples(12, 120)
+@given(
+    *[st.integers(1, 8), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from([1, 2])],
+    SIMULATIONS,
+    st.integers(0, 9),
+)
+def test_neighbours_are_those_of_the_document(n, half, before, after, dim, simulate, seed):
+    """At every distance, wherever documents begin, and where a number comes back; with gradients."""
+    before, after = min(before, half), min(after, half)
+    shape = [2, 3, 3]
+    shape[dim] = length = 2 * n * half
+    x, weights = normal(seed, *shape), normal(1, before + 1 + after, *shape)
+    documents = torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(seed))
+    mesh = fzero.mesh(cp=n, simulate=simulate)
+    own = context.split(mesh, x, dims=dim, batch_axis=())
+    own_weights = context.split(mesh, weights, dims=dim + 1, batch_axis=())
+    numbers = context.split(mesh, documents, batch_axis=())
+
+    def run(x: Any, documents: Any, weights: Any) -> Any:
+        def loss(x: Any) -> Any:
+            found = context.neighbours(x, before, after, documents=documents, dim=dim)
+            return sum((w * y).sum() for w, y in zip(weights, found, strict=True)), torch.stack(found)
+
+        return fzero.PerRank(torch.func.grad(loss, has_aux=True)(x))
+
+    expected, grad = torch.zeros_like(weights), torch.zeros_like(x)
+    for i, b, t in itertools.product(range(len(weights)), range(2), range(length)):
+        other = t + i - before
+        if 0 <= other < length and documents[b, other] == documents[b, t]:
+            expected[i, b].select(dim - 1, t).copy_(x[b].select(dim - 1, other))
+            grad[b].select(dim - 1, other).add_(weights[i, b].select(dim - 1, t))
+    to_x, found = mesh.spmd(run)(own, numbers, own_weights).value
+    assert torch.equal(found, context.split(mesh, expected, dims=dim + 1, batch_axis=()).value)
+    assert_near([to_x], [context.split(mesh, grad, dims=dim, batch_axis=()).value])
+
+
+def test_neighbours_of_one_document_and_of_a_list_of_tokens():
+    mesh, x = fzero.mesh(cp=2), torch.arange(1, 9)
+    own = fzero.PerRank(torch.tensor([[1, 2, 7, 8], [3, 4, 5, 6]]))
+    assert mesh.spmd(lambda x: fzero.PerRank(context.neighbours(x, 1, dim=0)[0]))(own).value.tolist() == [
+        [0, 1, 6, 7],
+        [2, 3, 4, 5],
+    ]
+    within = context.neighbours(x, 0, 1, documents=x // 4, dim=0)[1]  # outside any mesh
+    assert within.tolist() == [2, 3, 0, 5, 6, 7, 0, 0]
 
 
 def defined(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
@@ -173,5 +221,9 @@ def test_edges_that_do_not_exist_are_refused():
     refused(
         r"has 2 tokens on each of 2 ranks, and weight \[3, 4\] reads 3 tokens before each",
         lambda x: context.causal_conv1d(x, x.new_ones(3, 4)),
+    )
+    refused(
+        r"documents have the shape \[2, 4, 3\]: expected \[2, 3\], one number for each token of x, which is \[2, 3",
+        lambda x: context.neighbours(x, 1, documents=x.mT),
     )
     refused("documents have the shape", lambda x: context.causal_conv1d(x, x.new_ones(3, 2), documents=x[0]))
