@@ -7,7 +7,7 @@ Each row of `PASSES` derives its pass's arguments from `PassSettings`, the setti
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -195,6 +195,7 @@ class PassManager:
     context: PassContext
     # results by graph, pass and arguments; settings with equal results so far have the same graph object
     _graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
+    _results: dict[tuple[str, Graph], list[Graph]] = field(default_factory=dict, repr=False)
     _shared: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
     # the managers of loop bodies, by the function of the loop's node
     _bodies: dict[Any, "PassManager"] = field(default_factory=dict, repr=False)
@@ -230,9 +231,16 @@ class PassManager:
                 if (row.name, graph) not in self._shared:
                     self._shared[row.name, graph] = row.analyze(graph)
                 shared = [self._shared[row.name, graph]]
-            result = row.apply(graph, *arguments, *shared)
-            self._graphs[key] = graph if result is graph or _same(graph, result) else result
+            self._graphs[key] = self._known(row, graph, row.apply(graph, *arguments, *shared))
         return self._graphs[key]
+
+    def _known(self, row: Pass, graph: Graph, result: Graph) -> Graph:
+        """Return the graph that is equal to a pass's result: the one before it, or what other settings gave."""
+        results = self._results.setdefault((row.name, graph), [graph])
+        equal = next((x for x in results if x is result or _same(x, result)), None)
+        if equal is None:
+            results.append(result)
+        return equal or result
 
     def schedule_with(self, settings: PassSettings) -> Graph:
         """Return the graph after all passes."""
@@ -240,20 +248,22 @@ class PassManager:
 
     def _with_bodies(self, graph: Graph, settings: PassSettings) -> Graph:
         """Return a graph whose loops have scheduled bodies."""
-        if not _has_loops(graph):
+        loops = [n for n in graph.nodes if loop_of(n)]
+        if not loops:
             return graph
-        graph = copy_graph(graph)
-        for node in [n for n in graph.nodes if loop_of(n)]:
+        bodies = []
+        for node in loops:
             inside = (
                 settings
                 if settings.prefetch_budget == math.inf
                 else settings._replace(prefetch_budget=_budget_in_body(graph, node, settings.prefetch_budget))
             )
             sends_early = settings.send_early or self.body(node).context.splits_backward
-            set_body(node, self.body(node).schedule_with(inside), sends_early=sends_early)
-            for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
-                node.append(item)
-        return graph
+            bodies.append((self.body(node).schedule_with(inside), sends_early))
+        key = (graph, "bodies", tuple(bodies))
+        if key not in self._graphs:
+            self._graphs[key] = _replace_bodies(graph, bodies)
+        return self._graphs[key]
 
     def changed_by(self, settings: PassSettings, name: str) -> bool:
         """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""
@@ -277,6 +287,16 @@ class PassManager:
 
 def _has_loops(graph: Graph) -> bool:
     return any(loop_of(n) for n in graph.nodes)
+
+
+def _replace_bodies(graph: Graph, bodies: Sequence[tuple[Graph, bool]]) -> Graph:
+    """Copy a graph, and give its loops these bodies and their `sends_early`."""
+    graph = copy_graph(graph)
+    for node, (body, sends_early) in zip([n for n in graph.nodes if loop_of(n)], bodies, strict=True):
+        set_body(node, body, sends_early=sends_early)
+        for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
+            node.append(item)
+    return graph
 
 
 def _same(one: Graph, other: Graph) -> bool:

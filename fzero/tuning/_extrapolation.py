@@ -10,12 +10,14 @@ from fzero.tuning._search_space import Configuration
 
 __all__ = ["depths_of", "extrapolate", "extrapolate_line"]
 
-# The numbers of blocks that are planned. With fewer, not all prefetches would have begun. Where every second block may
-# be of another kind, an odd depth needs odd numbers, and an even depth even ones.
+# The numbers of blocks that are planned. With fewer, not all prefetches would have begun; a stage of a pipeline gathers
+# all its blocks before the first. Where every second block may be of another kind, an odd depth needs odd numbers, and
+# an even depth even ones.
 
 
 DEPTHS_BY_PARITY = {1: (3, 5, 7, 9, 11), 0: (4, 6, 8, 10, 12)}
 DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
+DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
 
 
 def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
@@ -33,7 +35,8 @@ def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
         return ()
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     each, rest = divmod(config.depth, stages)
-    blocks = DEPTHS_IF_UNIFORM if alike else DEPTHS_BY_PARITY[each % 2]
+    uniform = DEPTHS_OF_STAGE if config.pp > 1 else DEPTHS_IF_UNIFORM
+    blocks = uniform if alike else DEPTHS_BY_PARITY[each % 2]
     fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= each]
     return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
 

@@ -169,6 +169,7 @@ def test_few_blocks_leave_each_stage_as_uneven_as_it_is():
     assert of(72, pp=4) == (16, 24, 32) and of(70, pp=4) == (14, 22, 30)
     assert of(72, pp=2, schedule="interleaved") == (16, 24, 32)
     assert depths_of(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5, 6, 7, 8)
+    assert depths_of(Configuration(1, 1, 1, depth=33, pp=2), alike=True) == (5, 7, 9, 11)
 
 
 def check_few_blocks(step: Any, config: Configuration) -> None:

@@ -3,7 +3,6 @@
 The rank runs its regions in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,14 @@ class _Profile(NamedTuple):
 
 _CACHE: "WeakKeyDictionary[Graph, dict[LoopRegion, int]]" = WeakKeyDictionary()
 
-_regions = functools.lru_cache(maxsize=1)(split)  # memory and seconds of one schedule after the other
+_REGIONS: "WeakKeyDictionary[Graph, tuple[RegionGraph, ...]]" = WeakKeyDictionary()
+
+
+def _regions(loop: Loop) -> tuple[RegionGraph, ...]:
+    """Split a loop's body, once for its memory, its messages and its seconds."""
+    if loop.body not in _REGIONS:
+        _REGIONS[loop.body] = split(loop)
+    return _REGIONS[loop.body]
 
 
 def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[LoopRegion, int]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero._torch import graph_of
 from fzero.graph._ir import graph_results, is_collective, is_input, is_wait, is_write
 from fzero.graph._ops import is_random, is_view
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
@@ -209,8 +210,4 @@ def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
     for n in reversed(graph.nodes):
         if n in needed:
             needed.update(n.all_input_nodes)
-    out = Graph()
-    copies = dict[Node, Node]()
-    for n in [*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]]:
-        copies[n] = out.node_copy(n, copies.__getitem__)
-    return out
+    return graph_of([*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]])
