@@ -4,6 +4,7 @@ They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_t
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,15 +61,26 @@ class _UnknownError(Exception):
     """A result does not follow from the forms of the operands, as far as the cache knows."""
 
 
+_Forms = dict[Any, tuple[type, list[_Form | None]] | None]  # by operation and operands; None if it is not known
+_MAX_FORMS = 20_000  # some kilobytes each
+_SHARED = defaultdict[torch.dtype, _Forms](dict)  # by the default dtype, which quotients of integers have
+
+
+def _is_fixed(func: OpOverload | Callable[..., Any]) -> bool:
+    """Return whether an operation is one of torch's or fzero's own, which nobody defines anew."""
+    return isinstance(func, OpOverload) and func.namespace in ("aten", "prims", "_c10d_functional", "fzero")
+
+
 class StandInCache:
     """Runs operations on stand-ins, and repeats the form of a result for operands of the same forms.
 
     The forms of results depend on the operands' forms alone. A model has many equal layers, and torch takes ten times
-    as long to find a form as to make a stand-in. A cache serves one trace, so no global setting of torch changes.
+    as long to find a form as to make a stand-in. A cache serves one trace. All caches share the forms of torch's and
+    fzero's own operations, so that the next trace of a model finds them.
     """
 
     def __init__(self) -> None:
-        self._forms: dict[Any, tuple[type, list[_Form | None]] | None] = {}
+        self._forms: _Forms = {}  # of other operations, which a user may define anew, and of functions
 
     def call(self, func: OpOverload | Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the results of an operation, or of a pure function, on stand-ins.
@@ -85,11 +97,14 @@ class StandInCache:
             return func(*args, **kwargs)
         if not operands or (isinstance(func, OpOverload) and func._schema.is_mutable):
             return func(*args, **kwargs)
-        if key not in self._forms:
+        table = _SHARED[torch.get_default_dtype()] if _is_fixed(func) else self._forms
+        if key not in table:
             out = func(*args, **kwargs)
-            self._forms[key] = _forms_of(out, operands)
+            if len(table) >= _MAX_FORMS:
+                table.clear()
+            table[key] = _forms_of(out, operands)
             return out
-        known = self._forms[key]
+        known = table[key]
         if known is None:
             return func(*args, **kwargs)
         kind, forms = known

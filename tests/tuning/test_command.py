@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ from fzero.__main__ import main
 from fzero.tuning import Table
 from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
+from tests.distributed.launch import python
 from tests.helpers import either
 from tests.tuning.helpers import TINY
 
+TINY_ONE = replace(TINY["causal"], depth=1)
 WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--machine", "h100", "--stages", "2,3"]
 WORDS += ["--micro-batches", "2", "--remat", "no,yes", "--workers", "1"]
 
@@ -33,7 +35,7 @@ def data_of(page: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
+    monkeypatch.setitem(PRESETS, "tiny", TINY_ONE)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def files(tmp_path_factory):
     """What a command writes."""
     folder = tmp_path_factory.mktemp("planned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINY["causal"])
+        patch.setitem(PRESETS, "tiny", TINY_ONE)
         names = ("json", "csv", "html")
         wanted = [word for name in names for word in (f"--{name}", str(folder / f"t.{name}"))]
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -126,7 +128,7 @@ def several(tmp_path_factory):
     """The page and the text of a command for several sizes."""
     path = tmp_path_factory.mktemp("several") / "page.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINY["causal"])
+        patch.setitem(PRESETS, "tiny", TINY_ONE)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             assert main([*SEVERAL, *FEW, "--html", str(path)]) == 0
     return path, said.getvalue()
@@ -251,5 +253,5 @@ def test_sizes_are_read_with_their_units():
 
 
 def test_the_command_is_a_module():
-    done = subprocess.run([sys.executable, "-m", "fzero", "plan", "--help"], capture_output=True, text=True, check=True)
-    assert "llama-3-8b" in done.stdout and "--memory" in done.stdout
+    done = python("-m", "fzero", "plan", "--help")
+    assert done.returncode == 0 and "llama-3-8b" in done.stdout and "--memory" in done.stdout

@@ -13,8 +13,10 @@ from fzero import tuning
 from fzero.tuning import Reliability
 from fzero.tuning._simulated_run import LOSSES, USEFUL, SimulatedRun
 from fzero.tuning.command import run
+from tests.helpers import either
 
 HOUR = 3600.0
+STEP = "tests.tuning.spaces:make_step"
 
 
 def test_without_failures_a_run_loses_its_saves_alone():
@@ -54,7 +56,7 @@ def test_a_save_that_is_not_complete_is_lost():
     """A failure before its end falls back to the save before, so each failure loses that much more."""
     what_fails = Reliability(1e7, save=1, detection=0, restart=0)
     soon, late = (
-        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=8) for x in (0.0, 300.0)
+        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=either(4, 8)) for x in (0.0, 300.0)
     )
     assert late.losses["lost steps"] - soon.losses["lost steps"] == pytest.approx(0.03, rel=0.1)
 
@@ -101,7 +103,7 @@ def test_a_run_stands_still_without_its_only_replica():
 
 def test_two_slow_devices_are_slow_for_longer_than_one():
     what_fails = Reliability(math.inf, save=0, slow_mtbf=HOUR, slow_factor=2.0, slow_seconds=HOUR)
-    result = tuning.goodput(1.0, 1, what_fails, every=600, days=1000, samples=4)
+    result = tuning.goodput(1.0, 1, what_fails, every=600, days=either(400, 1000), samples=4)
     assert result.losses["slow ranks"] == pytest.approx((1 - math.exp(-1)) / 2, rel=0.03)
 
 
@@ -140,9 +142,7 @@ def test_the_same_seed_draws_the_same_failures():
 
 
 def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
-    words = (
-        "gpt2 --world 8 --batch 8 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 2 --no-cache --workers 1"
-    )
+    words = f"{STEP} --world 8 --batch 8 --stages 1 --micro-batches 1 --remat yes --depth 1 --no-cache --workers 1"
     assert (
         run(["plan", *words.split(), "--mtbf", "40h", "--save-time", "2s", "--restart-time", "10min", "--days", "3"])
         == 0
@@ -174,7 +174,7 @@ def test_wrong_options_are_refused_before_a_plan(options, message, capsys, monke
 
 def test_a_replica_of_the_model_is_lost_as_a_whole(capsys):
     """Two hosts hold one pipeline, so no step runs while one is repaired."""
-    words = "gpt2 --world 16 --batch 16 --length 64 --stages 1 --micro-batches 1 --remat yes --depth 4 --tp 4 --pp 4"
+    words = f"{STEP} --world 16 --batch 16 --stages 1 --micro-batches 1 --remat yes --depth 4 --tp 4 --pp 4"
     words += " --workers 1 --mtbf 384h --repair-time 24h --days 100"
     assert run(["plan", *words.split()]) == 0
     share = float(re.search(r"goodput ([\d.]+)%", capsys.readouterr().out)[1])

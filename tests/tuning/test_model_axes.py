@@ -20,7 +20,8 @@ SPLIT = {
     "tp, chunked loss": Configuration(2, 4, 1, precision="float32", tp=2, chunked_loss=True),
     "tp, tokens that do not divide": Configuration(2, 4, 1, precision="float32", tp=2),
     "cp": Configuration(3, 2, 1, precision="float32", ranks=2, cp=2),
-    "cp, tp, remat": Configuration(2, 4, 1, True, precision="float32", cp=4, tp=2),
+    "cp, tp, remat": Configuration(2, 4, 1, True, precision="float32", cp=2, tp=2),
+    "cp of 4, tp, remat": Configuration(2, 4, 1, True, precision="float32", cp=4, tp=2),
     "pp, tp": Configuration(1, 2, 2, precision="float32", pp=2, tp=2),
     "pp, cp": Configuration(1, 2, 2, precision="float32", pp=2, cp=2),
 }

@@ -250,12 +250,11 @@ def test_the_lines_to_paste_name_the_stages_of_a_rank():
     assert "stages_per_rank=3" in recipe(replace(config, stages_per_rank=3))
 
 
-def test_a_schedule_may_name_the_stages_of_a_rank(monkeypatch):
+def test_a_schedule_may_name_the_stages_of_a_rank():
     """More stages leave a shorter bubble. Rows, tables and records name them."""
-    monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
     options = {"world_size": 2, "global_batch": 2, "machine": "h100", "stages": (1,), "remat": (False,), "pp": (2,)}
     options |= {"micro_batches": (1,), "schedule": ("interleaved", "interleaved:4"), "depth": 8}
-    table = fzero.tune(tuning.model_step("tiny", length=16), **options)
+    table = fzero.tune(make_step, **options)
     two, four = (next(r for r in table.rows if r.config.pipeline_stages == n) for n in (2, 4))
     assert two.config.stages_per_rank is None and four.config.stages_per_rank == 4
     assert "by interleaved:4" in str(four.config) and "interleaved:4" in str(table)

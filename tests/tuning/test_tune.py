@@ -27,6 +27,7 @@ SPACE: dict[str, Any] = {
     "micro_batches": (8, 64),
     "machine": CPU,
     "stages": STAGES,
+    "depth": either(2, 3),
 }
 
 
@@ -88,7 +89,7 @@ def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
 
 @pytest.mark.parametrize(
     "stage,remat,depth",
-    cases(((1, False, 18), (3, True, 15)), ((1, True, 15), (3, False, 18))),
+    cases(((3, True, 15),), ((1, False, 18), (1, True, 15), (3, False, 18))),
 )
 def test_few_blocks_say_what_many_take(stage, remat, depth):
     config = Configuration(stage, 8, 8, remat, ranks=4, depth=depth)
@@ -115,7 +116,7 @@ def test_two_runs_say_the_same_on_any_number_of_processes():
 
 
 def test_a_table_says_what_it_knows():
-    table = fzero.tune(lambda c: planned(c), **{**SPACE, "stages": (0, 1, 2, 3)}, memory=60e6, margin=0.1)
+    table = fzero.tune(lambda c: planned(c), **SPACE, memory=40e6, margin=0.1)
     said = str(table)
     assert f"of {len(table.rows) + len(table.skipped)} configurations fit" in said and "less a margin" in said
     assert "too much" in said and "seconds are estimates" in said
