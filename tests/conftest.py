@@ -23,9 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     torch.set_num_threads(1)
     options = {**OPTIONS, "suppress_health_check": list(HealthCheck)}
-    settings.register_profile("fzero", **options)
+    settings.register_profile("fzero", **options, max_examples=50)
     settings.register_profile("all", **options)  # more examples of some laws: tests.helpers.examples
-    settings.register_profile("mutants", **options, phases=[Phase.explicit, Phase.generate])  # no shrinking
+    phases = [Phase.explicit, Phase.generate]  # no shrinking
+    settings.register_profile("mutants", **options, max_examples=50, phases=phases)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
 
 

@@ -51,7 +51,7 @@ def collectives_equal_the_simulation(mesh: fzero.ranks.Mesh) -> None:
         for program in programs:
             boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
             got = mesh.spmd(boxed)(mesh.local(own(mesh, X))).value
-            for simulate in ("vmap", "lockstep"):
+            for simulate in either(("lockstep",), ("vmap", "lockstep")):
                 expected = own(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
                 # bitwise on two ranks; gloo sums in its own order on more
                 torch.testing.assert_close(got, expected, rtol=0 if n == 2 else 1e-12, atol=0 if n == 2 else 1e-12)
@@ -139,7 +139,7 @@ def every_stage_equals_unsharded_training(mesh: fzero.ranks.Mesh) -> None:
         optim.adam(1e-2, eps=1e-3, moments=optim.Moments("int8", full=lambda path, leaf: leaf.ndim == 1)),
     ]
     pairs = [*zip(opts, (3, 1, 1), strict=True)]
-    few = [(pairs[0], 3), (pairs[1], 2), (pairs[2], 3)]
+    few = [(pairs[0], 3), (pairs[2], 2)]
     for (opt, k), stage in either(few, [*itertools.product(pairs, range(4))]):
         train_step = train_step_for(mlp_loss, opt, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
@@ -179,7 +179,7 @@ def _own_shards(mesh: fzero.ranks.Mesh, values: Any) -> list[torch.Tensor]:
 def elements_moved_are_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-2))
-    for stage, k in either([(0, 4), (1, 1), (2, 4), (3, 4)], [*itertools.product(range(4), (1, 4))]):
+    for stage, k in either([(1, 1), (3, 4)], [*itertools.product(range(4), (1, 4))]):
         logs = []
         for m in (mesh, simulated):
             step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage=stage, mesh=m)
@@ -364,7 +364,7 @@ def plain_values_that_differ_by_rank_are_refused(mesh: fzero.ranks.Mesh) -> None
 def a_step_traces_with_make_fx(mesh: fzero.ranks.Mesh) -> None:
     """The graph holds the collectives, and gives the step's numbers on other data."""
     opt = optim.adam(1e-2, eps=1e-3)
-    for stage in (2, 3):
+    for stage in either((3,), (2, 3)):
         step = fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh, check=False)
         args = (*step.init(mlp_params(), opt), mesh.split(mlp_batch(mesh.size * 2)))
         leaves, structure = tree.flatten(args)
@@ -430,7 +430,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     opt, before = optim.adam(1e-2), torch.get_rng_state()
     twin = fzero.shard(keyed_step(opt, micro_batches=3), stage=0, mesh=simulated[0])
     *_, expected = twin(*twin.init(PARAMS, opt), simulated[0].split(BATCH), key)
-    for stage in either((0, 3), range(4)):
+    for stage in either((3,), range(4)):
         step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
         for f in (step, fzero.jit(step, backend="fx", **LEAST)) if stage in either((3,), (1, 3)) else (step,):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)

@@ -72,7 +72,7 @@ def replicas_are_saved_and_loaded(mesh: fzero.ranks.Mesh) -> None:
     step.save(folder, params, state)
     torch.distributed.barrier()
     expected = trained(make(2, True, **options), batches)[2]
-    for simulate in (False, True):
+    for simulate in either((False,), (False, True)):
         again = make(2, simulate, **options)
         loaded, loaded_state = again.load(folder, *again.init(start(), optim.adam(0.1)))
         for x in itertools.islice(batches, 3, None):

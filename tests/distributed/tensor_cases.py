@@ -10,7 +10,6 @@ from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import LEAST, either, train_step_for
 from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_of
-from tests.parallel.tensor.models import losses_of, model_of, step_and_params
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
@@ -30,7 +29,7 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None
         for batch in batches:
             expected.append(train_step(*expected[-1][:2], batch))
         step = fzero.shard(train_step, stage=stage, mesh=mesh, axis="dp", split=SPLIT, check=True)
-        for run_step in (step, fzero.jit(step, backend="fx", **LEAST)) if stage == 3 else (step,):
+        for run_step in (step, fzero.jit(step, backend="fx", **LEAST)) if stage == either(None, 3) else (step,):
             state = step.init(params, OPT)
             for i, batch in enumerate(batches):
                 *state, loss = run_step(*state, mesh.split(batch, "dp"))
@@ -40,6 +39,8 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None
 
 @slow_case
 def a_model_of_transformers_trains_by_its_own_plan(_: fzero.ranks.Mesh) -> None:
+    from tests.parallel.tensor.models import losses_of, model_of, step_and_params  # transformers takes long
+
     mesh = fzero.mesh(dp=-1, tp=2)
     for stage, sequence in either(((3, True),), ((2, False), (3, True))):
         model = model_of("llama")

@@ -22,9 +22,9 @@ from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
 from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 
-# each takes the processor 7 to 25 seconds, and other tests plan, train pipelines and run the plugs
+# each takes the processor 2 to 25 seconds, and other tests plan, train on these axes and run the plugs
 SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
-SLOW += ("4_axes", "6_testing", "7_pipelines")
+SLOW += ("4_axes", "5_jit", "6_testing", "7_pipelines", "moe", "context", "local_sgd")
 
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:

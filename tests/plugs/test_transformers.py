@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 import fzero
 from fzero.plugs import transformers as plug
 from tests.distributed.launch import torchrun, world
-from tests.helpers import either
+from tests.helpers import cases, either
 from tests.plugs.helpers import documents, llama, logged, make_trainer, weights
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
@@ -43,7 +43,7 @@ def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backe
     assert_trains_alike(tmp_path, stage, backend, dropout=0.1, max_grad_norm=0.5, **options)
 
 
-@pytest.mark.parametrize("backend", ["fx", None])
+@pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
 def test_dropout_goes_on_after_an_evaluation(tmp_path, backend):
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
     assert_trains_alike(tmp_path, 3, backend, dropout=0.1, activation_checkpointing=backend is None, **options)
@@ -141,7 +141,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", cases(["AdamW", "SGD"], OPTIMIZERS))
 def test_optimizers_with_groups(tmp_path, name):  # masks select the groups within a unit
     def options() -> dict[str, Any]:
         model = llama()
@@ -178,7 +178,7 @@ def test_saved_folders_are_transformers_own(tmp_path):
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
     options: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the largest loss is the first
@@ -254,7 +254,9 @@ class Normalized(torch.nn.Module):
 def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
     plain = make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2)
     sharded = plug.shard_trainer(
-        make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2), stage=2, backend="fx"
+        make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2),
+        stage=2,
+        backend=either(None, "fx"),
     )
     plain.train()
     sharded.train()
@@ -305,7 +307,7 @@ class ShortStream(torch.utils.data.IterableDataset[Any]):
         return iter(documents(7))
 
 
-@pytest.mark.parametrize("backend", [None, "fx"])
+@pytest.mark.parametrize("backend", [None, pytest.param("fx", marks=pytest.mark.slow)])
 def test_a_stream_that_ends_within_a_step_leaves_gradients_for_the_next(tmp_path, backend):
     # Trainer does not know its length: 4 batches by 3, and the fourth one's gradients go into the next epoch's step
     options: dict[str, Any] = {"train_dataset": ShortStream(), "gradient_accumulation_steps": 3}
@@ -324,7 +326,7 @@ class StopsWithinStep(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-@pytest.mark.parametrize("backend", [None, "fx"])
+@pytest.mark.parametrize("backend", [None, pytest.param("fx", marks=pytest.mark.slow)])
 def test_a_run_after_a_stop_within_a_step_begins_afresh(tmp_path, backend):
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
     plain = make_trainer(tmp_path, callbacks=[StopsWithinStep()], **options)

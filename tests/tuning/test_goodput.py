@@ -56,7 +56,8 @@ def test_a_save_that_is_not_complete_is_lost():
     """A failure before its end falls back to the save before, so each failure loses that much more."""
     what_fails = Reliability(1e7, save=1, detection=0, restart=0)
     soon, late = (
-        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=either(4, 8)) for x in (0.0, 300.0)
+        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=either(4, 8))
+        for x in (0.0, 300.0)
     )
     assert late.losses["lost steps"] - soon.losses["lost steps"] == pytest.approx(0.03, rel=0.1)
 
