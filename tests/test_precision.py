@@ -17,7 +17,7 @@ from fzero import optim, tree
 from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params
 from tests.precision_steps import integers, linear_loss, step_of, token_loss, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
@@ -30,7 +30,7 @@ def trained(
 ) -> Any:
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     state = step.init(params, opt)
-    run = fzero.jit(step, backend="fx") if jit else step
+    run = fzero.jit(step, backend="fx", **LEAST) if jit else step
     for batch in batches:
         *state, _ = run(*state, mesh.split(batch))
     return step.gather(state[0]), step.gather(state[1])

@@ -16,7 +16,7 @@ import fzero
 from fzero import _notice, optim
 from fzero.parallel import context
 from tests.distributed.launch import ROOT, world
-from tests.helpers import train_step_for
+from tests.helpers import LEAST, train_step_for
 
 MESH, OTHER_MESH = fzero.mesh(dp=2), fzero.mesh(dp=4)
 OPT = optim.adamw(0.1)
@@ -45,7 +45,7 @@ def run(train_step: Any = TRAIN_STEP, stage: int = 2, batch: Any = None, opt: An
     """The loop of the README, one step."""
     step = step_of(train_step, stage)
     params, opt_state = step.init(make() if params is None else params, opt)
-    return fzero.jit(step, backend="fx")(params, opt_state, MESH.split(data()) if batch is None else batch)
+    return fzero.jit(step, backend="fx", **LEAST)(params, opt_state, MESH.split(data()) if batch is None else batch)
 
 
 def with_loss(loss: Callable[..., Any], **options: Any) -> Any:
@@ -372,7 +372,7 @@ mesh = fzero.mesh(dp=-1)
 def run(batch, jitted=False):
     step = fzero.shard(train_step, stage=2, mesh=mesh)
     params, opt_state = step.init({"w": torch.ones(4, 5)}, opt)
-    step = fzero.jit(step, backend="fx") if jitted else step
+    step = fzero.jit(step, backend="fx", **LEAST) if jitted else step
     return step(params, opt_state, batch)
 
 mine = {"x": torch.ones(8, 4) * (1 + mesh.rank)}

@@ -7,6 +7,7 @@ import torch
 
 import fzero
 from fzero import optim, random
+from tests.helpers import LEAST
 
 __all__ = ["GLOBAL_BATCH", "STEPS", "final", "train"]
 
@@ -54,7 +55,7 @@ def train(
     step = fzero.shard(train_step, stage=stage, mesh=run.mesh)
     state = run.restore((*step.init(params(), OPT), random.key(7)))
     data = fzero.data.batches(examples(), run.mesh, global_batch=GLOBAL_BATCH)
-    call = fzero.jit(step, backend="fx") if jitted else step
+    call = fzero.jit(step, backend="fx", **LEAST) if jitted else step
     for i, batch in data.steps(run.step, steps):
         doing[0] = i
         *state, _ = call(*state, batch)

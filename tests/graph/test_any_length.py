@@ -228,7 +228,7 @@ def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
     """A turn of a loop over micro-batches then has another part, a fraction of the length: it is traced."""
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage, fzero.mesh(dp=n))  # pyright: ignore
-    run, each = fzero.jit(step, backend="fx"), fzero.jit(step, backend="fx", dynamic=False)
+    run, each = fzero.jit(step, backend="fx", **LEAST), fzero.jit(step, backend="fx", **LEAST, dynamic=False)
     state, other = step.init(mlp_params(), opt), step.init(mlp_params(), opt)
     for i, r in enumerate(rows):
         data = step.mesh.split(mlp_batch(n * k * r, seed=i))
@@ -268,7 +268,7 @@ def test_a_tensor_that_is_captured_anew_at_each_length_is_not_kept():
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * tables.setdefault(x.dtype, []).__len__() if not tables else x * torch.tensor([float(len(tables))])
 
-    run = fzero.jit(step, backend="fx")
+    run = fzero.jit(step, backend="fx", **LEAST)
     for length in (10, 12, 14, 16, 18):
         run(torch.ones(length))
         tables[length] = 1

@@ -20,7 +20,7 @@ from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.graph.helpers import bitwise, copied, train_both
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import loss_of_tree
 
@@ -48,7 +48,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
     batches = [torch.randint(37, (8, 17), generator=torch.Generator().manual_seed(i)) for i in range(5)]
-    jitted = fzero.jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx", **LEAST)
     eager, fast = train_both(step, jitted, gpt_params(), ADAM, batches)
     bitwise(eager, fast)
     assert jitted.traces == 1
@@ -95,7 +95,7 @@ def test_sam_jits(stage):
     opt = optim.sgd(0.1, momentum=0.9)
     step = fzero.shard(sam_step(opt), stage=stage, mesh=fzero.mesh(dp=3))
     eager, fast = train_both(
-        step, fzero.jit(step, backend="fx"), mlp_params(), opt, [mlp_batch(6, seed=i) for i in range(3)]
+        step, fzero.jit(step, backend="fx", **LEAST), mlp_params(), opt, [mlp_batch(6, seed=i) for i in range(3)]
     )
     bitwise(eager, fast)
 
@@ -115,7 +115,7 @@ def test_batch_norm_buffers_jit():
         return optim.apply_updates(params, updates), opt_state, fzero.collectives.pmean(new), value
 
     step = fzero.shard(train_step, stage=2, mesh=fzero.mesh(dp=2))
-    jitted = fzero.jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx", **LEAST)
     (params, state), batch = step.init(params, opt), step.mesh.split(mlp_batch(8))
     expected = step(params, state, buffers, batch)
     bitwise(jitted(copied(params), state, copied(buffers), batch), expected)
@@ -146,7 +146,7 @@ def test_models_of_transformers_jit(name):
     opt = optim.sgd(0.1)
     step = fzero.shard(train_step_for(loss, opt), stage=3, mesh=fzero.mesh(dp=2))
     batches = [torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    eager, fast = train_both(step, fzero.jit(step, backend="fx"), params, opt, batches)
+    eager, fast = train_both(step, fzero.jit(step, backend="fx", **LEAST), params, opt, batches)
     assert_trees_close(fast, eager, rtol=1e-6)
 
 
@@ -161,7 +161,7 @@ def test_an_lstm_jits_on_a_simulated_mesh():
     opt, batches = optim.sgd(0.1), [torch.linspace(-1, 1 + i, 24).reshape(4, 2, 3) for i in range(2)]
     for stage in (0, 3):
         step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=fzero.mesh(dp=2))
-        bitwise(*train_both(step, fzero.jit(step, backend="fx"), params, opt, batches))
+        bitwise(*train_both(step, fzero.jit(step, backend="fx", **LEAST), params, opt, batches))
 
 
 def test_autograd_within_a_step_jits():
@@ -300,7 +300,9 @@ def test_strides_and_ties_and_autocast_trace_anew():
 
 def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
     opt = optim.adam(1e-2)
-    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    step = fzero.jit(
+        fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
+    )
     return step, *step.init(mlp_params(), opt), step.mesh.split(mlp_batch(4))
 
 
@@ -380,7 +382,9 @@ def test_memory_shared_with_a_donated_argument_is_an_error():
 def test_init_and_gather_give_memory_of_their_own(stage):
     """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
     opt, mine = optim.sgd(0.1), mlp_params()
-    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    step = fzero.jit(
+        fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
+    )
     state, before = step.init(mine, opt), copied(mine)
     best = step.gather(state[0])
     *state, _ = step(*state, step.mesh.split(mlp_batch(4)))
@@ -451,7 +455,7 @@ def test_a_third_party_pair_jits_leaf_by_leaf():
 
     opt = optim.leafwise(torchopt.adam(1e-2))
     step = fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2))
-    eager, fast = train_both(step, fzero.jit(step, backend="fx"), mlp_params(), opt, [mlp_batch(4)])
+    eager, fast = train_both(step, fzero.jit(step, backend="fx", **LEAST), mlp_params(), opt, [mlp_batch(4)])
     bitwise(eager, fast)
 
 

@@ -21,7 +21,7 @@ from fzero.graph.loop import _scan as turns
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.helpers import bitwise, copied, entry_of, plan_of, train_both
-from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import loss_of_tree
@@ -95,7 +95,7 @@ WHAT = ("plain", "weighted", "aux", "drawn", "remat")
 def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params, opt, stage, n, k):
     mesh = fzero.mesh(dp=n)
     step = fzero.shard(step_of(what, opt, k), stage=stage, mesh=mesh)
-    looped, flat = fzero.jit(step, backend="fx"), fzero.jit(step, backend="fx")
+    looped, flat = (fzero.jit(step, backend="fx", **LEAST) for _ in range(2))
     states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
     for i in range(2):
         data = mesh.split({"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)})
@@ -131,7 +131,7 @@ def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
         return optim.apply_updates(params, updates), state, loss
 
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
-    jitted = fzero.jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx", **LEAST)
     batches = [mlp_batch(16, seed=i, dtype=torch.float16) for i in range(3)]
     bitwise(*train_both(step, jitted, mlp_params(torch.float32), opt, batches))
     assert [loop.iterations for loop in loops(jitted)] == [4]
@@ -464,7 +464,7 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
     step = fzero.jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
     )
-    state = list(step.init(gpt_params(width=32, layers=2), ADAMW))
+    state = list(step.init(gpt_params(width=32, layers=either(1, 2)), ADAMW))
     tokens = step.mesh.split(torch.randint(37, (20, 17)))
     *state, _ = step(*state, tokens)
     plan = step.plan(*state, tokens)
@@ -482,7 +482,7 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
 @functools.cache
 def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
-    args = (*step.init(gpt_params(width=32, layers=2), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
+    args = (*step.init(gpt_params(width=32, layers=either(1, 2)), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
     looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
     with unrolled():
         return [looped, fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)]

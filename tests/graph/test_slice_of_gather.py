@@ -12,7 +12,7 @@ from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.graph.run._subgraphs import is_own_part, split_into_subgraphs
 from tests.graph import graphs
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 PLACES = (("g", 0),)
 SHAPES = [(2, 3), (2,), (4,), (6,)]  # two leaves of one unit, the gradient of the own part, and another argument
@@ -127,7 +127,7 @@ def test_arguments_that_lie_side_by_side_are_one_storage_of_the_plan():
 def test_a_plan_without_a_world_is_that_of_leaves_side_by_side(stage):
     """At `world_size=2` the blocks divide, and the head does not."""
     mesh, opt = fzero.mesh(dp=4), optim.adamw(1e-2)
-    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh), backend="fx")
+    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh), backend="fx", **LEAST)
     params, state = jitted.init(mlp_params(), opt)
     batch = mesh.split(mlp_batch(8))
     counts = []

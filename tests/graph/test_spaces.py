@@ -17,6 +17,7 @@ from fzero.graph._storages import SpaceError, check_spaces, on_host
 from fzero.sharding._boxes import Shard, is_box, spaces
 from fzero.sharding._spec import ALIGN
 from tests.graph.helpers import LAYERS, ROWS, WIDTH, loss_of, params_of
+from tests.helpers import LEAST
 from tests.helpers import cases as few
 from tests.optim.offloading import Row, by_path, normal, train_step_of
 
@@ -256,7 +257,7 @@ def test_results_are_written_into_arguments_of_their_own_memory(stage, update):
     optimizer = row.make(lambda p: optim.offload(p, 0.5, update), None)
     step = fzero.shard(train_step_of(optimizer, row, 1, loss), stage, fzero.mesh(dp=2))
     state = list(step.init(params, optimizer))
-    jitted = fzero.jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx", **LEAST)
     before = addresses(state[1])
     assert len(before["host"]) == len(before["device"]) == 2
     *state, _ = jitted(*state, step.mesh.split(torch.ones(4)))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import trees
+from tests.helpers import LEAST
 from tests.zero.helpers import loss_of_tree
 
 Wrap = Callable[[Any], optim.Optimizer]
@@ -173,7 +174,7 @@ def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
         return _unsharded(optimizer, row, way, params, batches)
     step = way.step(optimizer, row)
     state, losses = list(step.init(params, optimizer)), []
-    run = fzero.jit(step, backend="fx") if way.jit else step
+    run = fzero.jit(step, backend="fx", **LEAST) if way.jit else step
     for batch in batches:
         *state, loss = run(*state, step.mesh.split(batch))
         losses.append(loss)
@@ -184,7 +185,7 @@ def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
 def _unsharded(optimizer: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
     train_step, losses = train_step_of(optimizer, row, way.micro_batches), []
     state = [params if row.precision is None else row.precision.cast(params), optimizer.init(params)]
-    run = fzero.jit(train_step, backend="fx", donate=()) if way.jit else train_step
+    run = fzero.jit(train_step, backend="fx", donate=(), **LEAST) if way.jit else train_step
     for batch in batches:
         *state, loss = run(*state, batch)
         losses.append(loss)

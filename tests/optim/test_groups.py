@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import cases
+from tests.helpers import LEAST, cases
 
 PARAMS = {
     "w": torch.arange(15.0).view(5, 3) / 9,
@@ -67,7 +67,7 @@ def test_every_stage_holds_each_moment_once_and_saves_it_once(stage, way, tmp_pa
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
     rules: Any = {"units": lambda path, leaf: "all"}  # a shard holds leaves of both groups
     step = fzero.shard(step_for(opt), stage, mesh, **rules)
-    run = fzero.jit(step, backend="fx") if way == "jit" else step
+    run = fzero.jit(step, backend="fx", **LEAST) if way == "jit" else step
     params, state = step.init(PARAMS, opt)
     expected: Any = (PARAMS, opt.init(PARAMS))
     single = fzero.shard(step_for(optim.adamw(0.1)), stage, mesh, **rules)

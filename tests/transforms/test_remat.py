@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -305,11 +305,13 @@ def drops(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 WORLDS = {
     "eager": lambda f: f,
-    "fx": lambda f: fzero.jit(f, backend="fx"),
+    "fx": lambda f: fzero.jit(f, backend="fx", **LEAST),
     "inductor": fzero.jit,
     "vmap": lambda f: lambda w, x: fzero.mesh(dp=2).spmd(f)(w, fzero.mesh(dp=2).split(x)),
     "lockstep": lambda f: lambda w, x: fzero.mesh(dp=2, simulate="lockstep").spmd(f)(w, fzero.mesh(dp=2).split(x)),
-    "vmap fx": lambda f: fzero.jit(lambda w, x: fzero.mesh(dp=2).spmd(f)(w, fzero.mesh(dp=2).split(x)), backend="fx"),
+    "vmap fx": lambda f: fzero.jit(
+        lambda w, x: fzero.mesh(dp=2).spmd(f)(w, fzero.mesh(dp=2).split(x)), backend="fx", **LEAST
+    ),
 }
 
 
@@ -398,7 +400,7 @@ def test_a_sharded_step_computes_what_the_plain_one_does(sim, stage, n, k, whole
 def test_a_jitted_step_computes_what_the_eager_one_does(stage, whole):
     mesh, opt, batch = fzero.mesh(dp=2), optim.adam(1e-2), mlp_batch(8)
     eager = fzero.shard(train_step_for(remat_loss(None), opt, micro_batches=2, gather=whole), stage=stage, mesh=mesh)
-    jitted = fzero.jit(eager, backend="fx")
+    jitted = fzero.jit(eager, backend="fx", **LEAST)
     results = [step(*eager.init(mlp_params(), opt), mesh.split(batch)) for step in (eager, jitted)]
     one, other = [[eager.gather(list(r[:2])), r[2]] for r in results]
     assert_trees_close(one, other)
@@ -921,7 +923,7 @@ def test_seeded_blocks_draw_alike_in_every_world():
         mesh = fzero.mesh(dp=2, simulate=simulate)
         for gather in (True, False):
             step = fzero.shard(functools.partial(train_step, gather=gather), stage, mesh)
-            for run in (step, fzero.jit(step, backend="fx")) if simulate == "vmap" and stage == 3 else (step,):
+            for run in (step, fzero.jit(step, backend="fx", **LEAST)) if simulate == "vmap" and stage == 3 else (step,):
                 state = run.init(keyed_params(), opt)
                 for i in range(2):
                     *state, loss = run(*state, mesh.split(x), fzero.random.fold_in(fzero.random.key(0), i))

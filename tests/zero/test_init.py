@@ -192,7 +192,7 @@ def test_a_module_on_the_meta_device_fills_itself():
     with torch.device("meta"):
         module = Model()
     values = []
-    for axes in MESHES:
+    for axes in either(MESHES[1::2], MESHES):
         for stage in either((3,), range(4)):
             torch.manual_seed(0)
             step = step_on(stage, **axes)

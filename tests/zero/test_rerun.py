@@ -14,7 +14,7 @@ from fzero.errors import CorruptionError
 from fzero.testing import optimizers, stages, trees, world_sizes
 from fzero.zero import Rerun
 from tests.distributed.launch import world
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.zero.helpers import loss_of_tree
 
 OPT = optim.adamw(0.1)
@@ -42,7 +42,7 @@ def test_a_step_that_looks_for_corruption_computes_the_same_bits(params, opt, st
     for choice in ("first", check):
         step = fzero.shard(train_step_for(loss_of_tree, opt), stage=stage, mesh=mesh, check=choice)
         state: Any = step.init(tree.map(lambda x: x.double(), params), opt)
-        run = fzero.jit(step, backend="fx") if jitted else step
+        run = fzero.jit(step, backend="fx", **LEAST) if jitted else step
         for i in range(3):
             *state, _ = run(*state, mesh.split({"x": torch.linspace(-1, 1 + i, 2 * n, dtype=torch.float64)}))
         states.append([x.clone() for x in tree.tensors(state)])
@@ -61,7 +61,7 @@ def test_any_flipped_bit_of_the_state_is_found_at_the_next_call(data, stage, n, 
     mesh = fzero.mesh(dp=n)
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh, check=Rerun(every=1000))
     state: Any = step.init(mlp_params(dtype), OPT)
-    run, batch = fzero.jit(step, backend="fx") if jitted else step, mesh.split(mlp_batch(2 * n, dtype=dtype))
+    run, batch = fzero.jit(step, backend="fx", **LEAST) if jitted else step, mesh.split(mlp_batch(2 * n, dtype=dtype))
     for _ in range(2):
         *state, _ = run(*state, batch)
     leaves = [x for x in tree.tensors(state) if x.numel() and x.dtype != torch.bfloat16]

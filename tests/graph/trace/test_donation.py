@@ -15,7 +15,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero._donated import donated_message
-from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.save": lambda x: torch.save({"best": x}, io.BytesIO()),
@@ -99,7 +99,9 @@ def test_a_donated_tree_can_be_printed_and_kept():
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
     opt = optim.adam(1e-2)
-    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    step = fzero.jit(
+        fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
+    )
     params, state = step.init(mlp_params(), opt)
     for _ in range(2):
         best, best_state = params, state
@@ -112,7 +114,7 @@ def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
 
 def test_a_donated_unit_prints_so_at_each_of_its_leaves():
     opt = optim.sgd(1e-2)
-    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2)), backend="fx")
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST)
     params, state = step.init(mlp_params(), opt)
     assert "donated" not in repr(params) and "Slot('blocks.0', 1, float64 [7])" in repr(params)
     new, _, _ = step(params, state, step.mesh.split(mlp_batch(4)))
@@ -231,7 +233,9 @@ def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hol
 
 def test_a_leaf_that_somebody_keeps_keeps_the_unit_that_it_lay_in():
     opt = optim.sgd(0.1)
-    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=1, mesh=fzero.mesh(dp=1)), backend="fx")
+    jitted = fzero.jit(
+        fzero.shard(train_step_for(mlp_loss, opt), stage=1, mesh=fzero.mesh(dp=1)), backend="fx", **LEAST
+    )
     params, state = jitted.init(mlp_params(), opt)
     kept = params["blocks"][0]["b"]
     params["blocks"][0]["b"] = torch.zeros_like(kept)
@@ -311,7 +315,7 @@ def test_the_log_lists_the_donated_arguments(caplog):
     params, state = step.init(mlp_params(), opt)
     averages = {"mean": torch.zeros(3)}
     with caplog.at_level(logging.INFO, "fzero.jit"):
-        fzero.jit(step, backend="fx")(params, state, step.mesh.split(mlp_batch(4)), averages)
+        fzero.jit(step, backend="fx", **LEAST)(params, state, step.mesh.split(mlp_batch(4)), averages)
     assert "the results take over the memory of argument 0 (parameters), argument 1, argument 3" in caplog.text
     with pytest.raises(fzero.errors.DonatedError, match="argument 3, leaf 'mean' was donated"):
         averages["mean"].sum()

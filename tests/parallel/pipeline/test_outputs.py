@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero
-from tests.helpers import cases, either
+from tests.helpers import LEAST, cases, either
 from tests.parallel.pipeline.model import OPT, batch_of, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -40,7 +40,7 @@ def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> N
         fzero.evaluate(step, loss.outputs(weighted), weighted=True),
         fzero.predict(step, loss.outputs(answers)),
     ]
-    evaluate, predict = [fzero.jit(p, backend="fx") if jit else p for p in programs]
+    evaluate, predict = [fzero.jit(p, backend="fx", **LEAST) if jit else p for p in programs]
     batches = list(fzero.data.once(DATA, mesh, global_batch=8, axis=step.data_axes))
     found = fzero.data.mean(evaluate(cut, batch, rows) for batch, rows in batches)
     total, weight = loss_of(1, depth=5)(params, ROWS)
