@@ -4,8 +4,8 @@ import ast
 import builtins
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -57,14 +57,21 @@ def tree_of(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def within(above: tuple[ast.AST, ...]) -> Iterator[Place]:
-    """Yield the places within a node, which is given with all above it."""
+def within(above: tuple[ast.AST, ...], closed: Any = ()) -> list[Place]:
+    """List the places within a node, given with all above it; none within nodes of a closed class."""
+    found: list[Place] = []
+    _add_within(above, closed, found)
+    return found
+
+
+def _add_within(above: tuple[ast.AST, ...], closed: Any, found: list[Place]) -> None:
     for field, value in ast.iter_fields(above[-1]):
-        nodes = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+        nodes = enumerate(value) if isinstance(value, list) else ((None, value),)
         for index, node in nodes:
             if isinstance(node, ast.AST) and not isinstance(node, ast.expr_context):
-                yield Place(above, field, index)
-                yield from within((*above, node))
+                found.append(Place(above, field, index))
+                if not isinstance(node, closed):
+                    _add_within((*above, node), closed, found)
 
 
 def names(node: ast.AST) -> list[str]:
@@ -79,7 +86,7 @@ def names(node: ast.AST) -> list[str]:
 def symbols(tree: ast.Module) -> dict[str, list[Place]]:
     """Find the functions, methods and classes of a file, and what its modules and classes assign, by qualified name."""
     found: dict[str, list[Place]] = {}
-    for place in within((tree,)):
+    for place in within((tree,), ast.expr):  # no definition stands in an expression
         around = [node for node in place.above if isinstance(node, Scope)]
         if isinstance(place.node, Scope) or not around or isinstance(around[-1], ast.ClassDef):
             for name in names(place.node):
@@ -122,8 +129,7 @@ def known(text: str, place: Place | None) -> set[str]:
 @functools.cache
 def _bound_in(tree: ast.Module) -> set[str]:
     """List what a file binds outside of its functions and classes, and those."""
-    outer = [place for place in within((tree,)) if not any(isinstance(node, Scope) for node in place.above)]
-    return {name for place in outer for name in names_bound(place.node)}
+    return {name for place in within((tree,), Scope) for name in names_bound(place.node)}
 
 
 def _bound_below(node: ast.AST) -> set[str]:
