@@ -66,18 +66,24 @@ class Guard(TorchFunctionMode):
         def find_escapes() -> list[torch.Tensor]:
             return [x for ref in self.results.values() if (x := ref()) is not None and id(x) not in result_ids]
 
-        if find_escapes():
-            gc.collect()  # frees tensors that only a reference cycle holds
+        if (tensors := find_escapes()) and _are_stored(tensors, tensors):
+            del tensors
+            gc.collect()  # frees tensors that only a reference cycle holds, in a second where there are many objects
             for x in (tensors := find_escapes()):
-                holders = [h for h in gc.get_referrers(x) if h is not tensors]
-                if all(isinstance(h, Tape | types.FrameType) for h in holders):
-                    continue  # an outer block holds it, or torch, for example as the base of a view
+                if not _are_stored([x], tensors):
+                    continue
                 raise ValueError(
                     f"remat: a tensor {_describe(x)} that the block computed from its arguments is held elsewhere than "
                     "in its result: by an attribute, a list, or a hook that collects tensors (output_attentions or "
                     "output_router_logits of transformers). Its gradient would be lost: return it from the block, or "
                     "detach() it"
                 )
+
+
+def _are_stored(some: list[torch.Tensor], escapes: list[torch.Tensor]) -> bool:
+    """Return whether others than an outer block, or torch (as the base of a view), hold some of the tensors."""
+    lists = (id(some), id(escapes))
+    return any(id(h) not in lists and not isinstance(h, Tape | types.FrameType) for h in gc.get_referrers(*some))
 
 
 def _requires_grad(x: torch.Tensor) -> bool:

@@ -262,6 +262,7 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         assert x.stride() == y.stride()
 
 
+@pytest.mark.slow
 @has_compiler
 def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_together():
     """Two transposed tiles of 32 by 32 halves in one file: with AVX-512, GCC 11 and 12 write garbage at -O3."""
@@ -275,6 +276,7 @@ def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_t
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 @has_compiler
 def test_inductor_compiles_again_what_it_wrote_no_cpp_for():
     """Equal sums of halves in one loop: of torch 2.13 it declares `at_BFloat16_tmp_acc0_vec` twice."""

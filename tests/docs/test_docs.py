@@ -24,7 +24,7 @@ from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE,
 
 # each takes the processor 2 to 25 seconds, and other tests plan, train on these axes and run the plugs
 SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
-SLOW += ("4_axes", "5_jit", "6_testing", "7_pipelines", "moe", "context", "local_sgd")
+SLOW += ("4_axes", "5_jit", "6_testing", "7_pipelines", "moe", "context", "local_sgd", "accelerate")
 
 
 def check_output(page: pathlib.Path, block: Block, printed: str) -> None:

@@ -41,6 +41,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     bitwise(eager, fast)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage,k",
     cases([(3, 4)], itertools.product(range(4), (1, 4))),
@@ -134,7 +135,7 @@ def transformers_model(name: str) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", cases(["gpt2"], ["llama"]))
 def test_models_of_transformers_jit(name):
     """They branch on values, unless torch.compiler.is_compiling() says that they are traced."""
     apply, params, buffers = fzero.nn.functional(transformers_model(name))

@@ -167,6 +167,7 @@ def test_dropout_drops_scales_and_differentiates():
         random.uniform(k, (), torch.int64)
 
 
+@pytest.mark.slow
 def test_compiled_draws_are_the_eager_ones():
     """In Inductor's C++ loops too, which may assume that what counts elements does not overflow."""
     k = random.key(1)

@@ -315,7 +315,9 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", [pytest.param(w, marks=needs_compiler if w == "inductor" else ()) for w in WORLDS])
+@pytest.mark.parametrize(
+    "world", [pytest.param(w, marks=[needs_compiler, pytest.mark.slow] if w == "inductor" else ()) for w in WORLDS]
+)
 @pytest.mark.parametrize("save", cases((None,), ("matmuls",)))
 def test_both_passes_draw_the_same(world, save):
     w, x = torch.full((6,), 3.0, dtype=torch.float64), torch.ones(6, 6, dtype=torch.float64)

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, train_step_for
+from tests.helpers import LEAST, cases, train_step_for
 from tests.models.table import loss_of
 from tests.parallel.tensor.model import OPT
 from tests.parallel.tensor.models import GPT2, losses_of, model_of, step_and_params
@@ -60,7 +60,7 @@ def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
     assert not whole & set(layers.param_splits)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 def test_with_remat_and_tied_embeddings(sequence):
     model = model_of("llama", tie_word_embeddings=True)
     layers = tp.layers(model, sequence=sequence)
@@ -70,7 +70,10 @@ def test_with_remat_and_tied_embeddings(sequence):
 
 @pytest.mark.parametrize(
     "heads,kv,ranks,simulate,sequence",
-    [(4, 2, 4, "vmap", False), (6, 3, 2, "lockstep", True), (4, 1, 2, "lockstep", False), (12, 3, 4, "vmap", True)],
+    cases(
+        [(6, 3, 2, "lockstep", True), (4, 2, 4, "vmap", False)],
+        [(4, 1, 2, "lockstep", False), (12, 3, 4, "vmap", True)],
+    ),
 )
 def test_key_and_value_heads_that_do_not_divide_are_shared(heads, kv, ranks, simulate, sequence):
     """Query heads 2 to 4 of 6 need key and value heads 1 and 2 of 3; each rank takes those that its own need."""
