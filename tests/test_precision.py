@@ -231,7 +231,7 @@ def test_full_leaves_have_no_second_copy():
     assert_trees_close(whole, {"w": torch.ones(4), "n": torch.full((3,), 1 / 3)}, rtol=0.0)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 @pytest.mark.parametrize("lazy", [False, True])
 def test_masters_start_with_all_their_bits(stage, lazy):
     """The parameters are cast after the masters were made, also those that an init function makes leaf by leaf."""
@@ -327,7 +327,7 @@ def test_updates_smaller_than_the_last_bit_add_up():
     assert params["w"].tolist() == [1 - 2.0**-7] * 3
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_ties_stay_tied(stage):
     precision = fzero.Precision(torch.bfloat16)
     opt = optim.master_weights(optim.sgd(2.0**-3), precision)
@@ -362,7 +362,7 @@ def test_split_and_hybrid_units_have_a_precision_too():
             )
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_micro_batches_are_summed_in_the_gradients_dtype(stage):
     """256 + 1 is 256 in bfloat16."""
     precision, mesh = fzero.Precision(torch.bfloat16), fzero.mesh(dp=2)
@@ -415,7 +415,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     assert loss.isfinite() and not torch.equal(before[0], tree.tensors(state[0])[0])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_the_scale_leaves_no_trace(stage):
     """Loss and gradients are the true ones at any power of two, and what follows, clipping, sees no scale."""
     precision = fzero.Precision(torch.bfloat16)
@@ -666,7 +666,7 @@ def test_a_wrong_policy_is_named():
         optim.static_loss_scale(optim.sgd(0.1), 0)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_forgotten_casts_are_found(stage):
     """A policy that silently did nothing is the classic bug: each place says so, and where."""
     precision = fzero.Precision(torch.bfloat16)

@@ -363,7 +363,9 @@ def is_drawn(strategy: Any, what: Callable[[Any], bool]) -> bool:
 
 
 def found(strategy: Any, what: Callable[[Any], bool]) -> Any:
-    return find(strategy, what, settings=settings(phases=[Phase.generate], database=None))  # any will do, not the least
+    return find(
+        strategy, what, settings=settings(max_examples=100, phases=[Phase.generate], database=None)
+    )  # any will do, not the least
 
 
 def holds(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:

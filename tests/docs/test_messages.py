@@ -372,7 +372,7 @@ mesh = fzero.mesh(dp=-1)
 def run(batch, jitted=False):
     step = fzero.shard(train_step, stage=2, mesh=mesh)
     params, opt_state = step.init({"w": torch.ones(4, 5)}, opt)
-    step = fzero.jit(step, backend="fx", **LEAST) if jitted else step
+    step = fzero.jit(step, backend="fx") if jitted else step
     return step(params, opt_state, batch)
 
 mine = {"x": torch.ones(8, 4) * (1 + mesh.rank)}

@@ -12,7 +12,7 @@ from torch.nn import functional
 import fzero
 from fzero import optim, tree
 from fzero.observe import nonfinite
-from tests.helpers import LEAST, examples
+from tests.helpers import LEAST, cases, examples
 from tests.observe.helpers import (
     OPT,
     Loss,
@@ -150,7 +150,7 @@ def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
     assert "and then nan made by sub" in str(found)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_an_update_of_the_users_own_is_found(stage):
     def update(grads: Any, state: Any, params: Any) -> Any:
         return tree.map(lambda g: (g - g) / (g - g), grads), state  # HERE

@@ -204,7 +204,7 @@ def test_chain_is_exact_on_shards_if_all_its_optimizers_are():
     assert not optim.chain(optim.adam(0.1), whole).exact_on_shards
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_bfloat16_parameters_keep_their_dtype_in_a_sharded_step(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.warmup_cosine(0.1, 1, 9)))
     params, batches = params_of(torch.bfloat16), batches_of(2, torch.bfloat16)
@@ -252,7 +252,7 @@ def test_apply_updates_of_another_structure_names_the_leaf():
         optim.apply_updates({"w": torch.ones(2), "b": torch.ones(2)}, {"w": torch.ones(2)})
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_state_has_the_layout_of_its_stage(stage):
     params = params_of()
     step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=4))
@@ -436,14 +436,14 @@ def test_a_hand_written_optimizer_is_the_same_on_shards(n, stage):
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_a_hand_written_optimizer_in_a_chain_is_the_same_on_shards(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.05), Pair(rms_init, rms_update))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_an_optimizer_unpacks_as_an_init_update_pair(stage):
     init, update = optim.adamw(1e-2)
     opt = Pair(init, update)
@@ -502,14 +502,14 @@ def test_an_optimizer_that_flattens_trees_is_told_to_be_wrapped():
     assert not any("leafwise" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_torchopt_in_fzero_chain_is_the_same_on_shards(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.05), torchopt.sgd(0.1))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_torchopt_in_fzero_step_is_the_same_on_shards(stage):
     opt = torchopt.sgd(0.1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, random, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, either, examples, train_step_for
+from tests.helpers import LEAST, examples, train_step_for
 from tests.optim.helpers import normal
 from tests.zero.helpers import RULES
 
@@ -190,15 +190,14 @@ def test_a_plan_holds_one_unit_in_float32():
             x = torch.tanh(x @ block["w"])
         return x.square().mean()
 
-    blocks = either(12, 24)
-    params = {"blocks": [{"w": normal((128, 128), i, torch.float32)} for i in range(blocks)]}
+    params = {"blocks": [{"w": normal((128, 128), i, torch.float32)} for i in range(24)]}
     peaks = []
     for opt in (optim.adamw(1e-2), optim.adamw(1e-2, moments="bfloat16")):
         opt = optim.chain(optim.clip_by_global_norm(1.0), opt)  # so that both hold all gradients before the update
         step = fzero.shard(train_step_for(mean_of_products, opt), 3, fzero.mesh(dp=2))
         jitted = fzero.jit(step, backend="fx", **LEAST)
         peaks.append(fzero.plan(jitted, *step.init(params, opt), step.mesh.split(torch.ones(8, 128))).peak_bytes)
-    assert peaks[0] - peaks[1] > 2.5 * blocks * 128 * 128 / 2
+    assert peaks[0] - peaks[1] > 2.5 * 24 * 128 * 128 / 2
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])

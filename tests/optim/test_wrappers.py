@@ -120,7 +120,7 @@ def test_a_leaf_of_zeros_or_with_a_zero_step_keeps_its_step(stage):
 
 
 @pytest.mark.parametrize("units", ONE, ids=["default units", "one unit"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units):
     """Also where one shard holds leaves of both kinds."""
     opt = optim.masked(optim.adam(1e-2), matrices)
@@ -237,7 +237,7 @@ def test_masked_is_exact_on_shards_if_its_optimizer_is():
 # ---------------------------------------------------------------- averages
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_averaged_parameters_equal_torch_averaged_model(stage):
     decay = 0.8
     module = torch.nn.ParameterList([normal((5, 3), 0), normal((3,), 1)])
@@ -439,7 +439,7 @@ def test_adafactor_of_stacked_matrices_is_the_same_on_shards(n, units):
     assert_equivalent(train_step_for(loss_of_tree, opt), params, opt, batches, [1, 3], [n], units=units)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_the_state_of_adafactor_is_sublinear_and_ties_last(stage):
     w = normal((50, 40), 0)
     params = {"a": w, "b": [w, normal((7,), 1)]}

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import fzero
 from fzero.plugs import lightning as plug
 from tests.distributed.launch import python, torchrun, world
+from tests.helpers import cases
 from tests.plugs.helpers import documents, llama
 from tests.plugs.lightning_helpers import Recorder, Regression, loader, make_trainer, train, weights
 
@@ -169,7 +170,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_processes_have_ddps_numbers_over_twenty_steps_and_its_dropout(tmp_path, stage):
     done = torchrun(2, "-m", "tests.plugs.train_lightning", str(tmp_path), str(stage), "4", "0.1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

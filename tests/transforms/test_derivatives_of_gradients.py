@@ -65,7 +65,7 @@ def test_vjp(options, stage, simulate):
     check(pulled_back(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_jvp(stage):
     check(pushed_forward(), fzero.mesh(dp=3), stage)
 

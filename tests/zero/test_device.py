@@ -54,7 +54,7 @@ def places(values):
 
 
 @pytest.mark.parametrize("source", ["tree", "donated", "function", "on the device"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_init_makes_parameters_and_state_on_the_device(stage, source):
     step = step_on(META, stage, OPTIMIZERS["adamw"])
     values = fzero.tree.map(lambda x: x.to(META), make()) if source == "on the device" else make()

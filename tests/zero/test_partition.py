@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import is_box
 from fzero.testing import stages, trees
-from tests.helpers import examples, train_step_for
+from tests.helpers import cases, examples, train_step_for
 from tests.optim.table import TABLE, small_loss, small_params
 from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
 
@@ -92,7 +92,7 @@ def test_of_any_tree(values, stage, n, tie):
     assert_same(step.partition(tree.map(torch.clone, values), donate=True), params, step)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_ties_without_one_tensor_are_told_by_like(stage):
     """Of a checkpoint that was loaded leaf by leaf, tied leaves have equal values and are two tensors."""
     w, step = torch.arange(5.0), fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=2))

@@ -141,7 +141,7 @@ def test_losses_that_the_user_normalises():
         assert_equivalent(step_of(naive, "mean"), params, opt, batches, world_sizes=(2,))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_aux_is_each_ranks_own_and_stacked_over_micro_batches(stage):
     opt = optim.sgd(0.1)
 
@@ -161,7 +161,7 @@ def test_aux_is_each_ranks_own_and_stacked_over_micro_batches(stage):
     torch.testing.assert_close(h.value.flatten(0, 2), BATCHES[0]["x"] @ params["w"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
     opt = optim.sgd(0.1)
 
@@ -257,7 +257,7 @@ def test_value_and_grad_of_value_and_grad(boxed, n):
         assert_trees_close(got, fzero.value_and_grad(f)(params, batch), rtol=1e-11)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_means_do_not_overflow(stage, dtype):
     """They are divided before they are summed: 8 ranks' losses of 30000 have a mean in float16, and no sum."""
@@ -276,7 +276,7 @@ def test_means_of_small_integers_do_not_wrap():
     assert fzero.mesh(dp=2).spmd(fzero.collectives.pmean)(torch.tensor([200], dtype=torch.uint8)).tolist() == [200]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_ties_last_through_any_optimizer(stage):
     """A clip after another transform still counts a tied leaf once."""
     w, v = mlp_params()["head"][0], mlp_params(seed=1)["head"][0]
@@ -301,7 +301,7 @@ def _one_unit(params: Any) -> Any:
     return fzero.partition(params, units=lambda path, leaf: "one")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_writing_into_parameters_is_refused_at_every_stage(stage):
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

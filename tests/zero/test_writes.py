@@ -81,7 +81,7 @@ def test_the_numbers_are_those_of_the_unsharded_step(write, simulate, stage):
     assert_trees_close(step.gather(state[0]), expected[0])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
     train_step, mesh = writing("through .data"), mesh_of("lockstep")
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -119,7 +119,7 @@ def test_a_compiled_step_that_writes():
     assert_trees_close(step.gather(got), train_step(tree.map(torch.clone, PARAMS), (), X)[0])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
 def test_parameters_that_a_step_returns_as_they_are_move_nothing(stage):
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(lambda p, s, x: (p, s, fzero.collectives.pmean(x.mean())), stage=stage, mesh=mesh)
