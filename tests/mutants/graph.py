@@ -372,6 +372,11 @@ MUTANTS = [
             "StandInCache.call",
             becomes("isinstance(A, B) and C", "not isinstance(A, B) or C"),
         ),
+        Fault(
+            "forms of stand-ins are shared by default dtypes",
+            "StandInCache.call",
+            becomes("_SHARED[A]", "_SHARED[torch.float32]"),
+        ),
         Fault("a cached stand-in lets its data be read", "_made", becomes("A._allow_unsafe_data_ptr_access", "True")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(

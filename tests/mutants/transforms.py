@@ -158,5 +158,7 @@ MUTANTS = [
     ),
     *File("transforms/_remat_guards.py", REMAT).faults(
         Fault("remat does not detect captured tensors", "Guard.__torch_function__", never("A(B)", at="1 of 3")),
+        Fault("a tensor that a block stores is let through", "_are_stored", becomes("isinstance(A, B)", "True")),
+        Fault("a nested remat collects garbage each time", "Guard.check_escapes", dropped("_are_stored(A, B)")),
     ),
 ]

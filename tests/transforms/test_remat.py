@@ -996,6 +996,15 @@ def test_what_a_block_leaves_elsewhere_is_refused():
             assert grad(loss)(params)["0.w"].abs().sum() > 0
 
 
+def test_nested_blocks_collect_no_garbage(monkeypatch):
+    """An outer block holds what an inner one has computed; a collection takes a second where there are many objects."""
+    monkeypatch.setattr("gc.collect", None)
+    p, x = inputs()
+    inner = fzero.remat(block)
+    outer = fzero.remat(lambda p, x, scale: inner(p, inner(p, x, scale)["y"], scale), "matmuls")
+    assert grad(loss_of(outer))(p, x)["w"].abs().sum() > 0
+
+
 def test_writing_into_a_result_does_not_reach_an_argument():
     def gradient(f: Any) -> torch.Tensor:
         def loss(x: torch.Tensor) -> torch.Tensor:
