@@ -17,7 +17,7 @@ from fzero import optim, tree
 from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import LEAST, cases, either, examples, mlp_batch, mlp_loss, mlp_params
 from tests.precision_steps import integers, linear_loss, step_of, token_loss, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
@@ -114,7 +114,7 @@ def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
     assert_equivalent(train_step, mlp_params(torch.float32), opt, batches, world_sizes=(n,), rtol=0.02)
 
 
-@pytest.mark.parametrize("stage,k", cases([(1, 2), (3, 2)], itertools.product(range(4), (1, 2, 3))))
+@pytest.mark.parametrize("stage,k", cases([(3, 2)], itertools.product(range(4), (1, 2, 3))))
 def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 64.0, growth_interval=2)
@@ -154,7 +154,7 @@ def test_inductor_follows_eager():
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_dtypes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
@@ -350,7 +350,7 @@ def test_split_and_hybrid_units_have_a_precision_too():
     expected = unsharded(train_step, opt, params, batches)
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
-        for stage in range(4):
+        for stage in either((1, 3), range(4)):
             step = fzero.shard(train_step, stage=stage, mesh=mesh, over="shard")
             state = step.init(params, opt)
             with fzero.collectives.record() as log:

@@ -86,7 +86,7 @@ def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
 KEYS = ["mesh", "leaves", "groups", "ties", "values", "files", "nonce", "written", "block"]
 
 
-@examples(6, 80)
+@examples(4, 80)
 @given(junk=JSON, key=st.sampled_from(KEYS))
 def test_any_json_in_the_place_of_a_manifest_or_of_a_part_of_it_is_an_error(saved, tmp_path_factory, junk, key):
     path, whole = saved

@@ -120,7 +120,7 @@ def mixing_loss(params: Any, batch: Any) -> Any:
     return each, (batch["labels"] != -100).sum()
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), [2]))
+@pytest.mark.parametrize("stage", cases((3,), [0, 2]))
 def test_padding_changes_no_loss_and_no_gradient(stage):
     """Training on padded batches is training on each example by itself, weighted by its tokens."""
     found = texts(12)

@@ -64,7 +64,7 @@ def train(stage: int, lengths: list[int], **options: Any) -> list[Any]:
     return [*out, step.gather(params)["w"]]
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_recorded_step_has_the_numbers_of_the_step(recording, stage):
     lengths = [4, 4, 4, 4, 8, 8, 8, 4, 8]
     recorded = train(stage, lengths, device_graph=True)

@@ -91,7 +91,7 @@ def sam_step(opt: Any) -> Any:
     return train_step
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_sam_jits(stage):
     opt = optim.sgd(0.1, momentum=0.9)
     step = fzero.shard(sam_step(opt), stage=stage, mesh=fzero.mesh(dp=3))
@@ -379,7 +379,7 @@ def test_memory_shared_with_a_donated_argument_is_an_error():
     assert f(*parts).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_init_and_gather_give_memory_of_their_own(stage):
     """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
     opt, mine = optim.sgd(0.1), mlp_params()

@@ -48,7 +48,7 @@ def test_two_results_of_one_operand_have_memory_of_their_own():
     assert first != second
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_plan_over_one_rank_has_no_collectives(stage):
     mesh = fzero.mesh(dp=1)
     step = fzero.shard(train_step_for(lambda p, x: (x @ p["w"]).square().mean(), OPT), stage, mesh)
@@ -57,7 +57,7 @@ def test_a_plan_over_one_rank_has_no_collectives(stage):
     assert fzero.plan(fzero.jit(step), *args, world_size=2).collectives
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", cases((3,), [0]))
 def test_experts_that_no_other_rank_has_are_not_sent(stage):
     mesh = fzero.mesh(dp=1, ep=2)
     step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))

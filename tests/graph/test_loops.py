@@ -511,7 +511,7 @@ def test_rows_are_in_the_plan():
     assert plan.added_bytes == peak_bytes(lambda: step(w, x))
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_collectives_are_counted_with_their_turns(stage):
     """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every turn."""
     mesh, k = fzero.mesh(dp=4), 5
@@ -590,7 +590,7 @@ def test_schedules_look_into_loops():
     assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), [2]))
+@pytest.mark.parametrize("stage", cases((3,), [1, 2]))
 def test_sums_of_gradients_are_gradients_in_the_plan(stage):
     """At stage 1 they are whole."""
     step = fzero.shard(
@@ -681,7 +681,7 @@ def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
     assert gathers == [("w", 1), ("w", 3)]  # the parameter's, and that of what it is applied to
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     step = [
         fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

@@ -67,7 +67,7 @@ def test_micro_batches_equal_the_whole_batch(name, stage):
     assert_trees_close(step.gather(new), expected)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_the_models_own_loss_in_float32_equals_unsharded(stage):
     opt = optim.adamw(1e-3, eps=1e-4)
     train_step, params = train_step_for(built("gpt2", "eager").float(), opt, own_loss)

@@ -49,7 +49,7 @@ def trained(loss: Any, params: Any, batch: Any, micro_batches: int = 1, **sharde
 # are more of the same
 CASES = [
     ("llama", "interleaved", 2, None, 3, 2, "lockstep", True),
-    ("gemma2", "gpipe", 1, 4, 3, 3, "vmap", False),
+    pytest.param("gemma2", "gpipe", 1, 4, 3, 3, "vmap", False, marks=pytest.mark.slow),
     pytest.param("gpt2", "1f1b", 1, None, 1, 2, "lockstep", False, marks=pytest.mark.slow),
     pytest.param("mixtral", "zb", 1, None, 2, 2, "lockstep", False, marks=pytest.mark.slow),
     *[

@@ -326,7 +326,7 @@ def clipped(learning_rate: Any, max_norm: Any, b1: Any = 0.9, weight_decay: Any 
     return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(learning_rate, b1, weight_decay=weight_decay))
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_jitted_step_takes_new_hyperparameters_without_another_trace(stage):
     opt, mesh = optim.inject_hyperparams(clipped)(0.1, 1.0), fzero.mesh(dp=2)
     step = fzero.shard(train_step_for(loss_of, opt), stage, mesh)

@@ -37,7 +37,7 @@ def assert_alike(plain: Any, sharded: Any, atol: float = 1e-5) -> None:
     torch.testing.assert_close(weights(found), weights(module), rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize("stage", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)], 3])
+@pytest.mark.parametrize("stage", cases([3], range(3)))
 def test_every_stage_has_the_numbers_of_the_trainer_and_its_dropout(tmp_path, stage):
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}  # 10 batches an epoch
     plain, sharded = train(tmp_path, **options), train(tmp_path, plug.Strategy(stage), **options)

@@ -75,7 +75,7 @@ def test_vjp_with_copies_of_shards(stage):
     check(pulled_back(), fzero.mesh(replica=2, shard=3), stage, axis=("replica", "shard"), over="shard")
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), [1]))
+@pytest.mark.parametrize("stage", cases((3,), [0, 1]))
 def test_vjp_in_a_jitted_step(stage):
     mesh, train_step = fzero.mesh(dp=2), pulled_back()
     step = fzero.shard(train_step, stage=stage, mesh=mesh)

@@ -54,7 +54,7 @@ def test_gradients_of_inputs_are_those_of_the_global_batch(reduce, k, simulate):
     torch.testing.assert_close(got_own.value.flatten(0, 1), own.value)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_adversarial_training_equals_the_unsharded(stage):
     """FGSM (arXiv:1412.6572): uphill in the inputs, then downhill in the parameters."""
     opt = optim.adam(1e-2, eps=1e-3)

@@ -13,7 +13,7 @@ from fzero import tuning
 from fzero.tuning import Reliability
 from fzero.tuning._simulated_run import LOSSES, USEFUL, SimulatedRun
 from fzero.tuning.command import run
-from tests.helpers import either
+from tests.helpers import cases, either
 
 HOUR = 3600.0
 STEP = "tests.tuning.spaces:make_step"
@@ -25,7 +25,9 @@ def test_without_failures_a_run_loses_its_saves_alone():
     assert result.losses["saves"] == pytest.approx(0.1) and sum(result.losses.values()) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("save,restart,every", [(100.0, 500.0, 1400.0), (10.0, 0.0, 200.0), (30.0, 2000.0, 5000.0)])
+@pytest.mark.parametrize(
+    "save,restart,every", cases([(100.0, 500.0, 1400.0), (10.0, 0.0, 200.0)], [(30.0, 2000.0, 5000.0)])
+)
 def test_failures_cost_what_dalys_formula_says(save, restart, every):
     """The expected time of a run whose restarts may fail too, FGCS 22 (2006), equation 13."""
     mtbf = 10_000.0

@@ -66,7 +66,7 @@ def test_init_makes_parameters_and_state_on_the_device(stage, source):
     assert all(x.device == META for x in fzero.tree.tensors(step.gather(params)))
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_run_on_the_device(stage, name):
     opt = OPTIMIZERS[name]
@@ -137,7 +137,7 @@ def test_a_plain_argument_elsewhere_is_named_and_numbers_are_not():
         step(on_gpu(make()), torch.ones(()), mask=torch.ones(3))
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_what_a_plan_on_the_meta_device_counts_is_what_the_cpu_needs(stage):
     peaks = []
     for device in (META, CPU):
