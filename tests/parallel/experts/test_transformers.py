@@ -10,7 +10,7 @@ import fzero
 from fzero import tree
 from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
-from tests.helpers import train_step_for
+from tests.helpers import cases, train_step_for
 from tests.models.table import CAUSAL, loss_of, pretrained
 from tests.parallel.experts.model import OPT
 
@@ -129,7 +129,7 @@ def test_other_families(name):
     test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", cases(FAST, ["qwen3_moe"]))
 def test_experts_by_default_train_without_a_word_and_the_model_stays_as_it_is(name):
     model = model_of(name, "")
     chosen = model.config._experts_implementation
