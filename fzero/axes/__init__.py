@@ -56,6 +56,7 @@ from fzero.axes._scope import (
     current_scope,
     in_loss,
     micro_batch,
+    sequence_lengths,
 )
 from fzero.axes.lockstep import DivergedError, are_equal, in_lockstep, is_lockstep, rendezvous
 
@@ -118,4 +119,5 @@ INTERNAL = [
     "rendezvous",
     "resolve_axes",
     "rules_in",
+    "sequence_lengths",
 ]

@@ -39,6 +39,7 @@ __all__ = [
     "current_scope",
     "in_loss",
     "micro_batch",
+    "sequence_lengths",
     "varying_axes",
 ]
 
@@ -160,6 +161,8 @@ class Scope(NamedTuple):
         in_loss: whether the loss function of a `value_and_grad` is running.
         per_rank_memory: the memory of a process that differs by rank; empty in a simulation, which needs no list.
         splits: for each argument in a `PerRank` box how it was split; None for one that a rank loaded itself.
+        sequence_lengths: the sizes, besides that of samples, of the integers in these boxes: lengths of sequences of
+            tokens.
         invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
         device: the device of the program's ranks.
@@ -171,6 +174,7 @@ class Scope(NamedTuple):
     in_loss: bool = False
     per_rank_memory: tuple[PerRankMemory, ...] = ()
     splits: tuple[BatchSplit | None, ...] = ()
+    sequence_lengths: frozenset[int] = frozenset()
     invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
     device: torch.device = torch.device("cpu")
@@ -227,6 +231,11 @@ def varying_axes(storage: int) -> tuple[str, ...]:
 def batch_splits() -> tuple[BatchSplit | None, ...]:
     """List how the running program's arguments in `PerRank` boxes were split; None for each that a rank loaded."""
     return SCOPES.stack[-1].splits if SCOPES.stack else ()
+
+
+def sequence_lengths() -> frozenset[int]:
+    """Return the sizes, besides that of samples, of the integers in the running program's `PerRank` arguments."""
+    return SCOPES.stack[-1].sequence_lengths if SCOPES.stack else frozenset()
 
 
 def in_loss() -> bool:

@@ -23,6 +23,7 @@ from fzero.nn._module_writes import (
     restore_modules,
 )
 from fzero.nn._remat_blocks import boxes_to_blocks
+from fzero.parallel.context import notice_split_tokens
 from fzero.parallel.tensor import Layers
 from fzero.sharding import is_box
 
@@ -135,6 +136,7 @@ class Apply:
         check_one_device(params, buffers, type(self.module).__name__)
         if self.tp is not None:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
+        notice_split_tokens(self.module)
         copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names)}
         with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
             out = self._run(f, state, args, kwargs)

@@ -81,9 +81,15 @@ class Spmd:
         memory = (
             () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _per_rank_memory(call, self.mesh)
         )
-        splits = tuple([x.split for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)])
-        bound = Axes(axes, joint, self.default_axes)
-        scope = Scope(bound, self.rules, per_rank_memory=memory, splits=splits, device=self.mesh.device)
+        boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
+        scope = Scope(
+            Axes(axes, joint, self.default_axes),
+            self.rules,
+            per_rank_memory=memory,
+            splits=tuple([x.split for x in boxes]),
+            sequence_lengths=_sequence_lengths(boxes),
+            device=self.mesh.device,
+        )
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
@@ -281,6 +287,12 @@ def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) ->
             f"and {mesh!r} has {size}{along}; split a batch with mesh.split(batch); gather parameters "
             "and state with the step that sharded them, then pass them to step.partition(full, like=...) of this mesh"
         )
+
+
+def _sequence_lengths(boxes: Iterable[PerRank]) -> frozenset[int]:
+    """Return the sizes of integers in boxes besides that of samples, such as of tokens `[samples, tokens]`."""
+    integers = [x for box in boxes for x in tree.tensors(box) if not x.is_floating_point() and not x.is_complex()]
+    return frozenset([size for x in integers for size in x.shape[1:]])
 
 
 def _per_rank_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:

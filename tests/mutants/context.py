@@ -28,7 +28,14 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_layout.py", LAYOUT).faults(
-        Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("splits and all(A)")),
+        Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("all(A)")),
+        Fault("whole sequences pass for parts", "check_tokens_split", never("is_whole and A and B")),
+        Fault(
+            "tokens that another axis splits pass for whole ones",
+            "check_tokens_split",
+            becomes("A.tokens is not None", "ranks > 1 and split.tokens is not None", at="1 of 1"),
+        ),
+        Fault("labels are shifted within parts", "shift_labels", never("A and B and C > 1")),
         Fault(
             "a batch for another number of ranks passes",
             "check_tokens_split",
@@ -136,6 +143,8 @@ MUTANTS = [
             becomes("positions(A, B, device=C)", "torch.arange(A, device=C)"),
         ),
         Fault("a model's shifted labels are split", "_check_inputs", never("A and B and C and D")),
+        Fault("a model's ranks may have the same tokens", "_check_inputs", never("is_split and not may_differ(...)")),
+        Fault("a model attends within parts in silence", "notice_split_tokens", skipped("warn_once(A)")),
         Fault("a model's sinks are left out", "_attend", dropped("sinks=s_aux")),
         Fault("a model's cap is left out", "_attend", dropped("softcap=softcap")),
         Fault(

@@ -86,8 +86,8 @@ def attention(
     _check_options(window, scale, softcap, method)
     if sinks is not None:
         sinks = _expanded(sinks, q)
+    check_tokens_split(axis, q.shape[TOKENS])
     if n > 1:
-        check_tokens_split(axis)
         _check_average(axis)
         _check_differs(q, axis)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale

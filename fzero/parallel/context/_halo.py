@@ -50,9 +50,8 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
     dim = check_dim("context.halo", x, dim)
     n = axis_size(axis_if_bound(axis))
     _check_sizes(x, before, after, dim, n)
-    if n > 1:
-        check_tokens_split(axis)
-    else:
+    check_tokens_split(axis, x.shape[dim])
+    if n == 1:
         return [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])]
     early, late = x.chunk(2, dim)
     own, size = bound_axis(axis), early.shape[dim]

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from fzero import tree
 from fzero._arguments import is_int
 from fzero._tracebacks import api_boundary
-from fzero.axes import AxisName, BatchSplit, axis_if_bound, axis_size, batch_splits, bound_axis, index_on
+from fzero.axes import (
+    AxisName,
+    BatchSplit,
+    axis_if_bound,
+    axis_size,
+    batch_splits,
+    bound_axis,
+    index_on,
+    sequence_lengths,
+)
 from fzero.collectives import NO_AXIS, check_dim
 from fzero.collectives import all_gather as all_gather_in_rank_order
 from fzero.ranks import Mesh
@@ -32,29 +41,49 @@ __all__ = [
 ]
 
 
-def check_tokens_split(axis: str) -> None:
+def check_tokens_split(axis: str, tokens: int) -> None:
     """Check that the arguments of the running program were not split otherwise than into tokens over this axis.
 
-    Nothing is known of values that ranks loaded, and of those whose tokens the program takes by itself.
+    Nothing is known of values that ranks loaded. A program may take its tokens of whole sequences by itself.
+
+    Args:
+        axis: the axis along which tokens are split, bound or not.
+        tokens: the number of this rank's tokens.
 
     Raises:
         ValueError: if `mesh.split` divided the samples of every batch over the axis, or if `split` divided the tokens
-            over another number of ranks.
+            over another axis or number of ranks. Also if `tokens` are those of whole sequences.
     """
-    splits = batch_splits()
-    if splits and all(split is not None and axis in split.samples for split in splits):
+    splits, ranks = batch_splits(), axis_size(axis_if_bound(axis))
+    for split in splits:
+        if split is not None and split.tokens is not None and split.tokens != (axis, ranks):
+            name, parts = split.tokens
+            if name != axis and parts > 1:
+                raise ValueError(
+                    f"axis={axis!r}: the batch's tokens are split over {name!r}: pass axis={name!r} to functions of "
+                    f"fzero.parallel.context, or split the batch by context.split(mesh, batch, axis={axis!r})"
+                )
+            if max(parts, ranks) > 1:
+                raise ValueError(
+                    f"axis={axis!r}: its {ranks} ranks were given a batch whose tokens are split over {parts} ranks of "
+                    f"{name!r}: split it with the mesh of the step, context.split(step.mesh, batch, axis={axis!r})"
+                )
+    if ranks == 1 or not splits:
+        return
+    if all(split is not None and axis in split.samples for split in splits):
         raise ValueError(
             f"axis={axis!r}: the batch was split into samples over it, and its ranks hold other sequences; split the "
             f"tokens of each sequence by fzero.parallel.context.split(mesh, batch, axis={axis!r}) in place of "
             "mesh.split(batch), and give fzero.data.batches an axis= without it"
         )
-    for split in splits:
-        if split is not None and split.tokens is not None and split.tokens != (axis, axis_size(axis)):
-            name, ranks = split.tokens
-            raise ValueError(
-                f"axis={axis!r}: its {axis_size(axis)} ranks were given a batch whose tokens are split over {ranks} "
-                f"ranks of {name!r}: split it with the mesh of the step, context.split(step.mesh, batch, axis={axis!r})"
-            )
+    lengths = sequence_lengths()
+    is_whole = all(split is not None and split.tokens is None and axis not in split.samples for split in splits)
+    if is_whole and tokens in lengths and max(lengths) < ranks * tokens:
+        raise ValueError(
+            f"axis={axis!r}: its {ranks} ranks hold the same {tokens} tokens, those of whole sequences: split them by "
+            f"fzero.parallel.context.split(mesh, batch, axis={axis!r}), which takes batches of fzero.data.batches too; "
+            f"or take this rank's, x[:, context.positions({tokens} // {ranks})]"
+        )
 
 
 def parts_in_rank_order(ranks: int) -> list[int]:
@@ -121,11 +150,11 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
     bound = axis_if_bound(axis)
     if not is_int(tokens) or tokens < 0 or (bound and axis_size(axis) > 1 and tokens % 2):
         raise ValueError(
-            f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence"
+            f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence, as "
+            "fzero.parallel.context.split makes them"
         )
     own = bound_axis(axis) if bound else NO_AXIS
-    if own.size > 1:
-        check_tokens_split(axis)
+    check_tokens_split(axis, tokens)
     return positions_of(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
 
 
@@ -154,12 +183,11 @@ def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tens
         >>> mesh.spmd(lambda x: context.all_gather(2 * x))(own)
         tensor([[ 0,  2,  4,  6,  8, 10, 12, 14]])
     """
-    check_dim("context.all_gather", x, dim)
+    dim = check_dim("context.all_gather", x, dim)
+    check_tokens_split(axis, x.shape[dim])
     if not axis_if_bound(axis):
         return x
     n = axis_size(axis)
-    if n > 1:
-        check_tokens_split(axis)
     if n > 1 and x.shape[dim] % 2:
         raise ValueError(
             f"x is {list(x.shape)}: expected an even number of tokens in dimension {dim}, since each rank holds two "
@@ -365,7 +393,7 @@ def shift_labels(
         int64 `[.., tokens]`.
 
     Raises:
-        ValueError: if `documents` does not have the shape of `tokens`.
+        ValueError: if `documents` does not have the shape of `tokens`, or a program calls it whose batch `split` made.
 
     Example:
         >>> from fzero.parallel import context
@@ -374,6 +402,12 @@ def shift_labels(
     """
     if documents is not None and documents.shape != tokens.shape:
         raise ValueError(f"documents have the shape {list(documents.shape)}, and tokens {list(tokens.shape)}")
+    for split in batch_splits():
+        if split is not None and split.tokens is not None and split.tokens[1] > 1:
+            raise ValueError(
+                f"shift_labels: the batch's tokens are split over {split.tokens[0]!r}, and the next token of a part is "
+                "on another rank: shift the labels of whole sequences, before context.split"
+            )
     labels = F.pad(tokens[..., 1:], [0, 1], value=ignore_index)
     if documents is None:
         return labels

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from fzero.axes import axis_if_bound, axis_size
+from fzero._notice import warn_once
+from fzero._torch.levels import may_differ
+from fzero.axes import axis_if_bound, axis_size, batch_splits, bound_axis
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
 from fzero.parallel.context._short_convolution import replace_convolutions, short_convolutions, split_convolution
 from fzero.random import next_key
 
-__all__ = ["ContextAxis", "check_model", "install"]
+__all__ = ["ContextAxis", "check_model", "install", "notice_split_tokens"]
 
 # What combines tokens besides attention, by the types of modules and by words in the names of their classes.
 MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
@@ -23,6 +25,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
 CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_mask")
+INSTALLED = "fzero, over "  # the names of the implementations of attention begin so
 MISSING: Any = object()
 # Classes of attention that do not hand on a window, and whether the masks of their models have the configuration's.
 WINDOWS_OF_MASKS = {"PhimoeAttention": True, "MoshiAttention": False}
@@ -100,11 +103,29 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     """Make a copy of a model attend across the ranks of an axis, and number its tokens."""
     from transformers import AttentionInterface
 
-    name = f"fzero, over {context.axis}"
+    name = f"{INSTALLED}{context.axis}"
     AttentionInterface.register(name, partial(_attend, context))
     copied.set_attn_implementation(name)  # type: ignore[operator]
     replace_convolutions(copied, split_convolution(context.name, context.axis))
     copied.forward = _with_positions(copied.forward, context)
+
+
+def notice_split_tokens(model: torch.nn.Module) -> None:
+    """Log a notice if a model of transformers runs where tokens are split, and does not attend across the ranks.
+
+    It is no error: the model may encode whole sequences beside the split ones.
+    """
+    tokens = next(
+        (s.tokens for s in batch_splits() if s is not None and s.tokens is not None and s.tokens[1] > 1), None
+    )
+    config = getattr(model, "config", None)
+    if tokens is None or not hasattr(model, "set_attn_implementation") or config is None:
+        return
+    if not str(config._attn_implementation).startswith(INSTALLED):
+        warn_once(
+            f"fzero.nn.functional: {type(model).__name__} runs in a program whose tokens are split over {tokens[0]!r}, "
+            f"and attends within each rank's tokens: pass context={tokens[0]!r}, unless it gets whole sequences"
+        )
 
 
 def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[..., Any]:
@@ -140,6 +161,12 @@ def _check_inputs(context: ContextAxis, given: Mapping[str, Any], further: Mappi
             "model's sequences needs none, and else pass documents, in which padding has a number of its own"
         )
     is_split = axis_size(axis_if_bound(context.axis)) > 1
+    if is_split and not may_differ(tokens, bound_axis(context.axis).token):
+        raise ValueError(
+            f"{context.name}: the ranks of {context.axis!r} got the same tokens {list(tokens.shape)}: split them by "
+            f"fzero.parallel.context.split(mesh, batch, axis={context.axis!r}), which also takes batches of "
+            "fzero.data.batches, or take this rank's, x[:, context.positions(t)]"
+        )
     shifts = context.name.endswith(("ForCausalLM", "LMHeadModel"))
     if is_split and shifts and given.get("labels") is not None and further.get("shift_labels") is None:
         raise ValueError(

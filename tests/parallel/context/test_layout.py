@@ -222,3 +222,43 @@ def test_a_step_that_splits_samples_over_the_axis_of_tokens_is_refused(jit):
     loaded = step.mesh.local(context.split(step.mesh, x).value)
     assert torch.allclose(step(new_params, new_state, loaded)[2], loss, atol=0.1)
     assert not jit or step.traces == 1  # a batch that the step accepts runs by the same graph
+
+
+WHOLE = {
+    "attention": lambda x, t: context.attention(*[x[:, :t].view(1, 1, t, 1).double()] * 3),
+    "positions": lambda x, t: context.positions(t) + x.sum(),
+    "halo": lambda x, t: context.halo(x[:, :t], 1),
+    "all_gather": lambda x, t: context.all_gather(x[:, :t]),
+}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("use", WHOLE)
+def test_whole_sequences_on_each_rank_are_refused(use, simulate):
+    """Unless the program takes its tokens of them: then they have as many as all ranks together."""
+    mesh = fzero.mesh(dp=2, cp=2, simulate=simulate)
+    whole = mesh.split(torch.arange(16).view(2, 8), "dp")
+    with pytest.raises(ValueError, match=r"axis='cp': its 2 ranks hold the same 8 tokens.*positions\(8 // 2\)"):
+        mesh.spmd(lambda x: fzero.PerRank(WHOLE[use](x, 8)))(whole)
+    taken = mesh.spmd(lambda x: fzero.PerRank(WHOLE["positions"](x[:, context.positions(4)], 4)))(whole)
+    assert taken.value.shape == (4, 4)
+    if use == "positions":  # a length that only floats have is the size of something else
+        mesh.spmd(lambda x: fzero.PerRank(context.positions(8) + x.sum()))(mesh.split(torch.rand(2, 8), "dp"))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("use", WHOLE)
+def test_tokens_that_are_split_over_another_axis_are_refused(use, bound):
+    """Also where the axis of the call is not bound, and each rank would pass for one that holds all tokens."""
+    mesh = fzero.mesh(dp=2, sp=2, **({"cp": 2} if bound else {}))
+    own = context.split(mesh, torch.arange(16).view(2, 8), axis="sp", batch_axis="dp")
+    with pytest.raises(ValueError, match="axis='cp': the batch's tokens are split over 'sp': pass axis='sp'"):
+        mesh.spmd(lambda x: fzero.PerRank(WHOLE[use](x, 4)))(own)
+
+
+def test_labels_of_split_tokens_are_not_shifted():
+    mesh, tokens = fzero.mesh(dp=1, cp=2), torch.arange(8).view(1, 8)
+    with pytest.raises(ValueError, match="shift_labels: the batch's tokens are split over 'cp'"):
+        mesh.spmd(lambda x: fzero.PerRank(context.shift_labels(x)))(context.split(mesh, tokens))
+    whole = mesh.spmd(lambda x: context.shift_labels(x))(mesh.split(tokens, ()))
+    assert torch.equal(whole, context.shift_labels(tokens))

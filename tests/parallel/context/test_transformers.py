@@ -224,6 +224,33 @@ def test_attention_that_is_more_than_attention_is_refused():
         apply(params, buffers, input_ids=batch_of(0)["tokens"], head_mask=torch.ones(4))
 
 
+def test_a_model_that_gets_whole_sequences_is_refused():
+    """Also where no box tells how they were split."""
+    model = model_of("LlamaForCausalLM")
+    apply, params, buffers = fzero.nn.functional(model, context="cp")
+    mesh, tokens = fzero.mesh(dp=1, cp=2), batch_of(0)["tokens"]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: the ranks of 'cp' got the same tokens \[2, 16\]"):
+        mesh.spmd(lambda x: apply(params, buffers, input_ids=x)[0].logits)(tokens)
+    own = mesh.spmd(lambda x: fzero.PerRank(apply(params, buffers, input_ids=x[:, context.positions(8)])[0].logits))(
+        tokens
+    )
+    expected = context.split(mesh, apply(params, buffers, input_ids=tokens)[0].logits)
+    torch.testing.assert_close(own.value, expected.value, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_attends_within_parts_gets_a_notice(caplog):
+    """It may be an encoder of whole sequences, so it is no error."""
+    model = model_of("LlamaForCausalLM")
+    mesh, tokens = fzero.mesh(dp=1, cp=2), batch_of(0)["tokens"]
+    for options in ({"context": "cp"}, {}):
+        warn_once.cache_clear()
+        caplog.clear()
+        apply, params, buffers = fzero.nn.functional(model, **options)
+        run = mesh.spmd(lambda x, f=apply, p=params, b=buffers: fzero.PerRank(f(p, b, input_ids=x)[0].logits))
+        run(context.split(mesh, tokens))
+        assert ("attends within each rank's tokens: pass context='cp'" in caplog.text) == (not options)
+
+
 class Shifted(torch.nn.Module):
     """A layer that mixes something of other tokens into each."""
 
