@@ -169,7 +169,7 @@ def on(params: Any, length: int, step: Any, batch: int) -> list[tuple[Any, ...]]
     return [(params, *pair) for pair in data.once(Squares(length), step.mesh, global_batch=batch)]
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", [*[pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)], 2, 3])
 @pytest.mark.parametrize("options", [{}, {"simulate": "lockstep"}], ids=["vmap", "lockstep"])
 def test_predictions_are_in_order(stage, options):
     step, params = step_on(stage, 3, **options)
