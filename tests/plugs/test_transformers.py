@@ -141,7 +141,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(["AdamW", "SGD"], OPTIMIZERS))
+@pytest.mark.parametrize("name", cases(["AdamW", "Adam", "SGD"], OPTIMIZERS))
 def test_optimizers_with_groups(tmp_path, name):  # masks select the groups within a unit
     def options() -> dict[str, Any]:
         model = llama()
