@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from fzero.tuning._row import KindBytes, OperationKey, PlanSummary, ScheduleCost
-from fzero.tuning._search_space import Configuration
+from fzero.tuning._search_space import EVERY_SECOND, Configuration
 
 __all__ = ["depths_of", "extrapolate", "extrapolate_line"]
 
@@ -36,7 +36,7 @@ def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     each, rest = divmod(config.depth, stages)
     uniform = DEPTHS_OF_STAGE if config.pp > 1 else DEPTHS_IF_UNIFORM
-    blocks = uniform if alike else DEPTHS_BY_PARITY[each % 2]
+    blocks = uniform if alike and config.remat != EVERY_SECOND else DEPTHS_BY_PARITY[each % 2]
     fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= each]
     return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
 

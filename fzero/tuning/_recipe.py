@@ -1,6 +1,6 @@
 """The code of a train step in a configuration: the lines that `fzero plan` prints to paste."""
 
-from fzero.tuning._search_space import Configuration
+from fzero.tuning._search_space import EVERY_SECOND, Configuration
 
 __all__ = ["recipe"]
 
@@ -45,6 +45,11 @@ def _rules(c: Configuration) -> list[str]:
 
 CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
 
+ALTERNATE_BLOCKS = [
+    "blocks = (lambda p, *args: block(fzero.gather(p), *args), fzero.remat(block))",
+    "# in loss_fn: x = blocks[i % 2](p, x) for block number i",
+]
+
 CONTEXT = [
     "# labels are shifted before the split, by fzero.parallel.context.shift_labels, and ranks may hold unequal numbers",
     '# of them: so the loss is (sum over labels, number of labels), and reduce="weighted" divides at the end',
@@ -64,6 +69,8 @@ def _model_lines(c: Configuration) -> list[str]:
             'dims = {"up": -1, "down": 0}',
         ]
     if c.pp == 1:
+        if c.remat == EVERY_SECOND:
+            return [*lines, *ALTERNATE_BLOCKS]
         return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
     more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
@@ -83,10 +90,11 @@ def _float8_lines(c: Configuration) -> list[str]:
     """Write how the linear layers of blocks multiply in float8."""
     if c.float8 is None:
         return []
-    products = '"float8"' if c.float8 == "tensorwise" else f'fzero.nn.Products("float8", scaling={_quote(c.float8)})'
+    rowwise = f'fzero.nn.MatmulPrecision("float8", scaling={_quote(c.float8)})'
+    precision = '"float8"' if c.float8 == "tensorwise" else rowwise
     return [
         f"# in block: fzero.nn.float8_linear(x, weight, bias, scaling={_quote(c.float8)}), in place of F.linear;",
-        f"# or, for a transformers model, fzero.nn.functional(model, products={products})",
+        f"# or, for a transformers model, fzero.nn.functional(model, matmul_precision={precision})",
     ]
 
 

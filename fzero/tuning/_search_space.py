@@ -15,8 +15,11 @@ from fzero.parallel.schedules import NAMES
 
 __all__ = [
     "CODECS",
+    "EVERY_SECOND",
     "PARALLEL",
     "REMATS",
+    "REMAT_WORDS",
+    "USUAL_REMATS",
     "Configuration",
     "FixedSettings",
     "SearchSpace",
@@ -26,7 +29,10 @@ __all__ = [
 
 CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
+EVERY_SECOND = "every-2"
+REMATS = (False, "matmuls", EVERY_SECOND, True)  # about from the most residuals to the fewest
+USUAL_REMATS = (False, "matmuls", True)
+REMAT_WORDS = {True: "remat", "matmuls": "remat but matmuls", EVERY_SECOND: "remat every second block"}
 USUAL = (1, 2, 4, 8, 16)
 PARALLEL = ("ep", "cp", "tp", "pp")  # the axes whose sizes are searched
 
@@ -41,7 +47,7 @@ class Configuration:
         accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of
             `fzero.pipeline` where there is a pipeline.
         remat: what blocks recompute in the backward pass: False for nothing, "matmuls" for all but matrix products,
-            True for all.
+            "every-2" for all of every second block, True for all.
         precision: the dtype of parameters: "float32", "bfloat16" or "float16".
         offload: the share of the optimizer state on the host: the ratio of `optim.offload`.
         ranks: the number of data-parallel ranks.
@@ -137,7 +143,7 @@ class Configuration:
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
-        parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
+        parts += [REMAT_WORDS[self.remat]] if self.remat else []
         parts += [f"offload {self.offload:g}"] if self.offload else []
         parts += [word for word, is_on in (("chunked loss", self.chunked_loss), ("compiled", self.compiled)) if is_on]
         words = [(name, getattr(self, name)) for name in ("gather", "reduce", "moments", "float8")]
@@ -152,7 +158,7 @@ class Configuration:
             and self._dims == other._dims
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
-            and REMATS.index(self.remat) <= REMATS.index(other.remat)
+            and (self.remat == other.remat or self.remat is False or other.remat is True)
             and self.offload <= other.offload
         )
 
@@ -268,7 +274,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     world = options.world_size
     _check_values("stages", options.stages, lambda x: is_int(x) and x in range(4), "ints from 0 to 3")
     remats = f"values of {REMATS}"
-    _check_values("remat", options.remat, lambda x: any(x is r or x == r == "matmuls" for r in REMATS), remats)
+    _check_values("remat", options.remat, lambda x: isinstance(x, bool | str) and x in REMATS, remats)
     _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
     _check_values("offload", options.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
     for word in PARALLEL:

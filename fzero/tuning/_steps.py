@@ -1,5 +1,6 @@
 """Build the usual train step of a transformer, for any configuration."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_batch, shape_of
-from fzero.tuning._search_space import Configuration
+from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.zero import shard
 
 __all__ = ["ForwardOptions", "ModelStep", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]
@@ -59,14 +60,14 @@ def compute_loss(
     Args:
         shape: the sizes of the model.
         options: how it is computed.
-        run: wraps a block, as `fzero.remat` does.
+        run: returns the forms of a block that the model uses in turn, such as `[fzero.remat(block)]`.
         params: the parameters, or their boxes.
         batch: as `make_batch` makes it.
     """
-    block = run(partial(_apply_block, shape, options))
+    blocks = itertools.cycle(run(partial(_apply_block, shape, options)))
     x = embed(shape, options, params, batch)
     tables = _rotary_tables(shape, options, x)
-    for p in params["blocks"]:
+    for p, block in zip(params["blocks"], blocks, strict=False):
         x = block(p, x, tables)
     return head_loss(shape, options, params, x, batch)
 
@@ -351,7 +352,7 @@ class ModelStep:
         policy = config.policy
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
-        run = _remat_wrapper(config.remat)
+        run = partial(_forms_of_block, config.remat)
         loss_fn = partial(compute_loss, shape, self._options(config), run)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
@@ -387,6 +388,11 @@ class ModelStep:
         for name, n in (*sizes.items(), ("hidden units", shape.mlp)):
             if n % config.tp:
                 raise ValueError(f"tp={config.tp} does not divide the {n} {name} of {shape.name}: choose a divisor")
+        if config.pp > 1 and config.remat == EVERY_SECOND:
+            raise ValueError(
+                f"remat={config.remat!r} with pp={config.pp}: a pipeline treats all blocks alike: choose pp=1, or "
+                f"one of remat={USUAL_REMATS}"
+            )
         if config.pp * config.pipeline_stages > depth:
             raise ValueError(
                 f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, "
@@ -426,11 +432,13 @@ def _matrices(config: Configuration) -> Callable[..., Any]:
     return partial(tree.map_with_path, is_matrix)
 
 
-def _remat_wrapper(setting: bool | str) -> Callable[..., Any]:
-    """Return the function that wraps a block in a configuration's remat."""
+def _forms_of_block(setting: bool | str, block: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the forms of a block that a model uses in turn, in a configuration's remat."""
     if setting is False:
-        return lambda block: block
-    return partial(remat, save=None if setting is True else setting)
+        return [block]
+    if setting == EVERY_SECOND:
+        return [lambda p, *args: block(gather(p), *args), remat(block)]
+    return [remat(block, save=None if setting is True else setting)]
 
 
 def _side(positions: int, patch: int) -> int:

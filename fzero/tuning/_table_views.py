@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._format import format_bytes
 from fzero._report import new_figure
-from fzero.tuning._search_space import PARALLEL
+from fzero.tuning._search_space import EVERY_SECOND, PARALLEL
 
 if TYPE_CHECKING:
     from fzero.tuning._row import TableRow
@@ -155,7 +155,7 @@ def format_limits(limits: Mapping[str, float]) -> str:
 
 def format_remat(config: "Configuration") -> str:
     """Format the setting of remat."""
-    return f"but {config.remat}" if isinstance(config.remat, str) else "yes" if config.remat else "no"
+    return {False: "no", True: "yes", "matmuls": "but matmuls", EVERY_SECOND: "every second"}[config.remat]
 
 
 def cells(row: "TableRow") -> list[str]:

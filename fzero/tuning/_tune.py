@@ -313,7 +313,7 @@ def tune(
         stages: stages of ZeRO.
         micro_batches: sizes of a rank's micro-batch; by default 1, 2, 4, 8 and 16, as far as they divide.
         remat: what blocks recompute in the backward pass: False for nothing, "matmuls" for all but matrix products,
-            True for all.
+            "every-2" for all of every second block (no pipelines), True for all.
         precision: dtypes of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer state on the host.
         ep: sizes of the axis over which experts are split, within the data-parallel ranks.

@@ -23,7 +23,7 @@ from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
-from fzero.tuning._search_space import CODECS, REMATS
+from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS
 from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
 from fzero.tuning._sweep import case_arguments, choices_of, render_cases
@@ -36,7 +36,7 @@ __all__ = ["run"]
 UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
 UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
 TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-REMAT = {"no": False, "matmuls": "matmuls", "yes": True}
+REMAT = {"no": False, "matmuls": "matmuls", EVERY_SECOND: EVERY_SECOND, "yes": True}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--micro-batches", type=_list_of(int), metavar="1,2,4", help="by default 1 to 16, as far as they divide"
     )
-    plan.add_argument("--remat", type=_list_of(_remat), default=REMATS, metavar="no,matmuls,yes")
+    plan.add_argument("--remat", type=_list_of(_remat), default=USUAL_REMATS, metavar="no,matmuls,every-2,yes")
     plan.add_argument("--precision", type=_list_of(str), default=("bfloat16",), metavar="bfloat16,float32")
     plan.add_argument("--offload", type=_list_of(float), default=(0.0,), metavar="0,0.5,1", help="shares of the state")
     plan.add_argument(
@@ -177,7 +177,7 @@ def _export(text: str) -> tuple[str, pathlib.Path | None]:
 
 def _remat(text: str) -> bool | str:
     if text not in REMAT:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls or yes")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls, every-2 or yes")
     return REMAT[text]
 
 

@@ -72,6 +72,7 @@ MUTANTS = [
             PARALLELISM,
         ),
         Fault("blocks of different kinds are extrapolated as one kind", "depths_of", always("alike"), PARALLELISM),
+        Fault("blocks that recompute by turns are extrapolated as alike", "depths_of", always("A != B"), MODELS),
         Fault("the extrapolation is one block off", "extrapolate.at", becomes("depth - A", "depth - A + 1"), TUNE),
         Fault("an operation off its line is extrapolated", "extrapolate_line", becomes("keys - off", "keys")),
         Fault(
@@ -113,6 +114,12 @@ MUTANTS = [
             always("self.stage <= A.stage"),
         ),
         Fault(
+            "every second block counts as smaller in memory than products",
+            "Configuration.holds_no_less_than",
+            always("self.remat is False"),
+            ("tests/tuning/test_search.py",),
+        ),
+        Fault(
             "offload counts as taking device memory",
             "Configuration.holds_no_less_than",
             always("self.A <= B.A", at="2 of 2"),
@@ -148,7 +155,7 @@ MUTANTS = [
         Fault(
             "configurations of different layouts are compared in memory",
             "Configuration.holds_no_less_than",
-            (dropped("self.A", at="3 of 4"), dropped("A.B", at="5 of 7")),
+            dropped("self._dims == other._dims"),
             PARALLELISM,
         ),
     ),
@@ -211,6 +218,7 @@ MUTANTS = [
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
+        Fault("the other half of the blocks recomputes too", "_forms_of_block", never("A == B")),
         Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
     ),
     *File("tuning/_model_names.py", MODELS).faults(

@@ -1,6 +1,7 @@
 """model_step: models by name have the parameters of transformers', and can be planned in every configuration."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -237,6 +238,8 @@ def test_products_in_float8_are_those_of_blocks():
         count = sum(o.times for o in plan.operations if o.target == "aten._scaled_mm.default")
         assert count == 6 * 3
         assert f"float8 {scaling}" in str(coded) and f'scaling="{scaling}")' in recipe(coded)
+        (call,) = re.findall(r"fzero\.nn\.functional\(.*\)$", recipe(coded), re.MULTILINE)
+        assert eval(call, {"fzero": fzero, "model": torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])})
     narrow = ModelStep(ModelShape("gpt2", 24, 1, 4, 48, 64, positions=16, tied=True), 16, False)
     assert not any("_scaled_mm" in o.target for o in fzero.plan(*narrow(replace(config, float8="rowwise"))).operations)
     assert "float8" not in recipe(config)
@@ -255,3 +258,19 @@ def test_unknown_numbers_are_refused(word):
     options = {"world_size": 8, "global_batch": 8, "machine": "h100", "depth": 2}
     with pytest.raises(ValueError, match=f"{word}='int3': expected "):
         fzero.tune(tuning.model_step("gpt2", length=64), **options, **{word: "int3"})
+
+
+def test_every_second_block_recomputes():
+    """Half of the blocks do the work twice. Models of few blocks prove a deep one, if their depths have its parity."""
+    make_step = ModelStep(replace(TINY["causal"], depth=12), 32, False)
+    rows = {
+        remat: ConfigurationPlanner(make_step, tuning.H100)(Configuration(2, 2, 2, remat, ranks=2, depth=12))
+        for remat in (False, "every-2", True)
+    }
+    assert rows["every-2"].flops == pytest.approx((rows[False].flops + rows[True].flops) / 2)
+    assert rows[True].peak_bytes < rows["every-2"].peak_bytes < rows[False].peak_bytes
+    full = ConfigurationPlanner(make_step, tuning.H100)(rows["every-2"])
+    assert not rows["every-2"].in_full and full.in_full
+    assert full.peak_bytes == pytest.approx(rows["every-2"].peak_bytes, rel=0.005)
+    with pytest.raises(ValueError, match=r"remat='every-2' with pp=2: a pipeline treats all blocks alike: choose pp=1"):
+        make_step(Configuration(2, 2, 2, "every-2", pp=2, depth=12))

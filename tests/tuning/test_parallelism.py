@@ -241,6 +241,7 @@ RECIPES = [
     {"pp": 2, "accumulation": 4, "remat": True, "depth": 5, "schedule": "gpipe"},
     {"pp": 2, "accumulation": 4, "schedule": "interleaved", "remat": "matmuls"},
     {"tp": 2, "pp": 2, "accumulation": 2, "schedule": "zb", "offload": 0.5},
+    {"tp": 2, "remat": "every-2", "accumulation": 2},
 ]
 
 
@@ -297,7 +298,7 @@ def test_a_schedule_does_not_take_any_number_of_stages(setting):
         fzero.tune(tuning.model_step("gpt2", length=64), **options)
 
 
-@pytest.mark.parametrize("changed", cases(RECIPES[1::2], RECIPES), ids=str)
+@pytest.mark.parametrize("changed", cases([*RECIPES[1::2], RECIPES[-1]], RECIPES), ids=str)
 def test_the_lines_to_paste_run(changed):
     """They make the mesh and the step that were planned, and train as the whole model does."""
     config = replace(Configuration(2, 2, 1, precision="float32", ranks=2, depth=4), **changed)
@@ -310,8 +311,9 @@ def test_the_lines_to_paste_run(changed):
     def of(params: Any, x: Any) -> torch.Tensor:
         rest = {"table": fzero.gather(params["table"])}
         h = first(rest, x)
-        for p in params["blocks"]:
-            h = names["block"](p, h)
+        blocks = names.get("blocks", (names["block"],))  # the forms of a block that take turns
+        for i, p in enumerate(params["blocks"]):
+            h = blocks[i % len(blocks)](p, h)
         return last(rest, h, x)
 
     def first(rest: Any, batch: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
 from fzero.tuning.exports._peaks import fsdp2_states
 
@@ -101,6 +102,8 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         )
     if c.remat == "matmuls":
         rules["remat"] = "recomputes all of a block, since accelerate has no selective checkpoints"
+    if c.remat == EVERY_SECOND:
+        rules["remat"] = "recomputes all of each block, since accelerate checkpoints no chosen ones"
     if c.remat and not is_fsdp:
         rules["remat"] = "the model recomputes: model.gradient_checkpointing_enable() of transformers"
     found += without(c, rules)

@@ -8,7 +8,7 @@ from fzero._report import Report
 from fzero.tuning._machines import Machine
 from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import TableRow
-from fzero.tuning._search_space import Configuration
+from fzero.tuning._search_space import REMAT_WORDS, Configuration
 from fzero.tuning.exports._peaks import Sizes, States, sizes_of
 
 __all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]
@@ -148,7 +148,7 @@ def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ..
             "chunked_loss". A setting that is left out is expressed.
     """
     values = {
-        "remat": {False: "", True: "remat", "matmuls": "remat but matmuls"}[config.remat],
+        "remat": REMAT_WORDS.get(config.remat, ""),
         "offload": f"offload {config.offload:g}" if config.offload else "",
         "ep": f"ep {config.ep}" if config.ep > 1 else "",
         "cp": f"cp {config.cp}" if config.cp > 1 else "",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
 from fzero.tuning.exports._peaks import fsdp2_states
 
@@ -79,13 +80,16 @@ def _shard_model(run: PlannedRun) -> str:
             "    # the linear layers of a block that are split, by their names in your model",
             '    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}',
         ]
-    lines.append("    for block in blocks:")
+    every_second = c.remat == EVERY_SECOND
+    lines.append("    for i, block in enumerate(blocks):" if every_second else "    for block in blocks:")
     lines += ['        parallelize_module(block, mesh["tp"], plan)'] if c.tp > 1 else []
     if c.remat == "matmuls":
         lines.append("        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)")
     if c.remat:
         more = ", context_fn=contexts" if c.remat == "matmuls" else ""
-        lines.append(f"        block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})")
+        lines += ["        if i % 2:"] if every_second else []
+        indent = " " * (12 if every_second else 8)
+        lines.append(f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})")
     return "\n".join(
         [
             *lines,

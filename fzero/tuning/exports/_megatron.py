@@ -1,6 +1,7 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
 from fzero.tuning._model_names import ModelShape
+from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, make_export, without
 
 __all__ = ["megatron"]
@@ -106,6 +107,10 @@ def _memory_flags(run: PlannedRun) -> list[str]:
         )
     if c.remat is True:
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    if c.remat == EVERY_SECOND:
+        depth = c.depth or (run.shape.depth if run.shape else 0)
+        count = -(-depth // 2) if depth else "N"  # a user fills in the number
+        flags.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}")
     if c.remat == "matmuls":
         modules = "layernorm moe_act" if run.shape and run.shape.experts[0] else "layernorm"
         flags.append(f"--recompute-granularity selective --recompute-modules {modules}")
@@ -125,6 +130,8 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["pp"] = "Megatron-LM runs 1F1B in its place"
     if c.remat == "matmuls":
         rules["remat"] = "Megatron-LM recomputes the norms (and activations of experts), and keeps those of an MLP"
+    if c.remat == EVERY_SECOND:
+        rules["remat"] = "Megatron-LM recomputes the first half of the blocks"
     found = []
     if run.shape is None:
         found.append("The sizes of the model are left out: the row is of your own make_step.")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
 from fzero.tuning.exports._peaks import fsdp2_states
 
@@ -53,7 +54,7 @@ def _known(run: PlannedRun) -> KnownModel | None:
 
 def _policy(run: PlannedRun) -> str:
     """Return the class of activation checkpoints; "" for none."""
-    return {False: "", True: "FullAC", "matmuls": "SelectiveAC"}[run.config.remat]
+    return {False: "", "matmuls": "SelectiveAC"}.get(run.config.remat, "FullAC")
 
 
 def _imports(run: PlannedRun) -> str:
@@ -140,6 +141,8 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["offload"] = "torchtitan offloads all or nothing, and here all of parameters, gradients and state"
     if c.remat == "matmuls":
         rules["remat"] = "SelectiveAC saves every second matrix product only; what it is expected to hold counts all"
+    if c.remat == EVERY_SECOND:
+        rules["remat"] = "FullAC recomputes all of each block; what it is expected to hold counts every second one"
     if c.pp > 1 and c.schedule == "zb":
         rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
     found = []

@@ -39,6 +39,7 @@ CONFIGS = {
     "pipeline": dataclasses.replace(USUAL, stage=1, ranks=4, tp=2, pp=2, schedule="interleaved"),
     "sequences": dataclasses.replace(USUAL, ranks=4, cp=4),
     "experts": dataclasses.replace(USUAL, ep=8, remat="matmuls"),
+    "every second block": dataclasses.replace(USUAL, remat="every-2"),
 }
 
 
@@ -174,7 +175,7 @@ dist.destroy_process_group()
 def test_fsdp2_trains_as_without_it(tmp_path):
     """On two ranks of gloo, in float32: each stage, checkpoint, offload and tensor parallelism."""
     base = Configuration(3, micro_batch=1, accumulation=4, ranks=2, precision="float32")
-    ways = {f"stage_{n}": {"stage": n, "remat": (False, "matmuls", True, True)[n]} for n in range(4)}
+    ways = {f"stage_{n}": {"stage": n, "remat": (False, "matmuls", "every-2", True)[n]} for n in range(4)}
     ways |= {"whole": {"stage": 1, "micro_batch": 4, "accumulation": 1}, "offload": {"offload": 1.0}}
     ways |= {"tp": {"ranks": 1, "tp": 2, "accumulation": 8, "stage": 2}}
     for name, changes in ways.items():
@@ -253,7 +254,7 @@ def test_torchtitan_has_the_fields_that_are_set(config, torchtitan):
     assert (ranks.tensor_parallel_degree, ranks.pipeline_parallel_degree) == (config.tp, config.pp)
     assert ranks.context_parallel_degree == config.cp
     assert ranks.expert_parallel_degree == config.ep
-    checkpoints = {False: "NoneType", True: "FullAC", "matmuls": "SelectiveAC"}
+    checkpoints = {False: "NoneType", True: "FullAC", "every-2": "FullAC", "matmuls": "SelectiveAC"}
     assert type(done.activation_checkpoint).__name__ == checkpoints[config.remat]
     assert (done.loss == "cross-entropy") == (not config.chunked_loss)
     if config.pp > 1:
@@ -301,8 +302,12 @@ def test_megatron_has_the_flags_that_are_given(config, model):
     strategy = {2: "optim_grads", 3: "optim_grads_params"}.get(config.stage)
     assert args.data_parallel_sharding_strategy == strategy and args.use_megatron_fsdp == (config.stage > 1)
     assert args.optimizer_offload_fraction == (config.offload or None)
-    assert args.recompute_granularity == {False: None, True: "full", "matmuls": "selective"}[config.remat]
+    assert (
+        args.recompute_granularity
+        == {False: None, True: "full", "matmuls": "selective", "every-2": "full"}[config.remat]
+    )
     shape = PRESETS[model or ("mixtral-8x7b" if config.ep > 1 else "llama-3-8b")]
+    assert args.recompute_num_layers == {True: 1, "every-2": shape.depth // 2}.get(config.remat)
     assert (args.num_layers, args.hidden_size, args.num_experts or 0) == (shape.depth, shape.width, shape.experts[0])
     assert args.untie_embeddings_and_output_weights == (not shape.tied)
 
