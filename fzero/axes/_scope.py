@@ -174,7 +174,7 @@ class Scope(NamedTuple):
     in_loss: bool = False
     per_rank_memory: tuple[PerRankMemory, ...] = ()
     splits: tuple[BatchSplit | None, ...] = ()
-    sequence_lengths: frozenset[int] = frozenset()
+    sequence_lengths: tuple[int, ...] = ()
     invariant_loss: InvariantLoss | None = None
     loss_scale: torch.Tensor | None = None
     device: torch.device = torch.device("cpu")
@@ -233,9 +233,9 @@ def batch_splits() -> tuple[BatchSplit | None, ...]:
     return SCOPES.stack[-1].splits if SCOPES.stack else ()
 
 
-def sequence_lengths() -> frozenset[int]:
+def sequence_lengths() -> tuple[int, ...]:
     """Return the sizes, besides that of samples, of the integers in the running program's `PerRank` arguments."""
-    return SCOPES.stack[-1].sequence_lengths if SCOPES.stack else frozenset()
+    return SCOPES.stack[-1].sequence_lengths if SCOPES.stack else ()
 
 
 def in_loss() -> bool:

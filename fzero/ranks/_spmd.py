@@ -289,10 +289,10 @@ def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) ->
         )
 
 
-def _sequence_lengths(boxes: Iterable[PerRank]) -> frozenset[int]:
+def _sequence_lengths(boxes: Iterable[PerRank]) -> tuple[int, ...]:
     """Return the sizes of integers in boxes besides that of samples, such as of tokens `[samples, tokens]`."""
     integers = [x for box in boxes for x in tree.tensors(box) if not x.is_floating_point() and not x.is_complex()]
-    return frozenset([size for x in integers for size in x.shape[1:]])
+    return tuple([size for x in integers for size in x.shape[1:]])  # no set: hashes decide on a symbolic length
 
 
 def _per_rank_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:

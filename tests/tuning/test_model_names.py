@@ -262,9 +262,9 @@ def test_unknown_numbers_are_refused(word):
 
 def test_every_second_block_recomputes():
     """Half of the blocks do the work twice. Models of few blocks prove a deep one, if their depths have its parity."""
-    make_step = ModelStep(replace(TINY["causal"], depth=12), 32, False)
+    make_step = ModelStep(replace(TINY["causal"], depth=18), 32, False)
     rows = {
-        remat: ConfigurationPlanner(make_step, tuning.H100)(Configuration(2, 2, 2, remat, ranks=2, depth=12))
+        remat: ConfigurationPlanner(make_step, tuning.H100)(Configuration(2, 2, 2, remat, ranks=2, depth=18))
         for remat in (False, "every-2", True)
     }
     assert rows["every-2"].flops == pytest.approx((rows[False].flops + rows[True].flops) / 2)
