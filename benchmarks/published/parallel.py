@@ -118,8 +118,8 @@ def main() -> None:
         "planned so. Published memory is what the allocator reserved.",
         table(["model", "axes", "length", *head[5:], *memory], [long_line(r) for r in long_runs()]),
         "Plans hold 4 to 19% less than the allocator reserved, which includes its fragmentation. Until 2026-11-28 "
-        "plans of 405 B held twice as much: each stage sent its input's gradient before it computed the gradients of "
-        "its weights, and so held all that remat had computed again.",
+        "plans of 405 B held twice as much. Each stage sent its input's gradient before it computed those of its "
+        "weights, and so held all that remat had computed again.",
     ]
     publish(str(pathlib.Path(__file__)), "python -m benchmarks.published.parallel --write", text, args.write)
 

@@ -231,10 +231,10 @@ class PassManager:
                 if (row.name, graph) not in self._shared:
                     self._shared[row.name, graph] = row.analyze(graph)
                 shared = [self._shared[row.name, graph]]
-            self._graphs[key] = self._known(row, graph, row.apply(graph, *arguments, *shared))
+            self._graphs[key] = self._deduplicate(row, graph, row.apply(graph, *arguments, *shared))
         return self._graphs[key]
 
-    def _known(self, row: Pass, graph: Graph, result: Graph) -> Graph:
+    def _deduplicate(self, row: Pass, graph: Graph, result: Graph) -> Graph:
         """Return the graph that is equal to a pass's result: the one before it, or what other settings gave."""
         results = self._results.setdefault((row.name, graph), [graph])
         equal = next((x for x in results if x is result or _same(x, result)), None)

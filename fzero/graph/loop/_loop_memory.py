@@ -3,7 +3,7 @@
 The rank runs its regions in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -273,11 +273,11 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
     """
     assert loop.rank_schedule is not None
     schedule, region_graphs = loop.rank_schedule.schedule, _regions(loop)
-    by_kind = Counter[str]()
+    by_kind = defaultdict[str, float](float)
     weight = 0.0
     for region_graph in region_graphs:
         duration = seconds(region_graph.graph)
-        by_kind[region_graph.region.kind] += duration  # pyright: ignore[reportArgumentType]
+        by_kind[region_graph.region.kind] += duration
         if loop.sends_early and region_graph.region.kind == "W":
             # the first stage sends no gradient, so its backward pass has one region; others halve theirs about so
             weight += duration if region_graph.region.stage else duration / 2
