@@ -10,11 +10,10 @@ the cache of `fzero.tune`, so a second call takes seconds.
 """
 
 import argparse
-import functools
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +22,11 @@ from rich.progress import track
 
 from benchmarks.published.runs import CARDS, GIB, Run, runs
 from benchmarks.report import publish, table
-from fzero import Precision, gather, jit, remat
-from fzero.transforms import value_and_grad
+from fzero import Precision, jit
 from fzero.tuning import Configuration, TableRow
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, open_pool
-from fzero.tuning._steps import ModelStep, apply_block, embed, head_loss
+from fzero.tuning._steps import ModelStep
+from fzero.tuning._table_views import format_remat
 
 FILE = pathlib.Path(__file__).parents[1] / "published.py"  # whose suffix becomes .md
 
@@ -48,13 +47,8 @@ class PublishedConfiguration(Configuration):
 class PublishedStep(ModelStep):
     """Makes the step of a published run, in the schedule that all of them are planned in."""
 
-    every_second: bool = False
     bfloat16_sums: bool = False
     recompute: bool = False
-
-    @property
-    def blocks_alike(self) -> bool:
-        return not self.every_second
 
     def __call__(self, config: Configuration) -> Any:
         fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
@@ -69,27 +63,13 @@ class PublishedStep(ModelStep):
         }
         return jit(step, **schedule), *args
 
-    def _gradients(self, shape: Any, config: Configuration, depth: int) -> Callable[..., Any]:
-        if not self.every_second:
-            return super()._gradients(shape, config, depth)
-
-        def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-            options = self._options(config)
-            block = functools.partial(apply_block, shape, options)
-            x = embed(shape, options, params, batch)
-            for i, p in enumerate(params["blocks"]):
-                x = remat(block)(p, x) if i % 2 else block(gather(p), x)
-            return head_loss(shape, options, params, x, batch)
-
-        return value_and_grad(loss_fn, precision=config.policy, micro_batches=config.accumulation, gather=False)
-
 
 WAYS = ("as it ran", "recompute", "chunked loss", "chunked loss, recompute")  # from what the run did to the leanest
 
 
 def planned(run: Run, way: str) -> TableRow:
     """Plan a run."""
-    make_step = PublishedStep(run.shape, run.length, False, run.every_second, run.bfloat16_sums, "recompute" in way)
+    make_step = PublishedStep(run.shape, run.length, False, run.bfloat16_sums, "recompute" in way)
     machine = CARDS[run.card]
     planner = ConfigurationPlanner(make_step, machine, PlanCache(make_step.cache_key, machine))
     return planner(replace(run.config, chunked_loss="chunked" in way))
@@ -190,7 +170,7 @@ def memory_lines(results: Sequence[Result]) -> list[list[str]]:
 def run_line(r: Result) -> list[str]:
     """Write the row of a run."""
     c = r.run.config
-    remat = "every second" if r.run.every_second else "yes" if c.remat else "no"
+    remat = format_remat(c)
     fits = r.way if r.fits else f"no: {(r.fitting.peak_bytes - CARDS[r.run.card].device_bytes) / 1e9:.1f} GB too much"
     speeds = (
         [f"{r.run.tokens:,.0f}", f"{r.tokens:,.0f}", f"{r.error:+.0%}"]

@@ -38,7 +38,6 @@ class Run:
         config: the configuration.
         tokens: tokens a second on one card; nan where none were published.
         memory: the most bytes of the fullest card; nan where none were published.
-        every_second: whether every second block recomputes.
         bfloat16_sums: whether gradients are summed over ranks in bfloat16.
         note: what the run did that fzero does not.
     """
@@ -50,7 +49,6 @@ class Run:
     config: Configuration
     tokens: float = math.nan
     memory: float = math.nan
-    every_second: bool = False
     bfloat16_sums: bool = False
     note: str = ""
 
@@ -58,7 +56,7 @@ class Run:
     def name(self) -> str:
         """The run as text. Its hash decides on the half."""
         c = self.config
-        remat = " every second" if self.every_second else " remat" if c.remat else ""
+        remat = {False: "", "every-2": " every second"}.get(c.remat, " remat")
         sizes = f"{self.length} x {c.micro_batch} x {c.accumulation}"
         float8 = ", float8" if c.float8 else ""
         return f"{self.family} {self.shape.name} {sizes}, stage {c.stage}{remat}, {c.world} x {self.card}{float8}"
@@ -122,12 +120,12 @@ def _torchtitan() -> tuple[list[Run], list[str]]:
             left.append(f"torchtitan {name}, {r['parallel']}, length {r['sequence']}: {reason}")
             continue
         shape = PRESETS[name]
-        config = Configuration(3, int(r["local_batch"]), 1, ranks=gpus, depth=shape.depth)
+        config = Configuration(3, int(r["local_batch"]), 1, "every-2", ranks=gpus, depth=shape.depth)
         measured = float(r["tokens_per_s_per_gpu"]), float(r["memory_gib"]) * GIB
         config, note = replace(config, **code_of(r)), "compiled" if r["compile"] == "yes" else "eager"
         note += ", float8" if r["float8"] != "no" else ""
         card, length = r["gpu"], int(r["sequence"])
-        some.append(Run("torchtitan", card, shape, length, config, *measured, every_second=True, note=note))
+        some.append(Run("torchtitan", card, shape, length, config, *measured, note=note))
     return some, left
 
 
