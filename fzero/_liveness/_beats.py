@@ -26,16 +26,18 @@ __all__ = ["RECORD", "Config", "main"]
 
 if __name__ == "__main__":  # without the package, which needs torch
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from _cut_links import Link, LinkEnds, LinkWatch  # pyright: ignore
     from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
     from _stragglers import Pace, Stragglers  # pyright: ignore
     from _system import System  # pyright: ignore
 else:
+    from fzero._liveness._cut_links import Link, LinkEnds, LinkWatch
     from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
     from fzero._liveness._stragglers import Pace, Stragglers
     from fzero._liveness._system import System
 
-# how many places the rank was at, its step, its thread, whether it waits, seconds of work in steps and between, text
-RECORD = struct.Struct("<qqq?dd200s")
+# how many places the rank was at, its step, whether it waits, seconds of work in steps and between, text
+RECORD = struct.Struct("<qq?dd200s")
 LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
 URGENT = 0.1  # seconds between beats while there is something to say
 BUSY = 0.05  # the share of a processor above which a rank is busy
@@ -74,48 +76,50 @@ class Process:
     def __init__(self, config: Config) -> None:
         self._config, self.pid = config, os.getppid()
         self._memory = mmap.mmap(config.memory, RECORD.size, prot=mmap.PROT_READ)
-        self._system, self._state = System(self.pid), ""
+        self._system, self._state = System(self.pid, config.stall), ""
+        self.links = LinkWatch(config.limit)
         self._count, self._since, self._ended_at = -1, 0.0, 0.0
         self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds used until then
-        self._is_new, self._wakes, self._woke_at = True, 0, 0.0
+        self._is_new, self._is_whole = True, False
         self.end, self.reason, self.broken = "", "", ""
 
     def place(self, now: float) -> Place:
         """Return what the rank does. The system is asked once the rank stays at its place."""
-        count, step, thread, waiting, *work, text = RECORD.unpack(self._memory[:])
+        count, step, waiting, *work, text = RECORD.unpack(self._memory[:])
         if not self.end and os.getppid() != self.pid:
             self.end = "died"
         if self.end:
             self._ended_at = self._ended_at or now
-        idle = asleep = 0.0
+        idle = 0.0
         if count != self._count:
             self._count, self._since, self._state, self._is_new = count, now, "", True
             self._uses.clear()
+            self.links.silent = {}
         elif not self.end:
-            idle, asleep = self._idle(thread, waiting, now)
+            idle = self._idle(now)
         process = self.end or ("stopped" if self._state in ("T", "t") else "runs")
         words = text.rstrip(b"\0").decode(errors="ignore")
         since = self._ended_at or self._since
         host, reason, broken = self._config.host, self.reason, self.broken
-        work = (work[0], work[1])
-        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, asleep)
+        work, known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
+        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, known, cut)
 
-    def _idle(self, thread: int, waiting: bool, now: float) -> tuple[float, float]:
-        """Return for how long the rank used at most the share `BUSY` at its place, and for how long it slept there."""
-        self._state, used, wakes = self._system.look(thread, now)
+    def _idle(self, now: float) -> float:
+        """Return for how long the rank used at most the share `BUSY` at its place."""
+        self._state, used, self._is_whole, self.links.silent = self._system.look(now)
         if self._state == "D":
-            return 0.0, 0.0
+            return 0.0
         begin, self._is_new = (self._since if self._is_new else now), False
         if not self._uses or now - self._uses[-1][0] >= self._config.limit / 20:
             self._uses.append((begin, used))
         while self._uses and used - self._uses[0][1] > BUSY * (now - self._uses[0][0]) + 0.02:
             self._uses.popleft()
-        idle = now - self._uses[0][0] if self._uses else 0.0
-        if wakes != self._wakes:
-            self._wakes, self._woke_at = wakes, begin
-        if wakes is None:
-            return idle, 0.0
-        return idle, idle if waiting else min(idle, now - self._woke_at)  # in a collective, some waits look around
+        return now - self._uses[0][0] if self._uses else 0.0
+
+    def own(self, links: list[Link]) -> list[Link]:
+        """Return which of the links are the rank's."""
+        mine = self._system.links() if links else set[Link]()
+        return [link for link in links if link in mine]
 
 
 class Heartbeat:
@@ -136,6 +140,7 @@ class Heartbeat:
         self.verdict_at = 0.0
         self.raised = False
         self.places, self.stragglers = "", Stragglers()
+        self.ends, self.asked = LinkEnds(config.limit), list[Link]()
         if config.rank == 0:
             self.socket.bind(("", 0))
             tell(port=self.socket.getsockname()[1])
@@ -157,7 +162,8 @@ class Heartbeat:
             if time.monotonic() >= next_beat:
                 self.beat(now)
                 last_beats += bool(self.process.end)
-                urgent = self.process.end or self.process.broken or self.verdict or not met
+                ending = self.process.end or self.process.broken or self.verdict
+                urgent = ending or not met or self.process.links.probes()
                 next_beat = time.monotonic() + (min(URGENT, self.period) if urgent else self.period)
             self.judge(now)
             self.end_rank(now)
@@ -195,9 +201,11 @@ class Heartbeat:
 
     def beat(self, now: float) -> None:
         """Say that the rank lives; rank 0 to itself."""
-        place = self.process.place(now)
+        place, links = self.process.place(now), self.process.links
         if self.config.rank == 0:
             self.hub.hear(0, place, None, now)
+            self.ends.hear(0, links.sought(), self.process.own(self.ends.questions(0)), now)
+            self.find_ends(self.ends_for(0), now)
             others = {r: p for r, p in self.hub.places.items() if r}
             self.places = show_places(others)  # once a beat: it grows with the number of ranks
             paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
@@ -207,7 +215,21 @@ class Heartbeat:
                 self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:
             message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
+            message |= {"sought": links.sought(), "owned": self.process.own(self.asked)}
             self.send({**message, "knows": self.verdict is not None}, self.hub_address)
+        for link, port in links.probes():
+            mapped = "::ffff:" * (self.socket.family == socket.AF_INET6 and ":" not in link.peer_address)
+            self.send({"probe": link}, (mapped + link.peer_address, port))
+
+    def ends_for(self, rank: int) -> list[tuple[Link, int, int]]:
+        """Return the links whose ends a rank seeks: of each the rank at the other end, and its heartbeat's port."""
+        own = {0: self.socket.getsockname()}
+        return [(link, r, {**own, **self.addresses}[r][1]) for link, r in self.ends.answers(rank)]
+
+    def find_ends(self, ends: list[Any], now: float) -> None:
+        """Take in which ranks are at the other ends of links."""
+        for link, rank, port in ends:
+            self.process.links.find(link, rank, port, now)
 
     def send(self, message: dict[str, Any], address: Any) -> None:
         """Send a datagram. One that cannot be sent now is lost, like any other."""
@@ -227,22 +249,34 @@ class Heartbeat:
                     continue
 
     def hear(self, message: dict[str, Any], address: Any) -> None:
-        """Take in a beat of another rank, and reply; or a reply of rank 0."""
+        """Take in a beat of another rank, and reply; or a reply of rank 0; or a datagram along a silent link."""
         now = self.clock.tick(time.monotonic())
-        if self.config.rank:
+        if "probe" in message:
+            self.send({"probed": message["probe"]}, address)
+        elif "probed" in message:
+            self.process.links.echo(message["probed"], now)
+        elif self.config.rank:
             self.member.hear(message, now)
-            return
+            self.asked = [Link(*link) for link in message["asked"]]
+            self.find_ends(message["ends"], now)
+        else:
+            self.hear_beat(message, address, now)
+
+    def hear_beat(self, message: dict[str, Any], address: Any, now: float) -> None:
+        """Take in a beat of another rank, and reply."""
         rank = message["rank"]
         self.addresses[rank] = address
         if not self.hub.places:
             self.beat(now)  # the first reply has rank 0's place
         self.hub.hear(rank, Place(*message["place"]), message["echo"], now)
+        self.ends.hear(rank, message["sought"], message["owned"], now)
         self.knowing |= {rank} if message["knows"] else set()
         self.reply(rank, message["sent"], now)
 
     def reply(self, rank: int, echo: float, now: float) -> None:
         """Send rank 0's place, the verdict, and an echo."""
         message = {"sent": now, "echo": echo, "place": self.hub.places[0], "places": self.places}
+        message |= {"asked": self.ends.questions(rank), "ends": self.ends_for(rank)}
         self.send({**message, "verdict": self.hub.verdict}, self.addresses[rank])
 
     def judge(self, now: float) -> None:

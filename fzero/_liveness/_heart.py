@@ -108,8 +108,8 @@ class Heart:
         elif not self._is_waiting:
             self._between += self._since - since
         self._is_waiting = waiting
-        thread, work = threading.get_native_id(), (self._work, self._between)
-        self._place[:] = RECORD.pack(self._count, self._step, thread, waiting, *work, text.encode())
+        work = (self._work, self._between)
+        self._place[:] = RECORD.pack(self._count, self._step, waiting, *work, text.encode())
 
     def meet(self) -> None:
         """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
@@ -216,8 +216,8 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
         rank: this process's rank.
         size: the number of ranks.
         address: rank 0's name or address; "" for the name of rank 0's host.
-        timeout: the ranks hang after this many seconds in which none gets on, or after `SHARE` of it if all sleep. A
-            silent rank is lost after `SHARE` of it.
+        timeout: a silent rank is lost after `SHARE` of it, and ranks that are all idle hang after as long. Where the
+            system does not tell what they use, that takes all of it. Endless work at one place takes twice of it.
     """
     host, key = socket.gethostname(), "fzero/heartbeat"
     runs = bool(sys.executable)  # a program that embeds Python has none

@@ -41,12 +41,13 @@ class Place(NamedTuple):
         text: what it does, such as "psum of unit 'blocks.0' at train.py:31".
         waiting: whether it waits there for other ranks.
         seconds: how long it has been there; for a process that is stopped or gone, how long that has been so.
-        idle: how many seconds it has been there without using a processor or a disk.
+        idle: how many seconds it has been there without using a processor, a disk or the network.
         count: how many places it has been at.
         reason: the exception of a process that failed.
         broken: the message of a connection that broke, "" if none did.
         work: how many seconds it has worked in steps and between them, without its waits.
-        asleep: how many of its idle seconds it slept without waking up; 0 if the system does not tell that.
+        is_known: whether the system tells all that it uses.
+        cut: the rank to which nothing has passed from it, though both reach rank 0, and for how many seconds.
     """
 
     host: str = "?"
@@ -60,7 +61,8 @@ class Place(NamedTuple):
     reason: str = ""
     broken: str = ""
     work: tuple[float, float] = (0.0, 0.0)
-    asleep: float = 0.0
+    is_known: bool = False
+    cut: tuple[int, float] = (-1, 0.0)
 
     def __str__(self) -> str:
         step = f"in step {self.step}, " if self.step else "before its first step, "
@@ -125,8 +127,9 @@ class WorldJudge:
 
     Attributes:
         size: the number of ranks.
-        limit: a rank is lost after this many seconds without an echo; the ranks hang if all sleep for as long.
-        stall: the ranks hang after this many seconds in which no rank gets on, while some wait for others.
+        limit: a rank is lost after this many seconds without an echo; the ranks hang if all are idle for as long.
+        stall: they hang after this many idle seconds if the system does not tell all that they use. A rank that works
+            at one place while the others wait for it is lost after twice as many.
         places: what each rank that was heard does.
         echoed: when the newest reply was sent whose echo a rank has returned.
         verdict: the first verdict; there is no second one.
@@ -189,11 +192,32 @@ class WorldJudge:
         if self._broken_at is not None and now - self._broken_at > self.limit:
             rank = next(r for r, p in self.places.items() if p.broken)
             yield rank, f"a connection of it broke, though every rank answers ({broken})"
-        sleep = all(p.asleep > self.limit or p.idle > self.stall for p in alive.values())
-        if sleep and any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
-            rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
-            others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
+        yield from self._cut(alive)
+        if any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
+            yield from self._hanging(alive)
+
+    def _cut(self, alive: Mapping[int, Place]) -> Iterator[tuple[int, str]]:
+        """Yield the rank at most ends of links that carry nothing, though all ranks answer."""
+        cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit / 2}
+        ends = [end for r, cut in cuts.items() for end in (r, cut[0])]
+        if any(seconds > self.limit for _, seconds in cuts.values()):
+            rank = max(ends, key=lambda r: (ends.count(r), r))
+            other = next(cut[0] if r == rank else r for r, cut in cuts.items() if rank in (r, cut[0]))
+            seconds = max(seconds for _, seconds in cuts.values())
+            between = f"between it and rank {other} ({self._host(other)})"
+            yield rank, f"nothing has come through {between} for {seconds:.0f} s, though both reach rank 0's host"
+
+    def _host(self, rank: int) -> str:
+        return self.places[rank].host if rank in self.places else "?"
+
+    def _hanging(self, alive: Mapping[int, Place]) -> Iterator[tuple[int, str]]:
+        """Yield the rank that the others wait for, if none gets on; or that works at one place without end."""
+        rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
+        others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
+        if all(p.idle > (self.limit if p.is_known else self.stall) for p in alive.values()):
             yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
+        if all(p.seconds > 2 * self.stall for p in alive.values()):
+            yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {others}"
 
 
 def _how_gone(place: Place) -> str:

@@ -1,15 +1,21 @@
 """The system's view of a rank: what its processes use, whether data is under way, and whether it sleeps.
 
-A rank that neither uses anything nor wakes up does not get on by itself. Only Linux tells; elsewhere every rank counts
-as busy. Standard library only.
+A rank that uses nothing does not get on by itself, even if it wakes up now and then. Only Linux tells; elsewhere every
+rank counts as busy. Standard library only.
 """
 
 import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
+
+if __package__:
+    from fzero._liveness._cut_links import Link
+else:  # in the process of a heartbeat, without the package
+    from _cut_links import Link  # pyright: ignore
 
 __all__ = ["System", "Tcp", "Use", "tcp_sockets"]
 
@@ -27,12 +33,14 @@ class Use(NamedTuple):
     Attributes:
         state: the state of its process, such as "S" for asleep, "T" for stopped, "D" for a wait for a disk.
         seconds: seconds of processors; of waits for a disk, and of data under way; and what `DISK` and `NETWORK` weigh.
-        wakes: how often the rank's thread went to sleep, since it wakes up before that; None if that is not known.
+        is_whole: whether the system tells all of it: the children and the connections, too.
+        silent: the connections whose data nobody acknowledges, and for how many seconds.
     """
 
     state: str
     seconds: float
-    wakes: int | None
+    is_whole: bool
+    silent: Mapping[Link, float] = MappingProxyType({})
 
 
 class Tcp(NamedTuple):
@@ -41,32 +49,36 @@ class Tcp(NamedTuple):
     Attributes:
         is_sending: whether data is under way to a peer that can take it.
         size: how many bytes came or were acknowledged until now.
+        acknowledged: how many of them were acknowledged.
+        link: its addresses and ports.
     """
 
     is_sending: bool
     size: int
+    acknowledged: int
+    link: Link
 
 
 class System:
-    """Adds up what a process and its children use, all but this process."""
+    """Adds up what a process and its children use, all but this process.
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._seconds, self._looked_at = pid, 0.0, 0.0
+    Data that is under way counts as work for `patience` seconds without an acknowledgment, since a lost packet is sent
+    again after longer and longer pauses.
+    """
+
+    def __init__(self, pid: int, patience: float) -> None:
+        self._pid, self._patience, self._seconds, self._looked_at = pid, patience, 0.0, 0.0
         self._counters: dict[object, float] = {}
+        self._acknowledged: dict[int, tuple[int, float]] = {}  # of a connection that sends: how much, and since when
 
-    def look(self, thread: int, now: float) -> Use:
-        """Look at the processes.
-
-        Args:
-            thread: the rank's thread.
-            now: the time, in seconds.
-        """
+    def look(self, now: float) -> Use:
+        """Look at the processes, at a time in seconds."""
         since, self._looked_at = now - self._looked_at, now
         try:
             state, _ = _stat(f"/proc/{self._pid}/stat")
         except (OSError, ValueError, IndexError):
-            return Use("D", 0.0, None)
-        processes, knows_children = _tree(self._pid)
+            return Use("D", 0.0, False)
+        processes, is_whole = _tree(self._pid)
         states, files = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
@@ -76,14 +88,34 @@ class System:
                 files |= set(_socket_files(pid))
         try:
             sockets = {file: tcp for file, tcp in tcp_sockets().items() if file in files}
-            wakes = _wakes(self._pid, thread) if knows_children else None
         except (OSError, ValueError, struct.error):
-            sockets, wakes = {}, None
+            sockets, is_whole = {}, False
         for file, tcp in sockets.items():
             self._count(("network", file), tcp.size / NETWORK)
-        if "D" in states or any(tcp.is_sending for tcp in sockets.values()):
+        silent = self._silent(sockets, now)
+        if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
-        return Use(state, self._seconds, wakes)
+        return Use(state, self._seconds, is_whole, silent)
+
+    def links(self) -> set[Link]:
+        """Return the connections of the processes, as far as the system tells them."""
+        files = set[int]()
+        for pid in _tree(self._pid)[0]:
+            with contextlib.suppress(OSError):
+                files |= set(_socket_files(pid))
+        try:
+            return {tcp.link for file, tcp in tcp_sockets().items() if file in files}
+        except (OSError, ValueError, struct.error):
+            return set()
+
+    def _silent(self, sockets: Mapping[int, Tcp], now: float) -> dict[Link, float]:
+        """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
+        before, self._acknowledged = self._acknowledged, {}
+        for file, tcp in sockets.items():
+            if tcp.is_sending:
+                size, since = before.get(file, (-1, now))
+                self._acknowledged[file] = (tcp.acknowledged, since if size == tcp.acknowledged else now)
+        return {sockets[file].link: now - since for file, (_, since) in self._acknowledged.items()}
 
     def _count(self, name: object, value: float) -> None:
         self._seconds += max(value - self._counters.get(name, 0.0), 0.0)
@@ -102,11 +134,6 @@ def _disk_bytes(pid: int) -> int:
         values = dict(line.split(": ") for line in f.read().splitlines())
         return int(values["read_bytes"]) + int(values["write_bytes"])
     return 0
-
-
-def _wakes(pid: int, thread: int) -> int:
-    with open(f"/proc/{pid}/task/{thread}/status") as f:
-        return int(f.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def _tree(pid: int) -> tuple[list[int], bool]:
@@ -169,10 +196,17 @@ def _messages(s: socket.socket) -> Iterator[bytes]:
 def _connection(message: bytes) -> tuple[int, Tcp]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
     timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
-    size, rest = 0, message[72:]
+    acknowledged, received, rest = 0, 0, message[72:]
     while len(rest) >= 4:
         length, kind = struct.unpack_from("=HH", rest)
         if kind == INFO and length >= 4 + 136:
-            size = sum(struct.unpack_from("=QQ", rest, 4 + 120))
+            acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
         rest = rest[(max(length, 4) + 3) & ~3 :]
-    return file, Tcp(unsent > 0 and timer != PROBE, size)
+    ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
+    link = Link(_address(message[0], one), ports[0], _address(message[0], other), ports[1])
+    return file, Tcp(unsent > 0 and timer != PROBE, acknowledged + received, acknowledged, link)
+
+
+def _address(family: int, data: bytes) -> str:
+    text = socket.inet_ntop(family, data[:4] if family == socket.AF_INET else data)
+    return text.removeprefix("::ffff:")  # the same address, to a socket of either family

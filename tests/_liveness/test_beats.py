@@ -9,16 +9,19 @@ import pytest
 
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config, Heartbeat, Process
+from fzero._liveness._cut_links import Link
 from fzero._liveness._judge import LostRank, Place
 from fzero._liveness._system import Use
+
+LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """A rank's processes as the system would show them: the state, the seconds used, and the wakes of the thread."""
-    seen = types.SimpleNamespace(use=Use("S", 0.0, 0), file=os.memfd_create("place"))
+    """A rank's processes as the system would show them: the state, the seconds used, and whether that is all."""
+    seen = types.SimpleNamespace(use=Use("S", 0.0, True), file=os.memfd_create("place"))
     os.truncate(seen.file, RECORD.size)
-    monkeypatch.setattr(_beats.System, "look", lambda self, thread, now: seen.use)
+    monkeypatch.setattr(_beats.System, "look", lambda self, now: seen.use)
     yield seen
     os.close(seen.file)
 
@@ -28,7 +31,7 @@ def process(seen: Any) -> Process:
 
 
 def write(seen: Any, count: int, step: int, waiting: bool, text: str) -> None:
-    os.pwrite(seen.file, RECORD.pack(count, step, 1, waiting, 0.0, 0.0, text.encode()), 0)
+    os.pwrite(seen.file, RECORD.pack(count, step, waiting, 0.0, 0.0, text.encode()), 0)
 
 
 def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
@@ -36,7 +39,7 @@ def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
     write(seen, 1, 7, True, "psum at a.py:3")
     for now in range(100):
         place = rank.place(float(now))
-        assert (place.idle, place.asleep, place.seconds) == (now, now, now)
+        assert (place.idle, place.seconds, place.is_known) == (now, now, now > 0)
     assert str(rank.place(100.0)) == "in step 7, waiting in psum at a.py:3"
     write(seen, 2, 7, False, "work")
     assert rank.place(101.0).idle == 0.0
@@ -47,33 +50,38 @@ def test_a_rank_that_works_is_not_idle(seen):
     rank = process(seen)
     write(seen, 1, 7, False, "compiles")
     for now in range(0, 1000, 2):
-        seen.use = Use("S", now * 0.5, 0)
+        seen.use = Use("S", now * 0.5, True)
         assert rank.place(float(now)).idle < 20
-    seen.use = Use("S", 1000 * 0.5 + 0.01 * 500, 0)  # a thread that logs is no work
+    seen.use = Use("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
     for now in range(1000, 1500, 2):
         rank.place(float(now))
     assert rank.place(1500.0).idle > 300
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_a_rank_that_looks_around_is_not_asleep(seen, waiting):
-    """It polls a file, for instance. In a collective that is no sign of work, since some waits poll."""
+def test_where_the_system_does_not_tell_all_that_is_said(seen):
     rank = process(seen)
-    write(seen, 1, 7, waiting, "work")
-    for now in range(100):
-        seen.use = Use("S", 0.0, now // 10)
-        place = rank.place(float(now))
-        assert place.idle == now and place.asleep == (now if waiting else now % 10 if now > 1 else now)
-    seen.use = Use("S", 0.0, None)  # the system does not tell
-    assert rank.place(100.0).asleep == 0.0
+    for now in range(3):
+        seen.use = Use("S", 0.0, now < 2)
+        assert rank.place(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
+
+
+def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(seen):
+    rank = process(seen)
+    rank.place(0.0)
+    seen.use = Use("S", 0.0, True, {LINK: 40.0})
+    rank.place(40.0)
+    rank.links.find(LINK, 5, 99, 0.0)
+    assert rank.place(41.0).cut == (5, 40.0)
+    write(seen, 1, 7, True, "the next place")
+    assert rank.place(42.0).cut == (-1, 0.0)
 
 
 def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):
     rank = process(seen)
     rank.place(0.0)
-    seen.use = Use("D", 0.0, 0)
+    seen.use = Use("D", 0.0, True)
     assert rank.place(1000.0).idle == 0.0
-    seen.use = Use("T", 0.0, 0)
+    seen.use = Use("T", 0.0, True)
     assert rank.place(1001.0).process == "stopped"
 
 

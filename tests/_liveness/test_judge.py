@@ -133,15 +133,45 @@ def test_ranks_that_wait_for_one_another_are_told():
 
 
 @pytest.mark.parametrize("works", [None, 0, 1])
-def test_ranks_that_all_sleep_are_told_after_the_limit(works):
-    """A rank that wakes up now and then is waited for until all have been idle for longer."""
+def test_ranks_that_are_all_idle_are_told_after_the_limit(works):
+    """Where the system does not tell all that a rank uses, they are waited for until it has been idle for longer."""
     network = Network(2)
     network.run(10)
-    network.places = {r: WAITS._replace(idle=LIMIT + 1, asleep=LIMIT + 1) for r in (0, 1)}
+    network.places = {r: WAITS._replace(idle=LIMIT + 1, is_known=True) for r in (0, 1)}
     if works is not None:
-        network.places[works] = WORK._replace(idle=STALL - 1, asleep=LIMIT - 1)
+        network.places[works] = WORK._replace(idle=STALL - 1)
     network.run(10)
     assert set(network.verdicts().values()) == {0 if works is None else None}
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_rank_that_works_without_end_is_told_after_twice_the_time(waiting):
+    """In a loop that never ends, or in a wait that looks around without a pause."""
+    network = Network(3)
+    network.run(10)
+    network.places = {r: WAITS._replace(seconds=2 * STALL + 1) for r in range(3)}
+    network.places[2] = WAITS._replace(waiting=waiting, step=2, seconds=2 * STALL - 1)
+    network.run(10)
+    assert set(network.verdicts().values()) == {None}
+    network.places[2] = network.places[2]._replace(seconds=2 * STALL + 1)
+    network.run(10)
+    assert set(network.verdicts().values()) == {2}
+    assert "it has worked at one place for 601 s, and the" in str(network.hub.verdict)
+
+
+def test_a_cut_link_between_two_ranks_is_told_after_the_limit():
+    """The rank at which most such links end is named, with one at the other end."""
+    network = Network(4)
+    network.run(10)
+    network.places[1] = WAITS._replace(cut=(2, LIMIT - 1))
+    network.places[3] = WAITS._replace(cut=(2, LIMIT - 10))
+    network.run(10)
+    assert set(network.verdicts().values()) == {None}
+    network.places[1] = WAITS._replace(cut=(2, LIMIT + 1))
+    network.run(10)
+    assert set(network.verdicts().values()) == {2}
+    text = "nothing has come through between it and rank 1 (a) for 61 s, though both reach rank 0's host"
+    assert text in str(network.hub.verdict)
 
 
 def test_an_idle_rank_for_which_others_wait_is_told():

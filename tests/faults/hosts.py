@@ -73,10 +73,10 @@ class Hosts:
         """Return a host's address."""
         return f"10.77.0.{host + 1}"
 
-    def set(self, rule: Rule, source: int | None = None) -> None:
-        """Set the rule for packets from a host; None stands for each host."""
+    def set(self, rule: Rule, source: int | None = None, target: int | None = None) -> None:
+        """Set the rule for packets from a host to another; None stands for each host."""
         for i, j in self.rules:
-            if source in (None, i):
+            if source in (None, i) and target in (None, j):
                 self.rules[i, j] = rule
 
     def enter(self, host: int) -> None:

@@ -1,6 +1,6 @@
 """Faults of hosts and of the link between them: each rank that lives names a lost rank in time, and slow is not lost.
 
-Two hosts are network namespaces of this machine (`tests.faults.hosts`), and each has some ranks, which train and save.
+The hosts are network namespaces of this machine (`tests.faults.hosts`), and each has some ranks, which train and save.
 """
 
 import contextlib
@@ -29,12 +29,14 @@ CUTS = tuple([f"link cut, {moment}" for moment in MOMENTS])
 KINDS = (
     *CUTS,
     "one direction cut",
+    "a link of three cut",
     "host gone",
     "processes killed",
     "host stopped",
     "rank stopped",
     "rank killed",
     "rank hangs",
+    "rank polls",
     "30% loss",
     "2 s delay",
     "1 MB/s",
@@ -48,7 +50,7 @@ class Case(NamedTuple):
 
     Attributes:
         kind: what goes wrong, one of `KINDS`.
-        ranks: the number of ranks on each of the two hosts.
+        ranks: the number of ranks on each host.
         stage: the ZeRO stage.
         jitted: whether the step is jitted.
         host: which host it goes wrong on.
@@ -65,6 +67,16 @@ class Case(NamedTuple):
     background: bool = True
     timeout: float = 40.0
     seed: int = 0
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return 3 if self.kind == "a link of three cut" else 2
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.ranks
 
 
 class Outcome(NamedTuple):
@@ -186,14 +198,22 @@ def train(case: Case, root: Path, trigger: Trigger) -> None:
             trigger.at("first step")
             trigger.at("between")
             trigger.at("any")
-            if case.kind == "rank hangs" and i == FAULT_AT and not lives(case, mesh.rank):
-                time.sleep(1000)
+            if i == FAULT_AT and not lives(case, mesh.rank):
+                hang(case.kind)
             *state, _ = run(*state, mesh.split(batch_at(i)))
             if i % 3 == 0:
                 runs.wait()
                 saving_os.begin()
                 runs.save(i + 1, {"params": state[0], "opt_state": state[1]}, background=case.background)
         runs.wait()
+
+
+def hang(kind: str) -> None:
+    """Do not go on, if the fault says so."""
+    if kind == "rank hangs":
+        time.sleep(1000)
+    while kind == "rank polls" and not os.path.exists("/never"):
+        time.sleep(0.1)
 
 
 def child(hosts: Hosts, host: int, rank: int, case: Case, root: Path, trigger: Trigger, says: Any) -> None:
@@ -205,7 +225,7 @@ def child(hosts: Hosts, host: int, rank: int, case: Case, root: Path, trigger: T
     warnings.filterwarnings("ignore")
     hosts.enter(host)
     place = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": 29500}
-    own = {"RANK": rank, "LOCAL_RANK": rank % case.ranks, "WORLD_SIZE": 2 * case.ranks, **place}
+    own = {"RANK": rank, "LOCAL_RANK": rank % case.ranks, "WORLD_SIZE": case.size, **place}
     os.environ.update({name: str(value) for name, value in own.items()})
     torch.set_num_threads(1)
     error, text, lost = "", "", None
@@ -225,6 +245,9 @@ def strike(case: Case, hosts: Hosts, ranks: list[Any]) -> None:
         hosts.set(Rule(loss=1.0))
     if case.kind == "one direction cut":
         hosts.set(Rule(loss=1.0), case.host)
+    if case.kind == "a link of three cut":  # both ends still reach rank 0
+        hosts.set(Rule(loss=1.0), 1, 2)
+        hosts.set(Rule(loss=1.0), 2, 1)
     rules = {"30% loss": Rule(loss=0.3), "2 s delay": Rule(delay=2.0), "1 MB/s": Rule(rate=1e6)}
     if case.kind in rules:
         hosts.set(rules[case.kind])
@@ -245,8 +268,8 @@ def run_case(case: Case, patience: float) -> Run:
     """
     root = Path(tempfile.mkdtemp(prefix="hosts-"))
     now, done = Flag(root / "now"), Flag(root / "done")
-    size, outcomes, ends = 2 * case.ranks, [], []
-    with Hosts(2, case.seed) as hosts:
+    size, outcomes, ends = case.size, [], []
+    with Hosts(case.hosts, case.seed) as hosts:
         ranks: list[Any] = []
         for r in range(size):
             receives, says = FORK.Pipe(duplex=False)
@@ -294,7 +317,7 @@ def lives(case: Case, rank: int) -> bool:
 def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int | None]) -> list[str]:
     """List what is wrong with the outcomes of a case."""
     wrong, said = [], {o.rank: o for o in outcomes}
-    for rank in range(2 * case.ranks):
+    for rank in range(case.size):
         if rank in gone:
             continue
         host, o = rank // case.ranks, said.get(rank)
@@ -306,7 +329,9 @@ def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int
             wrong.append(f"rank {rank} has {o.error}: {o.text}")
         elif gone and o.lost not in gone:
             wrong.append(f"rank {rank} names {o.lost}, and {gone} are gone: {o.text}")
-        elif not gone and o.lost // case.ranks == host and case.kind != "one direction cut":
+        elif case.hosts == 3 and o.lost // case.ranks == 0:
+            wrong.append(f"rank {rank} names {o.lost}, whose links are whole: {o.text}")
+        elif not gone and case.hosts == 2 and o.lost // case.ranks == host and case.kind != "one direction cut":
             wrong.append(f"rank {rank} names {o.lost} of its own host: {o.text}")
         elif codes[rank] != 1:
             wrong.append(f"rank {rank} ended with {codes[rank]}")

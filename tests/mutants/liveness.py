@@ -6,6 +6,7 @@ from tests.mutants.mutant import Fault, File
 JUDGE = ("tests/_liveness/test_judge.py",)
 BEATS = ("tests/_liveness/test_beats.py",)
 SYSTEM = ("tests/_liveness/test_system.py",)
+LINKS = ("tests/_liveness/test_cut_links.py",)
 STRAGGLERS = ("tests/_liveness/test_stragglers.py",)
 HEART = ("tests/_liveness/test_heart.py",)
 LOST = ("tests/_liveness/test_lost.py",)
@@ -14,9 +15,13 @@ RELEASE = ("tests/_torch/test_release.py",)
 MUTANTS = [
     *File("_liveness/_judge.py", JUDGE).faults(
         Fault("a heartbeat that stops is ignored", "WorldJudge._lost", never("silent > limit")),
-        Fault("a slow rank is called lost", "WorldJudge._lost", becomes("p.asleep > A or p.idle > B", "True")),
-        Fault("ranks that hang are not told", "WorldJudge._lost", never("p.idle > self.stall")),
-        Fault("ranks that all sleep are told as late as others", "WorldJudge._lost", never("p.asleep > self.limit")),
+        Fault("a slow rank is called lost", "WorldJudge._hanging", becomes("all(p.idle > A for p in B)", "True")),
+        Fault("ranks that hang are not told", "WorldJudge._hanging", never("all(p.idle > A for p in B)")),
+        Fault("ranks that are all idle are told late", "WorldJudge._hanging", becomes("p.is_known", "False")),
+        Fault("ranks hang where the system does not tell", "WorldJudge._hanging", becomes("p.is_known", "True")),
+        Fault("a rank works without end", "WorldJudge._hanging", never("all(p.seconds > A for p in B)")),
+        Fault("a cut link between two ranks is not told", "WorldJudge._cut", never("any(A for _, seconds in B)")),
+        Fault("a cut link names any of its ends", "WorldJudge._cut", becomes("(ends.count(r), r)", "(0, -r)")),
         Fault("a stopped rank counts as one that hangs", "WorldJudge._lost", never("p.process != 'stopped'")),
         Fault("a beat counts without its echo", "WorldJudge.hear", becomes("rank == 0 or A", "True")),
         Fault("rank 0 is never lost", "RankZeroJudge.judge", never("A and silent > limit")),
@@ -33,15 +38,26 @@ MUTANTS = [
     *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "Heartbeat.end_rank", skipped("os.kill(A, B)")),
         Fault("a rank that works is idle", "Process._idle", never("used - self._uses[0][1] > A")),
-        Fault("a rank that looks around is asleep", "Process._idle", never("wakes != self._wakes")),
-        Fault("a rank is asleep where the system does not tell", "Process._idle", never("wakes is None")),
+        Fault("a link is silent at the next place", "Process.place", skipped("self.links.silent = {}")),
         Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
     ),
     *File("_liveness/_system.py", SYSTEM).faults(
         Fault("the children of a rank do not work", "_tree", skipped("found += A")),
         Fault("data under way is no sign of work", "System.look", becomes("any(A for B in C)", "False")),
+        Fault("data without an answer is work for ever", "System.look", becomes("seconds <= self._patience", "True")),
+        Fault(
+            "an answer does not end a silence",
+            "System._silent",
+            becomes("since if size == tcp.acknowledged else now", "since"),
+        ),
         Fault("a peer that does not read is a sign of work", "_connection", becomes("A != PROBE", "True")),
         Fault("the network is no work", "System.look", skipped("self._count(('network', A), B)")),
+    ),
+    *File("_liveness/_cut_links.py", LINKS).faults(
+        Fault("a link that answers is cut", "LinkWatch._is_cut", always("now - self._echoed[link] > A")),
+        Fault("an answer along a link does not count", "LinkWatch.echo", skipped("self._echoed[key] = now")),
+        Fault("a rank is asked for its own link", "LinkEnds.questions", dropped("asker != rank")),
+        Fault("a rank learns of others' links", "LinkEnds.answers", dropped("asker == rank")),
     ),
     *File("_liveness/_stragglers.py", STRAGGLERS).faults(
         Fault("one slow comparison names a straggler", "Stragglers.compare", always("A in self._since")),

@@ -1,0 +1,110 @@
+"""Find a link between two ranks that carries nothing, while both still reach rank 0. Pure state, standard library only.
+
+The system tells a rank's heartbeat which connections have data that nobody acknowledges. Rank 0's heartbeat finds the
+rank at the other end, and the two heartbeats send each other datagrams along the link. If none comes back, it is cut.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Link", "LinkEnds", "LinkWatch"]
+
+SHARE = 4  # the other end of a connection is sought after this part of the limit without an acknowledgment
+MOST = 4  # links that a datagram names
+LASTING = 0.5  # the part of the limit for which a question stays open
+
+
+class Link(NamedTuple):
+    """A connection, from one of its ends.
+
+    Attributes:
+        address: this end's address.
+        port: this end's port.
+        peer_address: the other end's address.
+        peer_port: the other end's port.
+    """
+
+    address: str
+    port: int
+    peer_address: str
+    peer_port: int
+
+    def turned(self) -> "Link":
+        """Return the connection from its other end."""
+        return Link(self.peer_address, self.peer_port, self.address, self.port)
+
+
+@dataclass
+class LinkEnds:
+    """Rank 0's record of the ranks at the other ends of silent links.
+
+    Attributes:
+        limit: a rank is lost after this many seconds.
+    """
+
+    limit: float
+    _asked: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
+    _found: dict[Link, int] = field(default_factory=dict)
+
+    def hear(self, rank: int, sought: Iterable[Sequence[str | int]], owned: Iterable[Sequence[str | int]], now: float):
+        """Take in which links a rank asks for, each from its own end, and which asked ones are its own."""
+        for link in sought:
+            self._asked[Link(*link)] = (rank, now)  # pyright: ignore[reportArgumentType]
+        for link in owned:
+            self._found[Link(*link).turned()] = rank  # pyright: ignore[reportArgumentType]
+        self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * LASTING}
+        self._found = {k: v for k, v in self._found.items() if k in self._asked}
+
+    def questions(self, rank: int) -> list[Link]:
+        """Return the links that other ranks ask for, from the end that is sought."""
+        return [k.turned() for k, (asker, _) in self._asked.items() if asker != rank and k not in self._found][:MOST]
+
+    def answers(self, rank: int) -> list[tuple[Link, int]]:
+        """Return the links that a rank has asked for, and the rank at the other end of each."""
+        return [(k, self._found[k]) for k, (asker, _) in self._asked.items() if asker == rank and k in self._found]
+
+
+@dataclass
+class LinkWatch:
+    """One rank's watch over its silent links.
+
+    Attributes:
+        limit: a rank is lost after this many seconds.
+        silent: the links whose data nobody acknowledges, and for how many seconds.
+    """
+
+    limit: float
+    silent: Mapping[Link, float] = field(default_factory=dict)
+    _peers: dict[Link, tuple[int, int]] = field(default_factory=dict)  # the rank at the other end, its heartbeat's port
+    _echoed: dict[Link, float] = field(default_factory=dict)  # when a datagram last came back, or the first was due
+
+    def sought(self) -> list[Link]:
+        """Return the links whose other ends are to be found."""
+        return [k for k, seconds in self.silent.items() if seconds > self.limit / SHARE][:MOST]
+
+    def find(self, link: Sequence[str | int], rank: int, port: int, now: float) -> None:
+        """Take in which rank is at the other end of a link, and the port of its heartbeat."""
+        key = Link(*link)  # pyright: ignore[reportArgumentType]
+        self._peers[key] = (rank, port)
+        self._echoed.setdefault(key, now)
+
+    def probes(self) -> list[tuple[Link, int]]:
+        """Return the links along which to send a datagram, and the port to which it goes."""
+        self._peers = {k: v for k, v in self._peers.items() if k in self.silent}
+        self._echoed = {k: v for k, v in self._echoed.items() if k in self._peers}
+        return [(k, port) for k, (_, port) in self._peers.items()]
+
+    def echo(self, link: Sequence[str | int], now: float) -> None:
+        """Take in that a datagram came back."""
+        key = Link(*link)  # pyright: ignore[reportArgumentType]
+        if key in self._echoed:
+            self._echoed[key] = now
+
+    def cut(self, now: float) -> tuple[int, float]:
+        """Return the rank to which nothing has passed for longest, and for how many seconds; (-1, 0.0) for none."""
+        found = [(r, self.silent[k]) for k, (r, _) in self._peers.items() if k in self.silent and self._is_cut(k, now)]
+        return max(found, key=lambda x: x[1], default=(-1, 0.0))
+
+    def _is_cut(self, link: Link, now: float) -> bool:
+        return now - self._echoed[link] > self.limit / SHARE
