@@ -57,6 +57,7 @@ from fzero.axes._scope import (
     in_loss,
     micro_batch,
     sequence_lengths,
+    tokens_axis,
 )
 from fzero.axes.lockstep import DivergedError, are_equal, in_lockstep, is_lockstep, rendezvous
 
@@ -120,4 +121,5 @@ INTERNAL = [
     "resolve_axes",
     "rules_in",
     "sequence_lengths",
+    "tokens_axis",
 ]

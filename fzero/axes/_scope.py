@@ -40,6 +40,7 @@ __all__ = [
     "in_loss",
     "micro_batch",
     "sequence_lengths",
+    "tokens_axis",
     "varying_axes",
 ]
 
@@ -231,6 +232,12 @@ def varying_axes(storage: int) -> tuple[str, ...]:
 def batch_splits() -> tuple[BatchSplit | None, ...]:
     """List how the running program's arguments in `PerRank` boxes were split; None for each that a rank loaded."""
     return SCOPES.stack[-1].splits if SCOPES.stack else ()
+
+
+def tokens_axis() -> str | None:
+    """Return the axis along which several ranks share the tokens of each sequence; None if none is known to."""
+    splits = [split.tokens for split in batch_splits() if split is not None and split.tokens is not None]
+    return next((axis for axis, ranks in splits if ranks > 1), None)
 
 
 def sequence_lengths() -> tuple[int, ...]:

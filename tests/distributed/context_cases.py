@@ -7,9 +7,20 @@ import torch
 
 import fzero
 from fzero.parallel import context
+from fzero.parallel import experts as moe
+from fzero.testing import assert_trees_close
+from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import LEAST, either, train_step_for
-from tests.parallel.context.model import OPT, assert_trains_as_whole, batch_of, loss_for, params_of
+from tests.parallel.context.model import (
+    OPT,
+    assert_trains_as_whole,
+    batch_of,
+    expert_loss,
+    expert_params,
+    loss_for,
+    params_of,
+)
 
 CASES: Cases = {}
 case = into(CASES)
@@ -27,6 +38,34 @@ def training_with_split_sequences_is_training_with_whole_ones(_: fzero.ranks.Mes
             step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**axes), check=True)
             for run_step in (step, fzero.jit(step, backend="fx", **LEAST)) if stage == either(None, 3) else (step,):
                 assert_trains_as_whole(train_step, params_of(), run_step, batches)
+
+
+@case
+def experts_over_an_axis_of_their_own_beside_split_sequences(_: fzero.ranks.Mesh) -> None:
+    """With a balance loss of each sequence; on two ranks experts are split over the axis of tokens."""
+    is_joint = torch.distributed.get_world_size() < 4
+    axes, axis = ({"dp": 1, "cp": 2}, "cp") if is_joint else ({"dp": -1, "cp": 2, "ep": 2}, "ep")
+    train_step = train_step_for(expert_loss("ring", axis, "sequence"), OPT)
+    step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(**axes), split=moe.split("experts", axis=axis))
+    assert_trains_as_whole(train_step, expert_params(), step, [batch_of(i, True) for i in range(2)])
+
+
+@case
+def files_do_not_know_how_sequences_were_split(_: fzero.ranks.Mesh) -> None:
+    """Saved where the world splits each sequence, and read where it splits samples."""
+    train_step, batches = train_step_for(loss_for(causal=True), OPT), [batch_of(i) for i in range(2)]
+    mesh, samples = fzero.mesh(dp=1, cp=-1), fzero.mesh(dp=-1)
+    step, resumed = (fzero.shard(train_step, stage=stage, mesh=m) for stage, m in ((3, mesh), (2, samples)))
+    *expected, _ = train_step(params_of(), OPT.init(params_of()), batches[0])
+    *state, _ = step(*step.init(params_of(), OPT), context.split(mesh, batches[0]))
+    with folder(mesh) as path:
+        fzero.checkpoint.save(path, tuple(state), mesh)
+        zeros = fzero.tree.map(torch.zeros_like, params_of())
+        state = fzero.checkpoint.load(path, resumed.init(zeros, OPT), samples)
+        *state, loss = resumed(*state, samples.split(batches[1]))
+    *expected, wanted = train_step(*expected, batches[1])
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    assert_trees_close(resumed.gather(tuple(state)), tuple(expected), rtol=1e-11)
 
 
 @case

@@ -10,7 +10,7 @@ import torch
 
 from fzero._notice import warn_once
 from fzero._torch.levels import may_differ
-from fzero.axes import axis_if_bound, axis_size, batch_splits, bound_axis
+from fzero.axes import axis_if_bound, axis_size, bound_axis, tokens_axis
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
 from fzero.parallel.context._short_convolution import replace_convolutions, short_convolutions, split_convolution
@@ -115,16 +115,13 @@ def notice_split_tokens(model: torch.nn.Module) -> None:
 
     It is no error: the model may encode whole sequences beside the split ones.
     """
-    tokens = next(
-        (s.tokens for s in batch_splits() if s is not None and s.tokens is not None and s.tokens[1] > 1), None
-    )
-    config = getattr(model, "config", None)
-    if tokens is None or not hasattr(model, "set_attn_implementation") or config is None:
+    axis, config = tokens_axis(), getattr(model, "config", None)
+    if axis is None or not hasattr(model, "set_attn_implementation") or config is None:
         return
     if not str(config._attn_implementation).startswith(INSTALLED):
         warn_once(
-            f"fzero.nn.functional: {type(model).__name__} runs in a program whose tokens are split over {tokens[0]!r}, "
-            f"and attends within each rank's tokens: pass context={tokens[0]!r}, unless it gets whole sequences"
+            f"fzero.nn.functional: {type(model).__name__} runs in a program whose tokens are split over {axis!r}, "
+            f"and attends within each rank's tokens: pass context={axis!r}, unless it gets whole sequences"
         )
 
 

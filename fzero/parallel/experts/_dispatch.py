@@ -7,7 +7,7 @@ from einops import einsum, rearrange
 
 from fzero._arguments import check_int
 from fzero._torch import allow_in_graph
-from fzero.axes import axis_if_bound, axis_size
+from fzero.axes import axis_if_bound, axis_size, tokens_axis
 from fzero.collectives import all_to_all, to_host
 from fzero.parallel.experts._grouped import reads_offsets_on_host
 from fzero.parallel.experts._routing import check_floating, count_choices, expert_capacity
@@ -129,7 +129,8 @@ def assign_positions(experts: torch.Tensor, count: int, capacity: float | None =
 
     Raises:
         TypeError: if `experts` is not an int64 tensor.
-        ValueError: if `experts` does not have three dimensions, or `capacity` is not positive.
+        ValueError: if `experts` does not have three dimensions, or `capacity` is not positive. Also if the tokens of a
+            sequence are split over ranks, and so its positions are not known here.
 
     Example:
         >>> experts = torch.tensor([[[0], [0], [0], [1]]])  # one sequence, four tokens, one choice each
@@ -147,6 +148,11 @@ def assign_positions(experts: torch.Tensor, count: int, capacity: float | None =
     check_experts(experts, count, "")
     if experts.ndim != 3:
         raise ValueError(f"experts has the shape {list(experts.shape)}: expected [sequences, tokens, k]")
+    if capacity is not None and (tokens := tokens_axis()) is not None:
+        raise ValueError(
+            f"capacity={capacity!r} counts the choices of a whole sequence, and the tokens of each are split over "
+            f"{tokens!r}: take capacity=None, which drops no choice"
+        )
     t, k = experts.shape[1:]
     c = expert_capacity(t, k, count, capacity)
     queue = rearrange(experts, "s t k -> s (k t)").contiguous()

@@ -246,6 +246,7 @@ def layer(
     Raises:
         TypeError: if `x` is not floating-point, or `routing` is not a `Routing`.
         ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not match.
+            Also if there is a capacity, and the tokens of each sequence are split over ranks.
 
     Example:
         >>> from fzero.parallel import experts

@@ -8,7 +8,7 @@ import torch
 from fzero import random
 from fzero._arguments import check_choice, check_int, is_int
 from fzero._dtypes import at_least_float32, sum_dtype
-from fzero.axes import AxisName, axis_index, loss_axes, micro_batch
+from fzero.axes import AxisName, axis_index, loss_axes, micro_batch, tokens_axis
 from fzero.collectives import pmean
 
 __all__ = [
@@ -186,7 +186,8 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     """Multiply each element by a random number from 1 - amount to 1 + amount, for a router's input in training.
 
     A sequence's numbers depend on the key and on its position in the global batch, but not on the mesh. With one
-    micro-batch they equal those of unsharded training. Each micro-batch draws different numbers.
+    micro-batch they equal those of unsharded training. Each micro-batch draws different numbers, and so does each rank
+    that holds a part of the tokens of a sequence.
 
     Args:
         x: `[sequences, ..]`, floating-point: this rank's part of the batch.
@@ -290,7 +291,8 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
 
     Over the batch, both factors are first averaged over all ranks, so the result is the loss of the global batch. With
     micro-batches it is the average of the micro-batches' losses. This is another loss, since a product of means is not
-    a mean of products. Over each sequence, it is the mean of the sequences' own losses, however the batch is split.
+    a mean of products. Over each sequence, it is the mean of the sequences' own losses, however the batch is split:
+    also where `fzero.parallel.context.split` splits the tokens of each.
 
     Args:
         routing: the routing of sequences `[s, t]`.
@@ -316,6 +318,8 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
         share, score = pmean((share.mean(0), score.mean(0)), axis)
     elif over != "sequence":
         raise ValueError(f'over={over!r}: expected "batch" or "sequence"')
+    elif (tokens := tokens_axis()) is not None:
+        share, score = pmean((share, score), tokens)
     return routing.probs.shape[-1] * (share * score).sum(-1).mean()
 
 

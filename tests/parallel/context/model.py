@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from fzero import optim
 from fzero.parallel import context
+from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 
 VOCABULARY, WIDTH, HEADS = 13, 12, 4
@@ -82,6 +83,33 @@ def loss_for(weighted: bool = False, **options: Any) -> Any:
         if weighted:
             return F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
         return F.cross_entropy(logits, labels)
+
+    return loss_fn
+
+
+def expert_params() -> Any:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"router": (12, 4), "up": (4, 12, 10), "down": (4, 10, 12)}
+    layer = {name: torch.randn(shape, generator=g, dtype=torch.float64) / 3 for name, shape in shapes.items()}
+    params = params_of()
+    return params | {"router": layer.pop("router"), "experts": layer}
+
+
+def expert_loss(method: Any, axis: str, over: Any) -> Any:
+    """The model of `loss_for`, with a layer of experts after its blocks and a loss of their balance."""
+
+    def ffn(p: Any, rows: Any, linear: Any) -> torch.Tensor:
+        return linear(torch.tanh(linear(rows, p["up"])), p["down"])
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        def attend(q: Any, k: Any, v: Any, documents: Any) -> torch.Tensor:
+            return context.attention(q, k, v, causal=True, documents=documents, method=method)
+
+        x = logits_of(params, batch, attend) @ params["embed"]  # [b, t, width]
+        routing = moe.route(x @ params["router"], 2)
+        x = x + moe.layer(ffn, params["experts"], x, routing, axis=axis)
+        loss = F.cross_entropy((x @ params["embed"].mT).flatten(0, 1), batch["labels"].flatten())
+        return loss + moe.balance_loss(routing, over)
 
     return loss_fn
 

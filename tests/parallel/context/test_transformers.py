@@ -11,6 +11,7 @@ import fzero
 from fzero import optim
 from fzero._notice import warn_once
 from fzero.parallel import context
+from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from tests.helpers import LEAST, cases, train_step_for
 
@@ -166,22 +167,40 @@ def test_dropout_of_attention_draws_by_key():
     assert (run(1) - run(2)).abs().mean() > 1e-3
 
 
-def test_tensor_parallel_layers_attend_across_the_ranks_as_well():
-    """Heads over `tp`, and tokens over `cp`."""
-    model = model_of("LlamaForCausalLM")
-    plain, params, buffers = fzero.nn.functional(model)
-    layers = tp.layers(model, {"lm_head": "colwise"})
+AXES = itertools.product(
+    ["LlamaForCausalLM", "MixtralForCausalLM"],
+    [{"dp": 1, "cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "dp": 2}],
+    [False, True],
+    [2, 3],
+    ["vmap", "lockstep"],
+)
+FEW_AXES = [("LlamaForCausalLM", {"dp": 1, "cp": 2, "tp": 2}, True, 3, "vmap")]
+
+
+@pytest.mark.parametrize("name,axes,sequence,stage,simulate", cases(FEW_AXES, AXES))
+def test_layers_that_are_split_attend_across_the_ranks_as_well(name, axes, sequence, stage, simulate):
+    """Heads over `tp`, tokens over `cp`, and Mixtral's experts over `ep`; norms of a part of the rank's tokens."""
+    plain, params, buffers = fzero.nn.functional(model_of(name))
+    model, options = model_of(name), {"lm_head": "colwise"}
+    if name.startswith("Mixtral"):
+        moe.transformers.register()
+        model.set_experts_implementation("fzero")  # type: ignore[operator]
+        options |= dict.fromkeys(["*.experts", "*.experts.gate_up_proj", "*.experts.down_proj"])
+        axes = axes | {"ep": 2}
+    layers = tp.layers(model, options, sequence=sequence)
+    rules = [layers.split, *([moe.transformers.split(model)] if "ep" in axes else [])]
     apply, split_params, _ = fzero.nn.functional(model, tp=layers, context="cp")
 
     def loss_fn(params: Any, batch: Any) -> Any:
         logits, labels = apply(params, buffers, input_ids=batch["tokens"])[0].logits, batch["labels"]
         return tp.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
 
-    train_step = train_step_for(loss_fn, OPT, reduce="weighted")
-    mesh = fzero.mesh(dp=1, cp=2, tp=2)
-    step = fzero.shard(train_step, stage=3, mesh=mesh, axis=("dp", "cp"), split=layers.split)
-    *state, loss = step(*step.init(split_params, OPT), context.split(mesh, batch_of(0), batch_axis="dp"))
-    *expected, wanted = step_for(plain, buffers)(params, OPT.init(params), batch_of(0))
+    train_step, data = train_step_for(loss_fn, OPT, reduce="weighted"), tuple([a for a in axes if a != "tp"])
+    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**axes, simulate=simulate), axis=data, split=rules)
+    batch = {name: torch.cat([x, x.flip(0)]) for name, x in batch_of(0).items()}
+    own = context.split(step.mesh, batch, batch_axis=tuple([a for a in data if a != "cp"]))
+    *state, loss = step(*step.init(split_params, OPT), own)
+    *expected, wanted = step_for(plain, buffers)(params, OPT.init(params), batch)
     torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=0)
     for path, x in layers.pack(step.gather(state[0])).items():
         torch.testing.assert_close(x, expected[0][path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
