@@ -9,6 +9,7 @@ TRAINING = ("tests/parallel/context/test_training.py",)
 HALO = ("tests/parallel/context/test_halo.py",)
 MODELS = ("tests/parallel/context/test_transformers.py",)
 MEMORY = ("tests/parallel/context/test_memory.py",)
+TOGETHER = ("tests/parallel/context/test_together.py",)
 KERNELS = ("tests/_torch/test_attention.py",)
 
 MUTANTS = [
@@ -41,6 +42,12 @@ MUTANTS = [
             "check_tokens_split",
             becomes("A.tokens != (B, C)", "A.tokens[0] != axis"),
         ),
+    ),
+    *File("parallel/experts/_routing.py", TOGETHER).faults(
+        Fault("a part of a sequence is balanced by itself", "balance_loss", bare("pmean(A, tokens)")),
+    ),
+    *File("parallel/experts/_dispatch.py", TOGETHER).faults(
+        Fault("a part of a sequence has a capacity of its own", "assign_positions", never("A and B is not None")),
     ),
     *File("graph/_entry.py", LAYOUT).faults(
         Fault(

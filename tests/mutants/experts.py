@@ -120,7 +120,7 @@ MUTANTS = [
     *File("parallel/experts/_routing.py", ROUTE).faults(
         Fault("the capacity is rounded down", "expert_capacity", becomes("math.ceil", "math.floor"), POSITIONS),
         Fault("a floating-point error raises the capacity by one", "expert_capacity", bare("round(A, 9)"), POSITIONS),
-        Fault("the balance loss uses the rank's own means", "balance_loss", bare("B(A, C)"), TRAINING),
+        Fault("the balance loss uses the rank's own means", "balance_loss", bare("pmean(A, axis)"), TRAINING),
         Fault(
             "the share of tokens is divided by k twice",
             "_shares",

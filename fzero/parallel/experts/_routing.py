@@ -318,7 +318,7 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
         share, score = pmean((share.mean(0), score.mean(0)), axis)
     elif over != "sequence":
         raise ValueError(f'over={over!r}: expected "batch" or "sequence"')
-    elif (tokens := tokens_axis()) is not None:
+    if over == "sequence" and (tokens := tokens_axis()) is not None:
         share, score = pmean((share, score), tokens)
     return routing.probs.shape[-1] * (share * score).sum(-1).mean()
 
