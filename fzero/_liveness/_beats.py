@@ -133,7 +133,8 @@ class Heartbeat:
         self.socket = socket.socket(where[0], socket.SOCK_DGRAM)
         self.socket.setblocking(False)
         self.hub_address: Any = where[4]
-        self.member, self.hub = RankZeroJudge(config.limit), WorldJudge(config.size, config.limit, config.stall)
+        self.member, self.place = RankZeroJudge(config.limit, config.address), Place()
+        self.hub = WorldJudge(config.size, config.limit, config.stall)
         self.addresses: dict[int, Any] = {}
         self.knowing: set[int] = set()  # the ranks that know the verdict
         self.verdict: LostRank | None = None
@@ -202,6 +203,7 @@ class Heartbeat:
     def beat(self, now: float) -> None:
         """Say that the rank lives; rank 0 to itself."""
         place, links = self.process.place(now), self.process.links
+        self.place = place
         if self.config.rank == 0:
             self.hub.hear(0, place, None, now)
             self.ends.hear(0, links.sought(), self.process.own(self.ends.questions(0)), now)
@@ -282,7 +284,7 @@ class Heartbeat:
     def judge(self, now: float) -> None:
         """Send the verdict to the rank, once there is one; rank 0's heartbeat also sends it to the others."""
         member, hub = self.member, self.hub
-        verdict = hub.judge(now) if self.config.rank == 0 else member.judge(now, self.process.broken)
+        verdict = hub.judge(now) if self.config.rank == 0 else member.judge(now, self.process.broken, self.place)
         if verdict is not None and self.verdict is None:
             self.verdict, self.verdict_at = verdict, now
             tell(verdict=verdict)

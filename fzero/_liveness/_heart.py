@@ -20,7 +20,7 @@ from typing import Any
 
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config
-from fzero._liveness._judge import LostRank
+from fzero._liveness._judge import FIRST_MESH, LostRank
 from fzero._liveness._stragglers import Straggler
 from fzero._notice import trouble_link
 from fzero._torch.release import is_connection_error, release_waits
@@ -97,7 +97,7 @@ class Heart:
             self.port = json.loads(self._from.readline() or '{"port": 0}')["port"]
             self._met.set()
         threading.Thread(target=self._listen, daemon=True, name="fzero heartbeat").start()
-        self.at("the start")
+        self.at(FIRST_MESH, waiting=True)
 
     def at(self, text: str, waiting: bool = False) -> None:
         """Publish what this rank does now, and whether it waits for other ranks there."""
@@ -238,6 +238,7 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
 def keep_heart(heart: Heart, group: Any) -> None:
     """Keep a heart until its process group or this process ends."""
     heart.meet()
+    heart.at("work")
     _CURRENT[:] = [heart]
     weakref.finalize(group, heart.stop)
 

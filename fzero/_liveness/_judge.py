@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["GONE", "Awake", "LostRank", "Place", "RankZeroJudge", "WorldJudge", "show_places"]
+__all__ = ["FIRST_MESH", "GONE", "Awake", "LostRank", "Place", "RankZeroJudge", "WorldJudge", "show_places"]
 
+FIRST_MESH = "the first mesh"  # the place of a rank that waits for the others there
 GONE = ("ended", "failed", "died")  # how a process can be gone: normally, by an exception, or without a word
 SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' places arrive
 HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
@@ -160,7 +161,7 @@ class WorldJudge:
         """Return the verdict, if there is one by now."""
         if self.verdict is None:
             for rank, reason in self._lost(now):
-                seen = self.places[rank]
+                seen = self.places.get(rank, UNKNOWN)
                 others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
                 self.verdict = LostRank(rank, seen.host, reason, str(seen), show_places(others))
                 break
@@ -215,6 +216,7 @@ class WorldJudge:
         rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
         others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
         if all(p.idle > (self.limit if p.is_known else self.stall) for p in alive.values()):
+            yield from ((r, "no heartbeat of it has ever come") for r in range(self.size) if r not in self.places)
             yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
         if all(p.seconds > 2 * self.stall for p in alive.values()):
             yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {others}"
@@ -238,6 +240,7 @@ class RankZeroJudge:
 
     Attributes:
         limit: rank 0 is lost after this many seconds without an echo.
+        address: the name or address of its host.
         echoed: when the newest beat was sent that rank 0 has echoed; None before the first.
         heard: the time of rank 0's newest reply, by rank 0's clock, to be echoed.
         place: what rank 0 does.
@@ -246,6 +249,7 @@ class RankZeroJudge:
     """
 
     limit: float
+    address: str = "?"
     echoed: float | None = None
     heard: float | None = None
     place: Place = UNKNOWN
@@ -260,8 +264,16 @@ class RankZeroJudge:
         if reply["verdict"] and self.verdict is None:
             self.verdict = LostRank(*reply["verdict"])
 
-    def judge(self, now: float, broken: str) -> LostRank | None:
-        """Return the verdict, if there is one by now; `broken` is the message of a broken connection, if one broke."""
+    def judge(self, now: float, broken: str, own: Place = UNKNOWN) -> LostRank | None:
+        """Return the verdict, if there is one by now.
+
+        Args:
+            now: the time, in seconds.
+            broken: the message of a broken connection, "" if none broke.
+            own: this rank's place.
+        """
+        if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
+            self.verdict = LostRank(0, self.address, "no heartbeat of it has ever come", str(self.place), "")
         if self.verdict is None and self.echoed is not None:
             silent, limit = now - self.echoed, self.limit / HASTE if broken else self.limit
             if self.place.process in GONE and broken:

@@ -3,12 +3,15 @@
 fzero launches nothing. `docs/launch.md` describes how to launch with torchrun and srun.
 """
 
+import contextlib
 import datetime
 import logging
 import os
 import re
 import secrets
+import threading
 import time
+from concurrent.futures import Future, TimeoutError
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,8 +48,10 @@ __all__ = [
 
 
 POLL = 0.01  # seconds between two polls of rank 0
-EARLY = 6  # after this part of the timeout the log says which ranks have not come
-_NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank waits until %.0f s are over"
+PATIENCE = 50.0  # seconds in which nobody comes, after which the others give up; a sixth of a longer timeout
+EARLY = 6  # after this part of it the log says which ranks have not come
+SIGNS = 10  # signs of life that rank 0 gives in that time
+_NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank gives up %.0f s after the last one has come"
 log = logging.getLogger("fzero")
 
 
@@ -70,7 +75,8 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
         store: a `torch.distributed.Store`, which may hold keys of earlier worlds.
         rank: this process's rank.
         size: the number of ranks.
-        timeout: how long rank 0 waits for the other ranks, and they for rank 0, in seconds.
+        timeout: how long rank 0 waits for the other ranks at most, in seconds. All give up sooner if nobody comes:
+            `patience` says when.
 
     Returns:
         The prefix, the same on all ranks.
@@ -79,27 +85,41 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
         MissingRankError: on every rank that arrived, if a rank did not in time. The message names the absent rank.
         DistNetworkError: if the connection to the store is lost.
     """
-    return _as_rank_0(store, size, timeout) if rank == 0 else _as_other_rank(store, rank, timeout)
+    if rank == 0:
+        return _as_rank_0(store, size, timeout, patience(timeout))
+    return _as_other_rank(store, rank, patience(timeout))
 
 
-def _as_rank_0(store: Any, size: int, timeout: float) -> str:
+def patience(timeout: float) -> float:
+    """Return after how many seconds in which no rank comes the others give up."""
+    return min(timeout, max(timeout / EARLY, PATIENCE))
+
+
+def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     """Answer every hello until all ranks have arrived or the time is over; then publish the outcome."""
-    world, end = f"fzero/{secrets.token_hex(8)}", time.monotonic() + timeout
+    world, start = f"fzero/{secrets.token_hex(8)}", time.monotonic()
     answered: dict[int, bytes] = {}
-    absent, notice_at = list(range(1, size)), time.monotonic() + timeout / EARLY
+    absent, now, came_at, sign_at, is_told = list(range(1, size)), start, start, start, False
     while absent:
+        if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
+            store.set(f"{world}/alive", str(now))
+            sign_at = now + patience / SIGNS
         for rank in absent:
             _answer(store, rank, world, answered)
-        absent = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])]
-        if absent and time.monotonic() > end:
+        left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
+        absent, came_at = left, came_at if len(left) == len(absent) else now
+        if absent and now > min(start + timeout, came_at + patience):
             break
-        if absent and time.monotonic() > notice_at:
-            notice_at = end
+        if absent and not is_told and now > came_at + patience / EARLY:
+            is_told = True
             names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
-            log.warning(_NOT_HERE, names, timeout / EARLY, timeout)
+            log.warning(_NOT_HERE, names, patience / EARLY, patience)
         time.sleep(POLL if absent else 0)
     store.set(f"{world}/absent", str(absent[0]) if absent else "")
     if absent:
+        present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
+        with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
+            _ = present and store.wait(present, datetime.timedelta(seconds=patience / SIGNS))
         raise MissingRankError(_absent_message(absent[0]))
     return world
 
@@ -113,36 +133,61 @@ def _answer(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> No
             answered[rank] = hello
 
 
-def _as_other_rank(store: Any, rank: int, timeout: float) -> str:
-    """Send a hello, and wait for rank 0's answer. From then on, rank 0 decides when the time is over."""
+def _as_other_rank(store: Any, rank: int, patience: float) -> str:
+    """Send a hello, and wait for an answer. From then on rank 0 decides when the time is over, while it lives."""
     hello = secrets.token_hex(8)
     store.set(f"fzero/hello/{rank}", hello)
     message = f"rank {rank} did not reach rank 0"
     try:
-        world = _wait_for(store, f"fzero/answer/{hello}", timeout / EARLY, message)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience / EARLY, patience, message)
     except MissingRankError:
-        log.warning(_NOT_HERE, "rank 0", timeout / EARLY, timeout)
-        world = _wait_for(store, f"fzero/answer/{hello}", timeout * (1 - 1 / EARLY), message)
+        log.warning(_NOT_HERE, "rank 0", patience / EARLY, patience)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / EARLY), patience, message)
     store.set(f"{world}/arrived/{rank}", "")
-    absent = _wait_for(store, f"{world}/absent", 2 * timeout, f"rank {rank} lost rank 0 during the rendezvous")
+    absent = _outcome(store, rank, world, patience)
     if absent:
+        store.set(f"{world}/read/{rank}", "")
         raise MissingRankError(_absent_message(int(absent)))
     return world
 
 
-def _wait_for(store: Any, key: str, timeout: float, message: str) -> str:
+def _outcome(store: Any, rank: int, world: str, patience: float) -> str:
+    """Wait for the outcome of rank 0 while it gives signs of life; return the absent rank, "" for none."""
+    sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
+    while True:
+        try:
+            return _wait_for(store, f"{world}/absent", patience / SIGNS, patience, message)
+        except MissingRankError:
+            newest = _wait_for(store, f"{world}/alive", patience / SIGNS, patience, message)
+            if newest == sign and time.monotonic() > since + patience:
+                raise
+            sign, since = newest, since if newest == sign else time.monotonic()
+
+
+def _wait_for(store: Any, key: str, timeout: float, patience: float, message: str) -> str:
     """Wait for a key, and return its value.
+
+    A store whose host is dark does not end a wait in time, so the wait has a thread of its own, for at most `patience`.
 
     Raises:
         MissingRankError: with `message`, if the key is not set in time.
     """
+    value: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            store.wait([key], datetime.timedelta(seconds=timeout))
+            value.set_result(store.get(key))
+        except BaseException as error:
+            value.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="fzero meets").start()
     try:
-        store.wait([key], datetime.timedelta(seconds=timeout))
+        return value.result(patience).decode()
     except DistNetworkError:  # the connection is lost; this is no timeout
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise MissingRankError(message) from error
-    return store.get(key).decode()
 
 
 def _absent_message(rank: int) -> str:
@@ -282,7 +327,7 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
     Args:
         world: the result of `find_world`.
         device: the process's device; torch names the backend of its type. Tensors on the CPU use gloo.
-        timeout: how long to wait for the other processes, in seconds; None for no heartbeat.
+        timeout: how long to wait for the other processes at most, in seconds; None for no heartbeat.
 
     Raises:
         RuntimeError: if a process does not arrive in time (the message names its rank), or if this process was forked
@@ -293,8 +338,9 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         store = _open_store(world, TIMEOUT if timeout is None else timeout)
-        store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
+        store.set_timeout(datetime.timedelta(seconds=patience(TIMEOUT if timeout is None else timeout)))
         heart = _start_heart(world, store, timeout)
+        store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
         of_device = torch.distributed.get_default_backend_for_device(device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{of_device}"
         torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
@@ -326,19 +372,20 @@ def _open_store(world: World, timeout: float) -> Store:
     """
     count = f"{world.size} process{'es' * (world.size > 1)}"
     meeting = f"{count} should meet at {world.address}; launch them together, or free the port{trouble_link('a-hang')}"
-    end = time.monotonic() + timeout
+    seconds = patience(timeout)
+    end = time.monotonic() + seconds
     while True:
         remaining = max(end - time.monotonic(), RETRY)
         try:
             store = connect_store(world, remaining)
-            return PrefixStore(rendezvous(store, world.rank, world.size, remaining), store)
+            return PrefixStore(rendezvous(store, world.rank, world.size, timeout), store)
         except MissingRankError as error:
-            raise RuntimeError(f"{error} within {timeout:g} s: {meeting}") from error
+            raise RuntimeError(f"{error} within {seconds:g} s: {meeting}") from error
         except DistNetworkError as error:
             if world.rank == 0:
                 raise RuntimeError(f"rank 0 could not open a store: {meeting}") from error
             if time.monotonic() >= end:
-                raise RuntimeError(f"rank {world.rank} did not reach rank 0 within {timeout:g} s: {meeting}") from error
+                raise RuntimeError(f"rank {world.rank} did not reach rank 0 within {seconds:g} s: {meeting}") from error
             time.sleep(RETRY)  # rank 0 of an earlier world was ending
 
 

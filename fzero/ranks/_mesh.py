@@ -56,9 +56,9 @@ def mesh(
             accelerator of its local rank if there is one (`torch.accelerator`), else the CPU. Simulated ranks share
             this process's accelerator. `step.init` and `mesh.split` put their results there. "meta" simulates ranks
             without memory, for plans.
-        timeout: how long the processes wait for one another, in seconds: at the start, and later for a rank that does
-            not go on. A rank that sends no heartbeat, or hangs, for a sixth of it, 50 s, is lost: then the others
-            raise `LostRankError`, see docs/survive.md. None starts no heartbeats. A world's first mesh sets it.
+        timeout: how long the processes wait for one another, in seconds. At the start they give up sooner, 50 s after
+            the last one has come. A rank that sends no heartbeat, or hangs, for a sixth of it, 50 s, is lost: then the
+            others raise `LostRankError`, see docs/survive.md. None starts no heartbeats. A world's first mesh sets it.
         **axes: the size of each axis. One size may be -1: this axis takes the rest of the world, and in a simulation
             the rest of the `simulated_ranks` ranks (without `simulated_ranks`, size 1).
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fzero._liveness._judge import Awake, Place, RankZeroJudge, WorldJudge, show_places
+from fzero._liveness._judge import FIRST_MESH, Awake, Place, RankZeroJudge, WorldJudge, show_places
 
 LIMIT, STALL, BEAT = 60.0, 300.0, 2.0
 WORK = Place("a", step=3, text="work")
@@ -126,6 +126,7 @@ def test_a_rank_that_works_long_is_not_lost(seconds):
 
 def test_ranks_that_wait_for_one_another_are_told():
     network = Network(3)
+    network.run(10)
     network.places = {r: WAITS._replace(host=f"host-{r}", idle=STALL + 1, count=r) for r in range(3)}
     network.run(10)
     assert network.verdicts() == {0: 0, 1: 0, 2: 0}
@@ -172,6 +173,21 @@ def test_a_cut_link_between_two_ranks_is_told_after_the_limit():
     assert set(network.verdicts().values()) == {2}
     text = "nothing has come through between it and rank 1 (a) for 61 s, though both reach rank 0's host"
     assert text in str(network.hub.verdict)
+
+
+def test_a_rank_that_was_never_heard_is_told_if_all_others_wait():
+    """It was lost between the meeting at the first mesh and its first heartbeat."""
+    hub, member = WorldJudge(3, LIMIT, STALL), RankZeroJudge(LIMIT, "host-0")
+    for rank in (0, 1):
+        hub.hear(rank, WAITS._replace(idle=LIMIT - 1, is_known=True), None, 1.0)
+    assert hub.judge(1.0) is None
+    for rank in (0, 1):
+        hub.hear(rank, WAITS._replace(idle=LIMIT + 1, is_known=True), 1.0, 2.0)
+    verdict = hub.judge(2.0)
+    assert verdict is not None and (verdict.rank, verdict.reason) == (2, "no heartbeat of it has ever come")
+    assert member.judge(2.0, "", WAITS._replace(idle=LIMIT + 1)) is None  # a firewall may drop heartbeats
+    verdict = member.judge(2.0, "", Place(text=FIRST_MESH, waiting=True, idle=LIMIT + 1))
+    assert verdict is not None and (verdict.rank, verdict.host) == (0, "host-0")
 
 
 def test_an_idle_rank_for_which_others_wait_is_told():

@@ -26,6 +26,7 @@ from tests.faults.trainer import OPT, Breaking, Fault, batch_at, loss_fn, params
 FORK = multiprocessing.get_context("fork")
 MOMENTS = ("first step", "forward", "backward", "update", "save", "any")
 CUTS = tuple([f"link cut, {moment}" for moment in MOMENTS])
+BEFORE = ("rank missing, first mesh", "link cut, first mesh")  # before there are heartbeats
 KINDS = (
     *CUTS,
     "one direction cut",
@@ -37,6 +38,8 @@ KINDS = (
     "rank killed",
     "rank hangs",
     "rank polls",
+    "rank missing, first mesh",
+    "link cut, first mesh",
     "30% loss",
     "2 s delay",
     "1 MB/s",
@@ -106,7 +109,9 @@ class Run(NamedTuple):
 def drawn(rng: random.Random, kind: str) -> Case:
     jitted = kind.endswith(("any", "cut", "loss", "delay", "MB/s")) and rng.random() < 0.5  # others stop within Python
     ranks = 1 if kind == "2 s delay" else rng.choice((1, 1, 2))
-    return Case(kind, ranks, rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, seed=rng.randrange(1000))
+    timeout = 20.0 if kind in BEFORE else 40.0  # all of it, there
+    rest = rng.randrange(4), jitted, rng.randrange(2), rng.random() < 0.5, timeout, rng.randrange(1000)
+    return Case(kind, ranks, *rest)
 
 
 class Flag:
@@ -129,12 +134,12 @@ class Trigger:
     """Within a rank: says that the moment of the fault has come, and waits until it has happened."""
 
     def __init__(self, case: Case, rank: int, now: Flag, done: Flag) -> None:
-        self.moment = case.kind.rpartition(", ")[2] if case.kind in CUTS else "between"
+        self.moment = case.kind.rpartition(", ")[2] if case.kind in (*CUTS, *BEFORE) else "between"
         self.is_mine, self._now, self._done, self.step, self._is_over = rank == 0, now, done, 0, False
 
     def at(self, moment: str) -> None:
         """Reach a moment."""
-        if self.moment == moment and (self.step == FAULT_AT or moment == "save") and not self._is_over:
+        if self.moment == moment and (self.step == FAULT_AT or moment in ("save", "first mesh")) and not self._is_over:
             self._is_over = True
             if self.is_mine:
                 self._now.set()
@@ -173,6 +178,9 @@ class SavingOs(Breaking):
 
 
 def train(case: Case, root: Path, trigger: Trigger) -> None:
+    trigger.at("first mesh")
+    if case.kind in BEFORE and not lives(case, int(os.environ["RANK"])):
+        hang(case.kind)
     mesh = fzero.mesh(dp=-1, timeout=case.timeout)
 
     def traced_loss(params: Any, batch: Any, key: Any) -> torch.Tensor:
@@ -212,6 +220,8 @@ def hang(kind: str) -> None:
     """Do not go on, if the fault says so."""
     if kind == "rank hangs":
         time.sleep(1000)
+    if kind == "rank missing, first mesh":
+        os._exit(1)
     while kind == "rank polls" and not os.path.exists("/never"):
         time.sleep(0.1)
 
@@ -241,7 +251,7 @@ def child(hosts: Hosts, host: int, rank: int, case: Case, root: Path, trigger: T
 def strike(case: Case, hosts: Hosts, ranks: list[Any]) -> None:
     """Let it go wrong."""
     on_host = [r for i, r in enumerate(ranks) if i // case.ranks == case.host]
-    if case.kind in CUTS or case.kind == "host gone":
+    if case.kind.startswith("link cut") or case.kind == "host gone":
         hosts.set(Rule(loss=1.0))
     if case.kind == "one direction cut":
         hosts.set(Rule(loss=1.0), case.host)
@@ -325,6 +335,11 @@ def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int
             wrong.append(f"rank {rank} said nothing, and ended with {codes[rank]}")
         elif case.kind in HARMLESS:
             wrong += [f"rank {rank} has {o.error}: {o.text}"] if o.error else []
+        elif case.kind in BEFORE:
+            far = gone or [r for r in range(case.size) if r // case.ranks != host]
+            texts = [f"rank {rank} did not reach rank 0" if 0 in far else f"rank {r} did not arrive" for r in far]
+            is_named = o.error == "RuntimeError" and any(text in o.text for text in texts)
+            wrong += [] if is_named else [f"rank {rank} has {o.error}: {o.text}"]
         elif o.error != "LostRankError" or o.lost is None:
             wrong.append(f"rank {rank} has {o.error}: {o.text}")
         elif gone and o.lost not in gone:

@@ -19,6 +19,8 @@ MUTANTS = [
         Fault("ranks that hang are not told", "WorldJudge._hanging", never("all(p.idle > A for p in B)")),
         Fault("ranks that are all idle are told late", "WorldJudge._hanging", becomes("p.is_known", "False")),
         Fault("ranks hang where the system does not tell", "WorldJudge._hanging", becomes("p.is_known", "True")),
+        Fault("a rank that was never heard is not named", "WorldJudge._hanging", dropped("r not in self.places")),
+        Fault("rank 0 is blamed where nothing is heard", "RankZeroJudge.judge", dropped("own.text == FIRST_MESH")),
         Fault("a rank works without end", "WorldJudge._hanging", never("all(p.seconds > A for p in B)")),
         Fault("a cut link between two ranks is not told", "WorldJudge._cut", never("any(A for _, seconds in B)")),
         Fault("a cut link names any of its ends", "WorldJudge._cut", becomes("(ends.count(r), r)", "(0, -r)")),

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.ranks._launch import MissingRankError, rendezvous
+from fzero.ranks import _launch
+from fzero.ranks._launch import MissingRankError, patience, rendezvous
 
 
 class Dead(BaseException):
@@ -109,7 +110,7 @@ def test_every_rank_that_came_names_the_one_that_did_not(absent):
 def test_the_log_says_early_who_has_not_come(late, who, caplog):
     """After a sixth of the timeout, half a second here."""
     assert len(set(meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late=late))) == 1
-    text = f"{who} did not come to the first mesh within 0 s; this rank waits until 3 s are over"
+    text = f"{who} did not come to the first mesh within 0 s; this rank gives up 3 s after the last one has come"
     assert [r.message for r in caplog.records] == ([text] * (2 if who == "rank 0" else 1) if who else [])
 
 
@@ -117,6 +118,44 @@ def test_the_time_of_rank_0_counts_for_those_who_met_it():
     """A rank that came early does not leave while rank 0, which came later, still waits for another."""
     found = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})
     assert len(set(found)) == 1, found
+
+
+def test_ranks_give_up_a_while_after_the_last_one_has_come(monkeypatch):
+    """Those that come one after the other are waited for, up to the timeout."""
+    monkeypatch.setattr(_launch, "PATIENCE", 1.0)
+    assert patience(6.0) == 1.0 and patience(60.0) == 10.0 and patience(0.5) == 0.5
+    late = {rank: 0.6 * rank for rank in range(4)}
+    assert len(set(meet(dist.HashStore(), [0, 1, 2, 3], 4, timeout=6.0, late=late))) == 1
+    start = time.monotonic()
+    found = meet(dist.HashStore(), [0, 1, 2], 4, timeout=6.0, late={2: 0.6})
+    assert [str(error) for error in found] == ["rank 3 did not arrive"] * 3
+    assert 1.5 < time.monotonic() - start < 4
+
+
+class Dark:
+    """A store whose host does not answer any more after so many operations."""
+
+    def __init__(self, store: dist.Store, left: int) -> None:
+        self.store, self.left = store, left
+
+    def __getattr__(self, name: str) -> Any:
+        self.left -= 1
+        return getattr(self.store, name) if self.left >= 0 else lambda *_: time.sleep(20)
+
+
+@pytest.mark.parametrize("what", ["dead", "dark"])
+def test_a_rank_that_waits_for_the_outcome_notices_the_end_of_rank_0(what, monkeypatch):
+    """It dies after its first answer, or its host is dark from then on: no operation on the store ends."""
+    monkeypatch.setattr(_launch, "PATIENCE", 1.0)
+    store, end, start = dist.HashStore(), threading.Event(), time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(outcome, Mortal(store, 10**6, end), 0, 3, 30.0)
+        second = pool.submit(outcome, Dark(store, 4) if what == "dark" else store, 1, 3, 6.0)
+        time.sleep(0.3)
+        end.set()
+        assert str(second.result()) == "rank 1 lost rank 0 during the rendezvous"
+        assert time.monotonic() - start < 5
+        assert isinstance(first.result(), Dead)
 
 
 def test_without_rank_0_nobody_meets():
