@@ -326,7 +326,7 @@ def local_steps(
             "outer optimizer, or stage 0"
         )
     axis = tuple([name for name in sharded.axis if name != over])
-    step_on_all_ranks = replace(sharded, axis=axis, _calls=[])
+    step_on_all_ranks = replace(sharded.on_mesh(sharded.mesh), axis=axis)  # with a history of its own
     replica_step = step_on_all_ranks.on_mesh(groups.inner_mesh)
     inner = step.with_options(replica_step) if isinstance(step, Jitted) else replica_step
     schedule = SyncSchedule(every, parts, delay)

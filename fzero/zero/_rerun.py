@@ -1,7 +1,7 @@
 """Find silent corruption: compare the memory between calls, and each n-th step with a second run of itself."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,7 +14,7 @@ from fzero.collectives import ppermute
 from fzero.ranks import Mesh, all_gather_numbers, check_equal, checksum
 from fzero.sharding import PerRank, is_box
 
-__all__ = ["CorruptionError", "Rerun", "Seen", "check_rerun", "run_and_compare"]
+__all__ = ["CallHistory", "CorruptionError", "Rerun", "check_rerun", "run_and_compare"]
 
 
 class CorruptionError(RuntimeError):
@@ -71,7 +71,7 @@ class Rerun:
         check_int("every", self.every)
 
 
-class _Written(NamedTuple):
+class ResultRecord(NamedTuple):
     """A tensor that a call returned: the number of torch's writes into it by then, and its checksum."""
 
     tensor: "ref[torch.Tensor]"
@@ -79,11 +79,28 @@ class _Written(NamedTuple):
     checksum: torch.Tensor
 
 
-class Seen(NamedTuple):
-    """The record of a step's calls: their number, and the tensors that the last one returned, by their ids."""
+@dataclass
+class CallHistory:
+    """The history of a step's checked calls: how many there were, and what the last one returned.
+
+    Attributes:
+        calls: the count of calls.
+        results: the tensors that the last call returned, by their ids.
+    """
 
     calls: int = 0
-    results: Mapping[int, _Written] = {}
+    results: Mapping[int, ResultRecord] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next call is the first."""
+        return self.calls == 0
+
+    def record(self, out: Any = None) -> None:
+        """Count a call, and keep checksums of its results, so that the next call can compare its arguments."""
+        tensors = [x for x in tree.tensors(out) if not x.is_inference()]
+        self.results = {id(x): ResultRecord(ref(x), x._version, checksum(x)) for x in tensors}
+        self.calls += 1
 
 
 def check_rerun(check: Any, mesh: Mesh) -> None:
@@ -104,61 +121,65 @@ def check_rerun(check: Any, mesh: Mesh) -> None:
 
 
 def run_and_compare(
-    rerun: Rerun, seen: Seen, mesh: Mesh, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Seen]]:
+    rerun: Rerun,
+    history: CallHistory,
+    mesh: Mesh,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     """Call `run`, and look for corruption before and after.
 
     Args:
         rerun: the comparisons, and how often they are made.
-        seen: the record of the step's earlier calls.
+        history: the step's earlier calls.
         mesh: the step's ranks.
         run: the step. It may overwrite the tensors of its arguments.
         args: its arguments.
         kwargs: its arguments by name.
 
     Returns:
-        The results, and the new record in a list.
+        The results.
 
     Raises:
         CorruptionError: if bits changed. On all ranks, if two runs differ; else on the rank whose memory changed.
         DiffersByRankError: on all ranks, if a plain tensor differs between them, in a call that runs twice.
     """
     call = {**dict(enumerate(args)), **kwargs}
-    _check_unwritten(seen, call)
-    is_due = seen.calls % rerun.every == 0
+    _check_unwritten(history, call)
+    is_due = history.calls % rerun.every == 0
     sums: list[torch.Tensor] = []
     if is_due:
         check_equal("argument", call, mesh)
         copies = tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
-        copies = _swapped(copies, mesh, rerun.swap)
-        again = _swapped(run(*copies[0], **copies[1]), mesh, rerun.swap)
+        copies = _swap_batches(copies, mesh, rerun.swap)
+        second_result = _swap_batches(run(*copies[0], **copies[1]), mesh, rerun.swap)
         del copies
-        sums = [checksum(x) for x in tree.tensors(again)]
-        del again
+        sums = [checksum(x) for x in tree.tensors(second_result)]
+        del second_result
     out = run(*args, **kwargs)
-    results = {id(x): _Written(ref(x), x._version, checksum(x)) for x in tree.tensors(out) if not x.is_inference()}
     if is_due:
-        _check_same(sums, out, mesh, rerun, seen.calls + 1)
+        _check_same(sums, out, mesh, rerun, history.calls + 1)
         check_equal("result", out, mesh)
-    return out, [Seen(seen.calls + 1, results)]
+    return out
 
 
-def _check_unwritten(seen: Seen, call: Any) -> None:
+def _check_unwritten(history: CallHistory, call: Any) -> None:
     """Compare arguments that are results of the last call, and into which nothing was written since.
 
     Raises:
         CorruptionError: if the bits of one changed. The message names the leaf.
     """
     paths, leaves, _ = tree.flatten_with_paths(call)
-    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    comparisons: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # path, checksum now, checksum as a result
     for path, x in zip(paths, leaves, strict=True):
-        written = seen.results.get(id(x))
-        if written is not None and written.tensor() is x and written.version == x._version:
-            found.append((path, checksum(x), written.checksum))
-    if not found:
+        record = history.results.get(id(x))
+        if record is not None and record.tensor() is x and record.version == x._version:
+            comparisons.append((path, checksum(x), record.checksum))
+    if not comparisons:
         return
-    differ = torch.stack([now for _, now, _ in found]) != torch.stack([before for _, _, before in found])
-    for (path, _, _), is_other in zip(found, differ.tolist(), strict=True):
+    differ = torch.stack([now for _, now, _ in comparisons]) != torch.stack([before for _, _, before in comparisons])
+    for (path, _, _), is_other in zip(comparisons, differ.tolist(), strict=True):
         if is_other:
             raise CorruptionError(
                 f"{tree.leaf_name('argument', path)} has other bits than the last call returned, and nothing was "
@@ -174,8 +195,9 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     """
     paths, leaves, _ = tree.flatten_with_paths(out)
     paths = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)]
-    mine = torch.stack([checksum(x) for x in tree.tensors(out)]) != torch.stack([*sums])
-    differ = all_gather_numbers(mine.long(), mesh) if mesh.distributed else [mine.long().tolist()]
+    differs_here = torch.stack([checksum(x) for x in tree.tensors(out)]) != torch.stack([*sums])
+    flags_here = differs_here.long()
+    differ = all_gather_numbers(flags_here, mesh) if mesh.distributed else [flags_here.tolist()]
     ranks = [rank for rank, flags in enumerate(differ) if any(flags)]
     if not ranks:
         return
@@ -190,7 +212,7 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     )
 
 
-def _swapped(values: Any, mesh: Mesh, axis: str | None) -> Any:
+def _swap_batches(values: Any, mesh: Mesh, axis: str | None) -> Any:
     """Swap the values of two ranks along an axis, where they differ by rank."""
     if axis is None:
         return values
@@ -199,10 +221,10 @@ def _swapped(values: Any, mesh: Mesh, axis: str | None) -> Any:
         return [PerRank(tree.map(lambda x: ppermute(x, axis, perm=[(0, 1), (1, 0)]), x.value), x.axes) for x in boxes]
 
     entries, structure = tree.flatten(values, is_box)
-    places = [i for i, x in enumerate(entries) if isinstance(x, PerRank) and (x.axes is None or axis in x.axes)]
-    swapped = mesh.spmd(lambda xs: swap([PerRank(x, entries[i].axes) for i, x in zip(places, xs, strict=True)]))(
-        [entries[i] for i in places]
+    indices = [i for i, x in enumerate(entries) if isinstance(x, PerRank) and (x.axes is None or axis in x.axes)]
+    boxes = mesh.spmd(lambda xs: swap([PerRank(x, entries[i].axes) for i, x in zip(indices, xs, strict=True)]))(
+        [entries[i] for i in indices]
     )
-    for i, box in zip(places, swapped, strict=True):
+    for i, box in zip(indices, boxes, strict=True):
         entries[i] = box
     return tree.unflatten(structure, entries)

@@ -29,7 +29,7 @@ from fzero.zero._call_checks import (
 )
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
-from fzero.zero._rerun import Rerun, Seen, run_and_compare
+from fzero.zero._rerun import CallHistory, Rerun, run_and_compare
 from fzero.zero._setup_checks import check_not_meta, check_optimizer
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, stage_layouts
@@ -60,7 +60,7 @@ class ShardedStep:
     param_argnums: tuple[int, ...]
     rules: LayoutRules = DEFAULT_RULES
     check: Literal["first"] | bool | Rerun = "first"
-    _calls: list[Seen] = field(default_factory=list, repr=False, compare=False)  # one after the first checked call
+    _history: CallHistory = field(default_factory=CallHistory, repr=False, compare=False)  # of checked calls
 
     @property
     def layout(self) -> StageLayouts:
@@ -128,15 +128,15 @@ class ShardedStep:
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
         if isinstance(self.check, Rerun) and not vmaps():
-            seen = [*self._calls, Seen()][0]
-            out, self._calls[:] = run_and_compare(self.check, seen, self.mesh, run, args, kwargs)
+            out = run_and_compare(self.check, self._history, self.mesh, run, args, kwargs)
+            self._history.record(out)
             return out
-        check = self._should_check()
-        if check:
-            check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
+        if not self._should_check():
+            return run(*args, **kwargs)
+        self._history.record()
+        check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
         out = run(*args, **kwargs)
-        if check:
-            check_equal("result", out, self.mesh)
+        check_equal("result", out, self.mesh)
         return out
 
     def state_argnums(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
@@ -152,10 +152,7 @@ class ShardedStep:
     def _should_check(self) -> bool:
         if not self.mesh.distributed or vmaps():  # a value that a vmap batches cannot be read
             return False
-        if self.check == "first" and not self._calls:
-            self._calls.append(Seen())
-            return True
-        return self.check != "first" and bool(self.check)
+        return self._history.is_first if self.check == "first" else bool(self.check)
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
@@ -163,7 +160,7 @@ class ShardedStep:
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""
-        return replace(self, mesh=mesh, _calls=[])
+        return replace(self, mesh=mesh, _history=CallHistory())
 
     def rank_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one rank's step.

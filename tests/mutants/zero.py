@@ -24,15 +24,17 @@ SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 MUTANTS = [
     *File("zero/_rerun.py", ("tests/zero/test_rerun.py",)).faults(
         Fault("a flipped bit in memory is not noticed", "_check_unwritten", never("is_other")),
-        Fault("what the user writes is corruption", "_check_unwritten", dropped("written.version == x._version")),
+        Fault("what the user writes is corruption", "_check_unwritten", dropped("record.version == x._version")),
         Fault("two runs are not compared", "run_and_compare", skipped("_check_same(A, B, C, D, E)")),
-        Fault("only the first call runs twice", "run_and_compare", becomes("seen.calls % A == 0", "seen.calls == 0")),
+        Fault(
+            "only the first call runs twice", "run_and_compare", becomes("history.calls % A == 0", "history.calls == 0")
+        ),
         Fault("the second run overwrites the arguments", "run_and_compare", becomes("x.clone() if A else x", "x")),
-        Fault("ranks swap no batches", "_swapped", always("axis is None")),
+        Fault("ranks swap no batches", "_swap_batches", always("axis is None")),
         Fault(
             "results that differ by rank stay swapped",
             "run_and_compare",
-            becomes("_swapped(run(*A, **B), C, D)", "run(*A, **B)"),
+            becomes("_swap_batches(run(*A, **B), C, D)", "run(*A, **B)"),
         ),
         Fault("ranks swap along an axis of any size", "check_rerun", never("A and sizes.get(check.swap) != 2")),
         Fault(
