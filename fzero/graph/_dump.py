@@ -12,20 +12,20 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of
 from fzero.graph._ir import dtypes_and_shapes, is_collective
 from fzero.graph._ops import display_name
-from fzero.graph._pass_manager import PassManager, PassResult, PassSettings
+from fzero.graph._pass_manager import PASSES, PassManager, PassResult, PassSettings
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
 __all__ = ["dump", "dump_folder", "make_folder"]
 
-SUMMARY, LEFT_OUT = "peaks.txt", "left out"
+TRACED, SUMMARY, LEFT_OUT = "traced", "peaks.txt", "left out"
 
 
 class DumpedGraph(NamedTuple):
-    """A graph after a pass: the name of its file, the arguments of the pass as text, and the graph."""
+    """A graph after a pass: the pass, which names its file, its arguments as text, and the graph."""
 
-    title: str
+    name: str
     detail: str
     graph: Graph
 
@@ -70,7 +70,7 @@ def dump_folder(folder: str, mesh: Mesh | None, traces: int) -> Path:
 
 
 def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, body: Graph | None = None) -> None:
-    """Write the traced graph, and the graph after each pass, into numbered files, and a table of their peaks.
+    """Write the traced graph, and the graph after each pass, into files, and a table of their peaks in their order.
 
     Args:
         folder: the folder to write into. It is made if it does not exist; files of an earlier dump are deleted. Each
@@ -87,30 +87,29 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
         >>> import fzero, tempfile, torch
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = fzero.jit(lambda x: (x + 1).sum(), dump=folder).plan(torch.ones(2))
-        ...     print(min(os.listdir(folder)), max(os.listdir(folder)))
-        ...     print(Path(folder, "00_traced.txt").read_text().splitlines()[5].split("  #")[0])
-        00_traced.txt peaks.txt
+        ...     print(Path(folder, "peaks.txt").read_text().splitlines()[3].split()[:2])
+        ...     print(Path(folder, "traced.txt").read_text().splitlines()[5].split("  #")[0])
+        ['0', 'traced']
              1               16  float32[2]                   add = aten.add.Tensor(arg0_1, 1)
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("[0-9][0-9]_*.txt"):  # a dump with other settings may have run other passes
-        old.unlink()
-    states = [DumpedGraph("00_traced", "", passes.traced)]
-    for number, passed in enumerate(passes.run(settings), 1):
-        states.append(DumpedGraph(f"{number:02}_{passed.row.name}", _arguments_text(passed), passed.graph))
+    for graph_name in [TRACED, *[row.name for row in PASSES]]:  # an earlier dump may have run other passes
+        Path(folder, f"{graph_name}.txt").unlink(missing_ok=True)
+    states = [DumpedGraph(TRACED, "", passes.traced)]
+    states += [DumpedGraph(ran.row.name, _arguments_text(ran), ran.graph) for ran in passes.run(settings)]
     if body is not None and settings.across_iterations:  # passes over the loop change its body, too
         states[-1] = states[-1]._replace(detail="of the loop", graph=body)
     last = states[-1].graph
     rows = []
-    for state in states:
+    for order, state in enumerate(states):
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
-        rows.append(_row(state, live))
+        rows.append(_row(order, state, live))
         if state.detail != LEFT_OUT:
-            Path(folder, f"{state.title}.txt").write_text(_text(name, state, live), encoding="utf-8")
+            Path(folder, f"{state.name}.txt").write_text(_text(name, state, live), encoding="utf-8")
     for node in last.nodes:
         if loop := loop_of(node):
             dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
-    head = f"{'graph':<24} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
+    head = f"{'':>2}  {'graph':<21} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, SUMMARY).write_text(
         "\n".join([f"{name}: {settings.shown_in_plan()}", "", head, *rows, ""]), encoding="utf-8"
     )
@@ -125,20 +124,20 @@ def _arguments_text(passed: PassResult) -> str:
     return textwrap.shorten(", ".join(texts), 80, placeholder=" ...")
 
 
-def _row(state: DumpedGraph, live: Sequence[int]) -> str:
-    """Show a graph's number of operations and collectives, its peak, and the position of the peak."""
+def _row(order: int, state: DumpedGraph, live: Sequence[int]) -> str:
+    """Show a graph's place in the order, its operations and collectives, its peak, and the peak's position."""
     nodes = list(state.graph.nodes)
     operations, collectives = sum(n.op == "call_function" for n in nodes), sum(map(is_collective, nodes))
     peak = max(live)
     counts = f"{operations:>10,} {collectives:>11} {peak:>16,} {live.index(peak):>7}"
-    return f"{state.title:<24} {counts}  {state.detail}".rstrip()
+    return f"{order:>2}  {state.name:<21} {counts}  {state.detail}".rstrip()
 
 
 def _text(name: str, state: DumpedGraph, live: Sequence[int]) -> str:
     """Describe a graph: a line for each node, with the bytes that are live while the node runs."""
     peak = max(live)
     lines = [
-        f"{name}, {state.title}({state.detail})",
+        f"{name}, {state.name}({state.detail})",
         f"peak {peak:,} bytes at {live.index(peak)}; the step's arguments are live throughout",
         "",
     ]

@@ -79,8 +79,9 @@ def jit(
             their results need not be saved.
         recast: whether a gradient is cast to float32 again for an update that waits for the global norm, so that only
             one unit's copy is live at a time. "auto" casts again where that takes less memory.
-        dump: a folder for the graph after each pass as text, and for a table of the peaks, `peaks.txt`. It is made if
-            it does not exist. Under torchrun each rank writes into its own subfolder, as does each trace but the first.
+        dump: a folder for the graph after each pass as text, and for a table of the peaks in the order of the passes,
+            `peaks.txt`. It is made if it does not exist. Under torchrun each rank writes into its own subfolder, as
+            does each trace but the first.
         loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
             once. If they cannot become a loop, a notice gives the reason; docs/jit.md lists the cases.
         strict: whether a segment that cannot run compiled is an error. By default it runs operation by operation on all

@@ -726,12 +726,11 @@ def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
     plan = fzero.plan(fzero.jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
-    rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if "_schedule " in line]
-    assert [row[3] for row in rows] == [f"{plan.peak_bytes:,}"]
-    scheduled = f"{rows[0][0]}.txt"
-    text = (tmp_path / "loop" / scheduled).read_text()
+    rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if " schedule " in line]
+    assert [row[4] for row in rows] == [f"{plan.peak_bytes:,}"]
+    text = (tmp_path / "loop" / "schedule.txt").read_text()
     assert "train_step, loop" in text and "reduce_scatter_tensor" in text
-    assert "reduce_scatter_tensor" not in (tmp_path / scheduled).read_text()
+    assert "reduce_scatter_tensor" not in (tmp_path / "schedule.txt").read_text()
 
 
 def test_random_numbers_of_no_key_are_drawn_in_every_turn():

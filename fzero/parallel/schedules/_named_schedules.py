@@ -2,8 +2,8 @@
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import Action, Kind, stages_on
@@ -11,7 +11,7 @@ from fzero.parallel.schedules._greedy import Cap, caps_by_rank, check_counts, li
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
 
-__all__ = ["NAMES", "check_name", "makespan_bound", "schedule"]
+__all__ = ["NAMES", "NamedSchedule", "check_name", "makespan_bound", "schedule"]
 
 
 def group_sizes(ranks: int, micro_batches: int) -> list[int]:
@@ -132,32 +132,43 @@ def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
     return [action for action in row if action.micro_batch < micro_batches]
 
 
-class _NamedSchedule(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class NamedSchedule:
     """A named schedule.
 
     Attributes:
         orders: functions of (ranks, micro_batches, stages_per_rank, name) that make its orders. The first one sets the
             memory.
-        split: whether its backward passes are split into halves.
+        splits_backward: whether its backward passes are split into halves.
         min_stages: the smallest number of stages per rank.
         max_stages: the largest number of stages per rank; None for no limit.
-        advice: the schedule to use for other numbers of stages.
+        advice: the schedule to use for other numbers of stages. An error ends with it: "..., but got 1: '1f1b' has
+            one".
     """
 
     orders: tuple[Callable[[int, int, int, str], PipelineSchedule], ...]
-    split: bool
-    min_stages: int
-    max_stages: int | None
-    advice: str
+    splits_backward: bool = False
+    min_stages: int = 1
+    max_stages: int | None = None
+    advice: str = ""
 
 
 _one_hop, _two_hops = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
 NAMES = {
-    "gpipe": _NamedSchedule((partial(one_f_one_b, wait=True),), False, 1, None, ""),
-    "1f1b": _NamedSchedule((_one_hop, _two_hops), False, 1, 1, "'interleaved' has more"),
-    "interleaved": _NamedSchedule((_two_hops, _one_hop), False, 2, None, "'1f1b' has one"),
-    "zb": _NamedSchedule((partial(_one_hop, split=True), partial(_two_hops, split=True)), True, 1, None, ""),
-    "zbv": _NamedSchedule((zb_v,), True, 2, 2, "'zb' supports any number, placed in a loop"),
+    "gpipe": NamedSchedule(orders=(partial(one_f_one_b, wait=True),)),
+    "1f1b": NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
+    "interleaved": NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
+    "zb": NamedSchedule(
+        orders=(partial(_one_hop, split=True), partial(_two_hops, split=True)),
+        splits_backward=True,
+    ),
+    "zbv": NamedSchedule(
+        orders=(zb_v,),
+        splits_backward=True,
+        min_stages=2,
+        max_stages=2,
+        advice="'zb' supports any number, placed in a loop",
+    ),
 }
 
 
@@ -225,18 +236,18 @@ def schedule(
         raise ValueError(f"schedule 'gpipe' takes no cap, but got cap={cap!r}: '1f1b' takes one")
     orders = [order(ranks, micro_batches, stages_per_rank, name) for order in entry.orders]
     peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
-    memory = [max(peak, entry.split * stages_per_rank * ranks) for peak in peaks]
+    memory = [max(peak, entry.splits_backward * stages_per_rank * ranks) for peak in peaks]
     caps = [
         memory[rank] if limit is None else limit for rank, limit in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
     ]
     durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
-    bound = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.split, durations)
+    bound = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.splits_backward, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
     if best is not None and time_schedule(best, durations).makespan <= bound * (1 + 1e-9):
         return best
     limits = [None] * ranks if name == "gpipe" else caps
-    candidate = list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.split, durations, name)
+    candidate = list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.splits_backward, durations, name)
     return min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
 
 
@@ -254,7 +265,7 @@ def check_name(name: str, stages_per_rank: int) -> None:
     _check_stages(name, _lookup(name), stages_per_rank)
 
 
-def _lookup(name: str) -> _NamedSchedule:
+def _lookup(name: str) -> NamedSchedule:
     if name not in NAMES:
         matches = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
         hint = f"; did you mean {matches[0]!r}?" if matches else ""
@@ -262,9 +273,10 @@ def _lookup(name: str) -> _NamedSchedule:
     return NAMES[name]
 
 
-def _check_stages(name: str, entry: _NamedSchedule, stages_per_rank: int) -> None:
+def _check_stages(name: str, entry: NamedSchedule, stages_per_rank: int) -> None:
     if stages_per_rank < entry.min_stages or stages_per_rank > (entry.max_stages or stages_per_rank):
         expected = f"{entry.min_stages}" if entry.min_stages == entry.max_stages else f"{entry.min_stages} or more"
         raise ValueError(
-            f"schedule {name!r} needs stages_per_rank={expected}, but got {stages_per_rank}: {entry.advice}"
+            f"schedule {name!r} needs stages_per_rank={expected}, but got {stages_per_rank}"
+            + (f": {entry.advice}" if entry.advice else "")
         )
