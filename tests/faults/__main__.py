@@ -6,8 +6,9 @@ Each cycle draws the number of processes, the stage, and what goes wrong. A cycl
 bits than were saved, or before the newest whole checkpoint that was committed, or hangs. Exits with 1 if any did.
 
 One cycle in `RARE` is a fault of hosts, or of the link between them (`tests.faults.on_hosts`). It is wrong if a rank
-that lives does not name a lost rank in time, or blames a slow one. Where a machine lacks what hosts need, they are left
-out, and the command says so.
+that lives does not name a lost rank in time, or blames a slow one. Now and then it is an elastic run under torchrun
+(`tests.faults.elastic_runs`), which is wrong if it does not end as an uninterrupted one. Where a machine lacks what a
+fault needs, that fault is left out, and the command says so.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tests.distributed.launch import free_port, rank_variables
-from tests.faults import on_hosts
+from tests.faults import disks, elastic_runs, on_hosts
 from tests.faults.hosts import missing
 from tests.faults.trainer import EVERY, Fault, Start, train
 
@@ -44,7 +45,12 @@ KINDS = (
     "a flipped bit",
     "slow rank",
     "a rank raises",
+    "out of memory",
+    "disk read-only",
+    "slow disk",
+    "clock stepped",
 )
+SOON = ("killed", "a flipped bit", "slow rank", "clock stepped")  # a kill at any moment ends these
 RARE = 10  # one cycle in so many is a fault of hosts, which takes as long as ten others
 PATIENCE = 40.0  # seconds in which each rank that lives has named a lost rank
 HANGS = 40.0  # seconds without any news
@@ -97,13 +103,18 @@ def news(root: Path) -> list[dict[str, Any]]:
 def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
     """Run a world until a rank has ended, and end the others, as torchrun does; return whether it hung."""
     ranks, first, last, count = world(start, root), 0.0, time.monotonic(), seen
-    limit = rng.uniform(0.1, 1.0) if start.fault.kind in ("killed", "a flipped bit", "slow rank") else 1.5
-    hung = False
+    limit = (
+        rng.uniform(0.1, 1.0) if start.fault.kind in ("killed", "a flipped bit", "slow rank", "clock stepped") else 1.5
+    )
+    hung = is_broken = False
     while all(r.is_alive() for r in ranks) and not hung:
         time.sleep(0.01)
         now = len(news(root))
         if now != count:
             first, last, count = first or time.monotonic(), time.monotonic(), now
+        if first and start.fault.kind in disks.KINDS and time.monotonic() > first + limit / 3 and not is_broken:
+            disks.strike(root / "run", start.fault.kind)
+            is_broken = True
         if first and time.monotonic() > first + limit:
             os.kill(rng.choice(ranks).pid, signal.SIGKILL)
             break
@@ -114,6 +125,8 @@ def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
     for r in ranks:
         r.kill()
         r.join()
+    if is_broken:
+        disks.repair(root / "run")
     return hung
 
 
@@ -160,7 +173,7 @@ class Tally:
 
 
 class HostTally:
-    """What came of the faults of hosts."""
+    """What came of the faults of hosts, and of elastic runs."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -168,6 +181,10 @@ class HostTally:
         self.wrong: list[str] = []
 
     def run(self, kind: str, rng: random.Random) -> None:
+        if kind in elastic_runs.KINDS:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.wrong += elastic_runs.run(kind, rng)
+            return
         case = on_hosts.drawn(rng, kind)
         run = on_hosts.run_case(case, PATIENCE)
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -203,11 +220,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print what was counted, for programs")
     args = parser.parse_args()
     rng, tally, begin = random.Random(args.seed), Tally(), time.monotonic()
-    lacks, on_host = missing(), HostTally()
-    kinds = [kind for kind in KINDS if args.only in kind]
-    host_kinds = [] if lacks else [kind for kind in on_hosts.KINDS if args.only in kind]
+    lacks, lacks_disk, on_host = missing(), disks.no_disk(), HostTally()
+    left_out = {kind: lacks_disk for kind in disks.KINDS if lacks_disk}
+    left_out |= {
+        kind: lacks or lacks_disk for kind in on_hosts.KINDS if lacks or (lacks_disk and kind in on_hosts.DISKS)
+    }
+    kinds = [kind for kind in (*KINDS, *disks.KINDS) if args.only in kind and kind not in left_out]
+    host_kinds = [kind for kind in on_hosts.KINDS if args.only in kind and kind not in left_out]
+    host_kinds += [kind for kind in elastic_runs.KINDS if args.only in kind]
     counts, hangs, cycles = dict.fromkeys(kinds, 0), 0, []
     root = Path(tempfile.mkdtemp(prefix="faults-"))
+    own_disk = contextlib.ExitStack()
+    own_disk.enter_context(disks.disk(root / "run"))
     for i in track(range(args.cycles), "faults", disable=args.json, console=Console(stderr=True)):
         if time.monotonic() - begin > args.seconds:
             break
@@ -242,7 +266,7 @@ def main() -> int:
         "hosts": on_host.counts,
         "hosts wrong": on_host.wrong,
         "hosts seconds": on_host.longest(),
-        "hosts left out": lacks,
+        "left out": left_out,
     }
     failed = bool(hangs or tally.wrong or not same or on_host.wrong) or len(tally.again) < len(cycles) // 2
     if args.json:
@@ -250,6 +274,9 @@ def main() -> int:
     else:
         show(found)
         print((root / "errors").read_text()[-3000:] if failed and kinds else "", end="")
+    if failed:
+        shutil.copytree(root / "run", root / "kept")
+    own_disk.close()
     if not failed:
         shutil.rmtree(root)
     return int(failed)
@@ -261,13 +288,13 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(kind, str(n))
     console = Console()
     console.print(table)
-    if found["hosts left out"]:
-        console.print(f"The faults of hosts are left out: this machine lacks {found['hosts left out']}.")
-    else:
-        hosts = Table("fault of hosts", "cycles", "named after at most, s")
-        for kind, n in found["hosts"].items():
-            hosts.add_row(kind, str(n), str(found["hosts seconds"].get(kind, "not lost")))
-        console.print(hosts)
+    hosts = Table("fault of hosts, or of an elastic run", "cycles", "named after at most, s")
+    for kind, n in found["hosts"].items():
+        hosts.add_row(kind, str(n), str(found["hosts seconds"].get(kind, "not lost")))
+    console.print(hosts)
+    for lack in dict.fromkeys(found["left out"].values()):
+        names = ", ".join([kind for kind, x in found["left out"].items() if x == lack])
+        console.print(f"Left out, since this machine lacks {lack}: {names}.")
     total, median, most = found["seconds"]
     again, worst = found["done again"]
     console.print(

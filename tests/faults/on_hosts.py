@@ -20,13 +20,15 @@ import torch
 
 import fzero
 from fzero.checkpoint import _files
+from tests.faults import disks
 from tests.faults.hosts import Hosts, Rule
-from tests.faults.trainer import OPT, Breaking, Fault, batch_at, loss_fn, params
+from tests.faults.trainer import OPT, Breaking, Fault, batch_at, loss_fn, params, step_clock, use_memory
 
 FORK = multiprocessing.get_context("fork")
 MOMENTS = ("first step", "forward", "backward", "update", "save", "any")
 CUTS = tuple([f"link cut, {moment}" for moment in MOMENTS])
 BEFORE = ("rank missing, first mesh", "link cut, first mesh")  # before there are heartbeats
+DISKS = dict(zip(("host disk full", "host disk read-only"), disks.KINDS, strict=True))
 KINDS = (
     *CUTS,
     "one direction cut",
@@ -38,13 +40,23 @@ KINDS = (
     "rank killed",
     "rank hangs",
     "rank polls",
+    "rank out of memory",
     "rank missing, first mesh",
     "link cut, first mesh",
     "30% loss",
     "2 s delay",
     "1 MB/s",
+    "clock stepped",
+    "host disk slow",
+    *DISKS,
 )
-HARMLESS = {"30% loss": 8, "2 s delay": 5, "1 MB/s": 8}  # and how many steps a run of each makes
+HARMLESS = {
+    "30% loss": 8,
+    "2 s delay": 5,
+    "1 MB/s": 8,
+    "clock stepped": 12,
+    "host disk slow": 12,
+}  # and how many steps a run of each makes
 FAULT_AT = 3  # the step in which it goes wrong
 
 
@@ -169,9 +181,12 @@ class Backward(torch.autograd.Function):
 class SavingOs(Breaking):
     """The module `os` for saves, whose second operation is a moment for the fault."""
 
-    def __init__(self, trigger: Trigger) -> None:
+    def __init__(self, trigger: Trigger, seconds: float) -> None:
         super().__init__(Fault("none", save=2, operation=1))
-        self.trigger = trigger
+        self.trigger, self.seconds = trigger, seconds
+
+    def wait_for_disk(self) -> None:
+        time.sleep(self.seconds)
 
     def strike(self, args: Any) -> None:
         self.trigger.at("save")
@@ -198,7 +213,7 @@ def train(case: Case, root: Path, trigger: Trigger) -> None:
     step = fzero.shard(train_step, stage=case.stage, mesh=mesh)
     state: Any = [*step.init(params(), OPT), fzero.random.key(7)]
     run = fzero.jit(step, backend="fx") if case.jitted else step
-    saving_os = SavingOs(trigger)
+    saving_os = SavingOs(trigger, 0.3 if case.kind == "host disk slow" else 0.0)
     _files.os = saving_os  # pyright: ignore
     with fzero.checkpoint.checkpoints(root / "run", mesh, keep=3, timeout=100) as runs:
         for i in range(HARMLESS.get(case.kind, 1000)):
@@ -208,6 +223,8 @@ def train(case: Case, root: Path, trigger: Trigger) -> None:
             trigger.at("any")
             if i == FAULT_AT and not lives(case, mesh.rank):
                 hang(case.kind)
+            if i == FAULT_AT and case.kind == "clock stepped" and mesh.rank // case.ranks == case.host:
+                step_clock((case.seed - 500) * 3600.0)
             *state, _ = run(*state, mesh.split(batch_at(i)))
             if i % 3 == 0:
                 runs.wait()
@@ -220,6 +237,8 @@ def hang(kind: str) -> None:
     """Do not go on, if the fault says so."""
     if kind == "rank hangs":
         time.sleep(1000)
+    if kind == "rank out of memory":
+        use_memory()
     if kind == "rank missing, first mesh":
         os._exit(1)
     while kind == "rank polls" and not os.path.exists("/never"):
@@ -248,8 +267,10 @@ def child(hosts: Hosts, host: int, rank: int, case: Case, root: Path, trigger: T
     os._exit(int(bool(error)))
 
 
-def strike(case: Case, hosts: Hosts, ranks: list[Any]) -> None:
+def strike(case: Case, hosts: Hosts, ranks: list[Any], root: Path) -> None:
     """Let it go wrong."""
+    if case.kind in DISKS:
+        disks.strike(root / "run", DISKS[case.kind])
     on_host = [r for i, r in enumerate(ranks) if i // case.ranks == case.host]
     if case.kind.startswith("link cut") or case.kind == "host gone":
         hosts.set(Rule(loss=1.0))
@@ -279,7 +300,8 @@ def run_case(case: Case, patience: float) -> Run:
     root = Path(tempfile.mkdtemp(prefix="hosts-"))
     now, done = Flag(root / "now"), Flag(root / "done")
     size, outcomes, ends = case.size, [], []
-    with Hosts(case.hosts, case.seed) as hosts:
+    own_disk = disks.disk(root / "run") if case.kind in DISKS else contextlib.nullcontext()
+    with own_disk, Hosts(case.hosts, case.seed) as hosts:
         ranks: list[Any] = []
         for r in range(size):
             receives, says = FORK.Pipe(duplex=False)
@@ -290,7 +312,7 @@ def run_case(case: Case, patience: float) -> Run:
             ends.append(receives)
         came = now.wait(100)
         time.sleep(random.Random(case.seed).uniform(0, 0.5) if case.kind.endswith("any") else 0)
-        strike(case, hosts, ranks)
+        strike(case, hosts, ranks, root)
         struck = time.monotonic()
         done.set()
         gone = [i for i in range(size) if not lives(case, i)]
@@ -335,6 +357,10 @@ def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int
             wrong.append(f"rank {rank} said nothing, and ended with {codes[rank]}")
         elif case.kind in HARMLESS:
             wrong += [f"rank {rank} has {o.error}: {o.text}"] if o.error else []
+        elif case.kind in DISKS:
+            texts = ("its disk has", "No space left"), ("Read-only file system",)
+            is_named = any(text in o.text for text in texts[case.kind == "host disk read-only"])
+            wrong += [] if is_named else [f"rank {rank} has {o.error}: {o.text}"]
         elif case.kind in BEFORE:
             far = gone or [r for r in range(case.size) if r // case.ranks != host]
             texts = [f"rank {rank} did not reach rank 0" if 0 in far else f"rank {r} did not arrive" for r in far]

@@ -97,6 +97,7 @@ class Breaking:
     def _counted(self, f: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             self.left -= 1
+            self.wait_for_disk()
             if self.left == -1 and self.saves == self.fault.save:
                 self.strike(args)
             return f(*args, **options)
@@ -109,8 +110,33 @@ class Breaking:
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "disk full":
             raise OSError(28, "No space left on device")
+        elif kind == "disk read-only":
+            raise OSError(30, "Read-only file system")
         elif kind == "slow rank":
             time.sleep(0.5)
+
+    def wait_for_disk(self) -> None:
+        time.sleep(0.05 if self.fault.kind == "slow disk" else 0.0)
+
+
+def step_clock(seconds: float) -> None:
+    """Let this process's clock jump, as Python shows it: the time of the day, not the monotonic one."""
+    now, now_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: now() + seconds, lambda: now_ns() + int(seconds * 1e9)
+
+
+def use_memory() -> None:
+    """Run out of memory: this process may have 64 MB more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    found = []
+    try:
+        while True:
+            found.append(torch.ones(1 << 22))
+    finally:
+        found.clear()
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def train(start: Start, root: Path) -> str:
@@ -144,8 +170,13 @@ def train(start: Start, root: Path) -> str:
             p, s, key, _ = step(state["params"], state["opt_state"], state["key"], batch)
             state = {"params": p, "opt_state": s, "key": key, "step": i + 1}
             tell("step", step=i + 1)
-            if start.fault.kind == "a rank raises" and mesh.rank == start.fault.rank and i % 7 == start.fault.operation:
-                raise RuntimeError("planted")
+            if mesh.rank == start.fault.rank and i % 7 == start.fault.operation:
+                if start.fault.kind == "a rank raises":
+                    raise RuntimeError("planted")
+                if start.fault.kind == "out of memory":
+                    use_memory()
+                if start.fault.kind == "clock stepped":
+                    step_clock((-1) ** i * 3600.0 * 24**start.fault.save)
             if (i + 1) % EVERY == 0:
                 runs.wait()
                 tell("committed", step=i + 1 - EVERY)
