@@ -146,7 +146,6 @@ def test_a_long_sentence_of_prose_is_found_and_one_of_code_is_not():
 TO_DIVIDE = {
     "accelerate": 3,
     "architecture": 2,
-    "bytes": 13,
     "checkpoints": 1,
     "features": 24,
     "gpu": 1,
