@@ -42,6 +42,7 @@ def rows_of(module: Any, setting: Setting, *names: str) -> list[dict[str, Any]]:
     return [row for r in results for row in r.rows]
 
 
+@pytest.mark.slow
 def test_the_checks_hold_on_a_cpu(one_process):
     names = [
         "stage 3, fx, float32",

@@ -186,8 +186,8 @@ def uncompiled(codes: Any, one: Any) -> Any:
     return ((code, lambda args, graph=code.graph: GraphModule({}, graph).forward(*args)) for code in codes)
 
 
-@case
-def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
+@slow_case
+def reductions_go_on_from_iteration_to_iteration(mesh: fzero.ranks.Mesh) -> None:
     """The numbers are the eager step's, and the peak is the plan's, uncompiled and in pieces."""
     lowering, opt = importlib.import_module("fzero.graph.run._backends"), optim.adamw(1e-2)
 
@@ -418,7 +418,7 @@ def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.ranks.Mesh) -> None:
         assert all(name.startswith("rank_0/") for name in found) and (found == set() or not mesh.rank), found
 
 
-@case
+@slow_case
 def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.ranks.Mesh) -> None:
     if mesh.size > 2:
         return

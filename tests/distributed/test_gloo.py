@@ -10,48 +10,28 @@ import torch
 
 import fzero
 from fzero.testing import assert_trees_close
-from tests.distributed import (
-    axes_cases,
-    cases,
-    checkpoint_cases,
-    context_cases,
-    expert_cases,
-    jit_cases,
-    local_cases,
-    pipeline_cases,
-    resumed,
-    tensor_cases,
-    training_cases,
-)
+from tests.distributed import all_cases, cases, pipeline_cases, resumed
+from tests.distributed.all_cases import MODULES, quick
 from tests.distributed.launch import python, torchrun, world
 from tests.parallel.pipeline.model import loss_of, params_of, trained
 
-MODULES = {
-    "core": cases,
-    "jit": jit_cases,
-    "axes": axes_cases,
-    "training": training_cases,
-    "checkpoint": checkpoint_cases,
-    "experts": expert_cases,
-    "pipeline": pipeline_cases,
-    "tensor": tensor_cases,
-    "context": context_cases,
-    "local": local_cases,
-}
-SLOW = [
-    pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
-    for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor", "context")
-]
+TWO = ("core", "training", "checkpoint", "experts", "pipeline", "tensor", "context", "jit")
+FOUR = ("axes", "local")
 
 
+@pytest.mark.parametrize("ranks,modules", [(2, TWO), (4, FOUR)])
+def test_processes(ranks, modules):
+    """All modules in one world, since each world warms up for itself."""
+    check(ranks, all_cases.__name__, [f"{name}.{case}" for name in modules for case in quick(name)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,ranks",
-    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "experts", "pipeline", "tensor", "context")]
-    + [("axes", 4), ("local", 4), *SLOW],
+    [*((name, 2) for name in TWO), *((name, 4) for name in TWO), *((name, 4) for name in FOUR)],
 )
-def test_gloo_processes(name, ranks):
-    module = MODULES[name]
-    check(ranks, module.__name__, [case for case in module.CASES if case not in getattr(module, "SLOW", ())])
+def test_processes_of_one_module(name, ranks):
+    check(ranks, MODULES[name].__name__, quick(name))
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def a_vmap_around_the_world_maps_every_process(mesh: fzero.ranks.Mesh) -> None:
 def an_overflow_on_the_last_rank_skips_on_all(mesh: fzero.ranks.Mesh) -> None:
     precision = fzero.Precision(torch.float16)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(0.1), precision), 64.0)
-    for stage in range(4):
+    for stage in either((0, 3), range(4)):
         train_step = step_of(opt, scaled=True, micro_batches=2, precision=precision)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         state = step.init({"w": torch.tensor([-0.0, 1.0, 2.0]), "v": torch.ones(2)}, opt)
@@ -117,7 +117,7 @@ def unequal_token_counts_make_one_mean(mesh: fzero.ranks.Mesh) -> None:
         return total / count
 
     expected = fzero.value_and_grad(dense)(params, batch)
-    for stage in range(4):
+    for stage in either((1, 3), range(4)):
         for k in (1, 3):
 
             def train_step(params: Any, opt_state: Any, batch: Any, k: int = k) -> Any:

@@ -1,7 +1,7 @@
 """Faults in fzero/checkpoint."""
 
 from tests.mutants.changes import after, always, bare, becomes, before, dropped, elsewhere, never, returns, skipped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 BLOCKS = ("tests/checkpoint/test_blocks.py",)
 LAWS = ("tests/checkpoint/test_laws.py",)
@@ -10,7 +10,7 @@ DAMAGE = ("tests/checkpoint/test_damage.py",)
 FUZZ = ("tests/checkpoint/test_fuzz.py", "-k", "not mutated")
 FOLDER = ("tests/checkpoint/test_folder.py",)
 INPUT = ("tests/checkpoint/test_input.py",)
-ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
+ON_GLOO = on_processes("checkpoint")
 HF = ("tests/checkpoint/test_hf.py",)
 SHARING = ("tests/checkpoint/test_sharing.py",)
 COPIES = ("tests/checkpoint/test_copies.py",)

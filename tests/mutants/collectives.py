@@ -1,7 +1,7 @@
 """Faults in fzero/collectives."""
 
 from tests.mutants.changes import bare, becomes, constant, dropped, never, skipped
-from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File
+from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File, on_processes
 
 MUTANTS = [
     *File("collectives/_sums.py").faults(
@@ -38,7 +38,7 @@ MUTANTS = [
             "a rank is sent the entry of another rank",
             "_exchange",
             becomes("to", "source", at="3 of 4"),
-            ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
+            on_processes("core", 4),
         ),
         Fault("internal messages have tags that users may use", "TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
         Fault("reduce_scatter sums whatever reduction is asked for", "reduce_scatter", dropped("A != 'sum'")),

@@ -1,11 +1,11 @@
 """Faults in fzero/data, in the metrics of fzero/observe, and in evaluation."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, skipped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 DATA = ("tests/data",)
 METRICS = ("tests/observe",)
-ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
+ON_GLOO = on_processes("training")
 
 MUTANTS = [
     *File("data/_batches.py", DATA).faults(

@@ -15,7 +15,7 @@ from tests.mutants.changes import (
     skipped,
     swapped,
 )
-from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PASS_MANAGER, Fault, File
+from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PASS_MANAGER, Fault, File, on_processes
 
 RECORDER = ("tests/_torch/test_recorder.py",)
 GRAPHS = ("tests/_torch/test_graphs.py",)
@@ -24,7 +24,7 @@ FUSED = ("tests/graph/test_fused.py",)
 RECAST = ("tests/graph/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
 CARRY = ("tests/graph/test_carry.py",)
-ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
+ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 BUFFERS = ("tests/_torch/test_buffers.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
@@ -92,7 +92,7 @@ MUTANTS = [
             '"inductor-whole" gets graphs with in-place writes',
             "_pass_context",
             (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
-            ON_GLOO,
+            SLOW_ON_GLOO,
         ),
         Fault(
             "a slot of a donated box prints as if it were alive",
@@ -137,7 +137,9 @@ MUTANTS = [
         ),
         Fault("the copy of a convolution's operand is not counted", "workspace_bytes", returns("0", at="4 of 6")),
         Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
-        Fault("what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), ON_GLOO),
+        Fault(
+            "what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), SLOW_ON_GLOO
+        ),
         Fault(
             "an iteration's unfinished reductions end with the iteration",
             "_completions",
@@ -423,7 +425,7 @@ MUTANTS = [
             "the reductions of the last iteration are not added",
             "_wait_after",
             skipped("A.replace_all_uses_with(B, delete_user_cb=C)"),
-            ON_GLOO,
+            SLOW_ON_GLOO,
         ),
     ),
     *File("graph/planning/_clocks.py", CARRY).faults(
@@ -444,7 +446,7 @@ MUTANTS = [
         ),
         Fault("arguments that overlap in memory are not refused", "_check_apart", never("A < B"), JIT),
     ),
-    *File("zero/_sharded_step.py", ("tests/distributed/test_gloo.py", "-k", "training-2")).faults(
+    *File("zero/_sharded_step.py", on_processes("training")).faults(
         Fault("ranks compare values that a vmap batches", "ShardedStep._should_check", dropped("vmaps()")),
     ),
     *File("ranks/_spmd.py", JIT).faults(
@@ -724,7 +726,7 @@ MUTANTS = [
             "ranks do not agree on whether a length needs a trace",
             "AnyLength._find",
             never("A is not None and A.distributed"),
-            ON_GLOO,
+            SLOW_ON_GLOO,
         ),
         Fault(
             "lengths that take another branch are used to fit the sizes",

@@ -1,10 +1,10 @@
 """Faults in fzero/checkpoint/hf."""
 
 from tests.mutants.changes import always, becomes, dropped, never
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 HF = ("tests/checkpoint/test_hf.py",)
-PROCESSES = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
+PROCESSES = on_processes("checkpoint")
 
 MUTANTS = [
     *File("checkpoint/hf/_read.py", HF).faults(

@@ -1,10 +1,10 @@
 """Faults in replicas that train apart: fzero/local_sgd, and the meshes that are parts of a world."""
 
 from tests.mutants.changes import bare, becomes, never, skipped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 LOCAL = ("tests/local_sgd/test_local_steps.py",)
-WORLD = ("tests/distributed/test_gloo.py::test_gloo_processes[local-4]",)
+WORLD = on_processes("local", 4)
 
 MUTANTS = [
     *File("graph/_jit.py", LOCAL).faults(

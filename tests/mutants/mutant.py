@@ -28,7 +28,15 @@ RANDOM = ("tests/random/test_random.py",)
 REMAT = ("tests/transforms/test_remat.py",)
 OWN = ("tests/transforms/test_own_gradients.py",)
 WRITES = ("tests/zero/test_writes.py",)
-GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
+
+
+def on_processes(module: str, ranks: int = 2, slow: bool = False) -> tuple[str, ...]:
+    """Return the words for pytest that run the quick or the slow cases of one module on real processes."""
+    test = f"{'test_slow_cases' if slow else 'test_processes_of_one_module'} and {module}-{ranks}"
+    return ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", test)
+
+
+GLOO = on_processes("core")
 
 
 class Mutant(NamedTuple):

@@ -1,10 +1,10 @@
 """Faults in how fzero/observe finds values that are not finite."""
 
 from tests.mutants.changes import always, bare, becomes, never, returns, skipped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 DEBUG = ("tests/observe",)
-ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
+ON_GLOO = on_processes("training")
 
 MUTANTS = [
     *File("observe/_value_graph.py", DEBUG).faults(

@@ -1,14 +1,14 @@
 """Faults in fzero/parallel/pipeline, in messages, and in a graph's regions."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped, swapped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 LAWS = ("tests/parallel/pipeline/test_equivalence.py",)
 PLAN = ("tests/parallel/pipeline/test_plan.py",)
 ERRORS = ("tests/parallel/pipeline/test_errors.py",)
 AXES = ("tests/parallel/pipeline/test_axes.py",)
 MESSAGES = ("tests/collectives/test_messages.py",)
-PROCESSES = ("tests/distributed/test_gloo.py", "-k", "pipeline-2")
+PROCESSES = on_processes("pipeline")
 
 MUTANTS = [
     *File("parallel/pipeline/_pipeline.py", LAWS).faults(
@@ -74,7 +74,7 @@ MUTANTS = [
             "a jitted pipeline ignores the loss scale",
             "RowRecorder._stage",
             becomes("A(B, self.C)", "A(B, None)"),
-            PROCESSES,
+            on_processes("pipeline", slow=True),
         ),
     ),
     *File("parallel/pipeline/_row_executor.py", LAWS).faults(

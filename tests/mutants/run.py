@@ -1,10 +1,10 @@
 """Faults in fzero/graph/run."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
-from tests.mutants.mutant import GRAPH, JIT, Fault, File
+from tests.mutants.mutant import GRAPH, JIT, Fault, File, on_processes
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
-ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
+ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
@@ -56,7 +56,7 @@ MUTANTS = [
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
     ),
     *File("graph/loop/_loop_functions.py", LOOPS).faults(
-        Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), ON_GLOO),
+        Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), SLOW_ON_GLOO),
         Fault("pending sums of a loop start at 0.0, not at -0.0", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("pending sums of a loop start in the default dtype", "_pending_zeros", dropped("dtype=A"), ARRIVING),
         Fault(
@@ -195,7 +195,7 @@ MUTANTS = [
             "Lengths.length_of",
             becomes("len(A) != 1 or B", "not A"),
         ),
-        Fault("ranks do not agree on code for all lengths", "for_all_lengths", becomes("mesh", "None"), ON_GLOO),
+        Fault("ranks do not agree on code for all lengths", "for_all_lengths", becomes("mesh", "None"), SLOW_ON_GLOO),
         Fault("the lengths of plans are not remembered", "for_all_lengths", skipped("A.B(shapes)")),
     ),
 ]

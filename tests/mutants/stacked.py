@@ -1,7 +1,7 @@
 """Faults in what knows that blocks are stacked by rank: checkpoints, optimizers, evaluation, tools."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped, swapped
-from tests.mutants.mutant import Fault, File
+from tests.mutants.mutant import Fault, File, on_processes
 
 CHECKPOINT = ("tests/checkpoint/test_pipelines.py",)
 TOOLS = ("tests/parallel/pipeline/test_tools.py",)
@@ -11,7 +11,7 @@ PLAN = ("tests/parallel/pipeline/test_plan.py",)
 OPTIMIZERS = ("tests/parallel/pipeline/test_equivalence.py", "-k", "optimizers_see")
 NN = ("tests/nn/test_module_pipeline.py", "-k", "hugging")
 TESTING = ("tests/test_testing.py", "-k", "pipelined")
-PROCESSES = ("tests/distributed/test_gloo.py", "-k", "pipeline-2")
+PROCESSES = on_processes("pipeline")
 
 MUTANTS = [
     *File("parallel/pipeline/_model_checks.py", ERRORS).faults(

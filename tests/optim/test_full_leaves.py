@@ -150,6 +150,7 @@ def test_muon_equals_its_unsharded_self(n):
         assert_equivalent(train_step_for(loss_of, EXACT), params_of(), EXACT, batches, world_sizes=(n,), units=units)
 
 
+@pytest.mark.slow
 def test_muon_in_half_precision_stays_near():
     """The default: what is sent and iterated is bfloat16, as torch's is."""
     opt = optim.muon(0.05, fallback=optim.adamw(1e-2))

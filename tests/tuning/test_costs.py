@@ -172,6 +172,7 @@ def test_a_plans_work_is_the_formulas():
     assert 14 <= planned_.host_bytes[1] / planned_.elements <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage,clip", cases([(3, True)], [(2, False)]))
 def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
     work = tuning.planned_work(lambda r: planned(r, stage, clip))

@@ -60,6 +60,7 @@ def test_a_pipeline_of_experts_equals_unsharded_training(stage):
     check(fzero.mesh(dp=2, ep=2, pp=2), stage, loss, params_of(2, experts=4), steps=1)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_experts_with_tensor_parallelism_equals_unsharded_training():
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=(TENSOR, moe.split("experts")))
     check(fzero.mesh(ep=2, pp=2, tp=2, simulate="lockstep"), 3, loss, params_of(2, experts=4))

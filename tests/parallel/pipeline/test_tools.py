@@ -39,6 +39,7 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
     assert step.state_bytes(state) - 8 == (whole if stage == 0 else cut)  # a count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate", cases(["lockstep"], ["vmap"]))
 def test_a_nonfinite_leaf_is_named_by_the_blocks_number(simulate):
     mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
@@ -58,6 +59,7 @@ def test_a_nonfinite_leaf_is_named_by_the_blocks_number(simulate):
     assert found.origin is not None and found.origin.operation == "log" and found.origin.ranks == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_jitted_pipeline_is_profiled():
     loss = loss_of(2)
     step, state, batch = made(fzero.mesh(dp=1, pp=2), loss, params_of(4))
