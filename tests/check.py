@@ -2,18 +2,20 @@
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
 faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. Changed files of tests run first, then
-the tests of the structure and of the reference, then the mirrors. After 40 seconds no further test begins. A warning
-names each changed file whose tests were left out: `make test` runs all.
+the mirrors, then the tests of the structure and of the reference. Laws try few examples. 40 seconds are shared by the
+files, so that some tests of each run: a file's tests stop when its share is over, and what it saves goes to the later
+files. A warning names each file whose tests were left out: `make test` runs all.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -51,32 +53,45 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
     return [str(x.relative_to(root)) for x in dict.fromkeys(next(filter(None, choices), []))]
 
 
-def ordered(files: Iterable[str]) -> list[str]:
-    """List the tests of changed files: those that changed, those of the whole project that are quick, the mirrors."""
-    tests = [test for file in files for test in mirrored(file)]
+def whole_project() -> list[str]:
+    """List the tests that any change may break: of the structure, and the quick ones of the reference."""
     pages = "tests/docs/test_docs.py"
     quick = re.findall(r"^def (test_(?:every|links)_\w+)", (ROOT / pages).read_text(), re.MULTILINE)
+    return ["tests/test_structure.py", *[f"{pages}::{name}" for name in quick]]
+
+
+def ordered(files: Iterable[str]) -> list[str]:
+    """List the tests of changed files: those that changed, the mirrors, those of the whole project."""
+    tests = [test for file in files for test in mirrored(file)]
     own = [test for test in tests if test in files]
-    chosen = dict.fromkeys([*own, "tests/test_structure.py", *[f"{pages}::{name}" for name in quick], *tests])
+    chosen = dict.fromkeys([*own, *tests, *whole_project()])
     return [test for test in chosen if test in own or test.split("::")[0] not in own]
 
 
-def warnings(files: Iterable[str], left: Iterable[str]) -> list[str]:
-    """Tell of which changed files some tests were left out, and how to run them."""
-    found = []
-    for file in files:
-        tests = [test for test in mirrored(file) if any(name.startswith(test) for name in left)]
-        if tests:
-            found.append(f"warning: not all tests of {file} have run: python -m pytest -n0 {' '.join(tests)}")
-    return found
+def warnings(files: Iterable[str], left: Sequence[str]) -> list[str]:
+    """Tell of which changed files, and of the whole project, some tests were left out, and how to run them."""
+    groups = {file: mirrored(file) for file in files} | {"the whole project": whole_project()}
+    messages = []
+    for name, tests in groups.items():
+        skipped = [test for test in tests if any(item.startswith(test) for item in left)]
+        if skipped:
+            messages.append(f"warning: not all tests of {name} have run: python -m pytest -n0 {' '.join(skipped)}")
+    return messages
 
 
 class Deadline:
-    """A plugin of pytest: no test begins after a time; those that were not run are counted; pages run anyway."""
+    """A plugin of pytest that shares a time among the files of tests; pages run also if they are slow.
+
+    Attributes:
+        until: when the time is over, by `time.monotonic()`.
+        left: the tests that were not run.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.until = time.monotonic() + seconds
         self.left: list[str] = []
+        self._files: list[str] = []  # whose tests have not begun, in their order
+        self._until_next = self.until
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -85,12 +100,24 @@ class Deadline:
             if "test_a_page_runs" in item.nodeid:
                 item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Learn which files there are, without those whose tests are all slow."""
+        self._files = [*dict.fromkeys([_file_of(item) for item in session.items])]
+
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Leave a test out when the time is over."""
-        if time.monotonic() < self.until:
+        """Leave a test out when the share of its file is over."""
+        now, file = time.monotonic(), _file_of(item)
+        if file in self._files:
+            self._until_next = now + (self.until - now) / len(self._files)
+            self._files.remove(file)
+        if now < self._until_next:
             return None
         self.left.append(item.nodeid)
         return True
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def lint_and_types(files: Iterable[str]) -> list[subprocess.Popen[bytes]]:
@@ -113,6 +140,7 @@ def main() -> int:
         print("nothing has changed")
         return 0
     started = lint_and_types(files)
+    os.environ["HYPOTHESIS_PROFILE"] = "check"  # few examples
     chosen, deadline = ordered(files), Deadline(SECONDS)
     print("tests:", *chosen, sep="\n  ")
     code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *chosen], plugins=[deadline])

@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("all", **options)  # more examples of some laws: tests.helpers.examples
     phases = [Phase.explicit, Phase.generate]  # no shrinking
     settings.register_profile("mutants", **options, max_examples=50, phases=phases)
+    settings.register_profile("check", **options, max_examples=5)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
 
 

@@ -27,8 +27,11 @@ needs_symbols = pytest.mark.skipif(torch.__version__ < "2.13", reason="this torc
 
 
 def examples(few: int, many: int) -> settings:
-    """So many examples of a law in `make test`, and in `make test-all`; 0 stands for those of `@example` alone."""
-    number = either(few, many)
+    """So many examples of a law in `make test`, and in `make test-all`; 0 stands for those of `@example` alone.
+
+    `make check` tries five at most.
+    """
+    number = min(few, 5) if os.environ.get("HYPOTHESIS_PROFILE") == "check" else either(few, many)
     return settings(max_examples=number) if number else settings(max_examples=1, phases=[Phase.explicit])
 
 

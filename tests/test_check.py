@@ -1,10 +1,14 @@
 """check: the tests that mirror a change, and no more than fit into its time."""
 
 import pathlib
+import time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.check import Deadline, mirrored, ordered, warnings
+from tests.helpers import examples
 from tests.mutants.changes import never
 from tests.mutants.mutant import Mutant
 
@@ -45,23 +49,21 @@ def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
     assert mirrored("fzero/f.py", tmp_path, [fault]) == []
 
 
-def test_changed_tests_run_first_and_the_mirrors_last():
+def test_changed_tests_run_first_and_those_of_the_whole_project_last():
     found = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
-    assert (
-        found[:2] == ["tests/test_errors.py", "tests/test_structure.py"]
-        and found[-1] == "tests/graph/test_any_length.py"
-    )
-    assert {test.split("::")[0] for test in found[2:-1]} == {"tests/docs/test_docs.py"} and len(found) > 5
+    assert found[:3] == ["tests/test_errors.py", "tests/graph/test_any_length.py", "tests/test_structure.py"]
+    assert {test.split("::")[0] for test in found[3:]} == {"tests/docs/test_docs.py"} and len(found) > 5
     of_page = ordered(["docs/jit.md", "tests/docs/test_docs.py"])
     assert of_page == ["tests/docs/test_docs.py", "tests/test_structure.py"], "a file and its tests are the same tests"
 
 
 def test_a_changed_file_whose_tests_were_left_out_is_named():
     files = ["fzero/graph/_any_length.py", "tests/test_errors.py"]
-    assert warnings(files, []) == [] == warnings(files, ["tests/test_structure.py::test_a"])
-    (told,) = warnings(files, ["tests/test_structure.py::test_a", "tests/graph/test_any_length.py::test_b[1]"])
-    assert told.startswith("warning: not all tests of fzero/graph/_any_length.py have run")
-    assert told.endswith("python -m pytest -n0 tests/graph/test_any_length.py")
+    assert warnings(files, []) == [] == warnings(files, ["tests/test_optim.py::test_a"])
+    of_file, of_all = warnings(files, ["tests/test_structure.py::test_a", "tests/graph/test_any_length.py::test_b[1]"])
+    assert of_file.startswith("warning: not all tests of fzero/graph/_any_length.py have run")
+    assert of_file.endswith("python -m pytest -n0 tests/graph/test_any_length.py")
+    assert of_all.startswith("warning: not all tests of the whole project have run")
 
 
 def test_nearly_every_file_has_tests():
@@ -70,7 +72,26 @@ def test_nearly_every_file_has_tests():
     assert len(without) < len(files) / 20, without
 
 
-def test_no_test_begins_after_the_deadline(request):
-    early, late = Deadline(60), Deadline(-1)
-    assert early.pytest_runtest_protocol(request.node) is None and not early.left
-    assert late.pytest_runtest_protocol(request.node) and late.left == [request.node.nodeid]
+class Item(NamedTuple):
+    """In the place of a test of pytest."""
+
+    nodeid: str
+
+
+def test_each_file_has_a_share_of_the_time(monkeypatch):
+    """Three files share 30 s: the first takes 20, the second none, so the last has the 10 that are left."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline: Any = Deadline(30)
+    items = [Item(f"{file}::{i}") for file in "abc" for i in range(3)]
+    deadline.pytest_collection_finish(SimpleNamespace(items=items))
+    seconds = {"a": 20.0, "b": 0.0, "c": 6.0}
+    for item in items:
+        if deadline.pytest_runtest_protocol(item) is None:
+            now += seconds[item.nodeid[0]]
+    assert deadline.left == ["a::1", "a::2", "c::2"]
+
+
+def test_a_law_tries_few_examples(monkeypatch):
+    monkeypatch.setenv("HYPOTHESIS_PROFILE", "check")
+    assert [examples(few, 100).max_examples for few in (2, 50)] == [2, 5]
