@@ -64,7 +64,9 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, optimizer: Optimizer, mesh: Mesh) -> None:
+def check_host_memory(
+    init: Callable[[Any], Any], step_boxes: Any, params: Any, optimizer: Optimizer, mesh: Mesh
+) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
     There is no check without offload, or for parameters on the meta device. Nor is there one if the optimizer's `init`
@@ -72,7 +74,7 @@ def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, opti
 
     Args:
         init: the optimizer's `init`, as a program of all ranks.
-        within: the parameters as they are within a step, on the meta device.
+        step_boxes: the parameters as they are within a step, on the meta device.
         params: the parameters in the step's layout.
         optimizer: the optimizer.
         mesh: the ranks.
@@ -86,7 +88,7 @@ def check_host_memory(init: Callable[[Any], Any], within: Any, params: Any, opti
     if free is None:
         return
     try:
-        trees = [init(within)]
+        trees = [init(step_boxes)]
     except (NotImplementedError, RuntimeError):  # the optimizer reads values
         return
     if optimizer.param_offload_ratio:

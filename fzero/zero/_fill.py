@@ -5,15 +5,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.ranks import Mesh, check_equal, check_same_structure, checksum, device_put
+from fzero.ranks import Mesh, check_equal, checksum, device_put
 from fzero.sharding import Spec, box_of, is_box, sharded_units, slice_elements, spaces, spec_of
-from fzero.zero._leaf_supply import LeafSupply
-from fzero.zero._traced_init import TracedInit
+from fzero.zero._tree_source import TreeSource
 
 __all__ = ["fill_template"]
 
 
-def fill_template(label: str, source: LeafSupply | TracedInit, template: Any, mesh: Mesh, like: Any = None) -> Any:
+def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, like: Any = None) -> Any:
     """Put the leaves of a tree into the boxes of a template, on the mesh's device.
 
     Leaves on the meta device stay there. At any time memory holds the boxes, one leaf, the inputs of this leaf, and
@@ -33,10 +32,7 @@ def fill_template(label: str, source: LeafSupply | TracedInit, template: Any, me
         ValueError: if a leaf differs between ranks (raised on all ranks), or if only some leaves of a unit have values.
             The message names the leaf.
     """
-    if isinstance(source, LeafSupply):  # before the first leaf is donated
-        check_equal(label, tree.unflatten(source.structure, source.tensors), mesh)
-    else:
-        check_same_structure(label, tree.unflatten(source.structure, source.leaves), mesh)
+    source.check_before(label, mesh)
     paths, entries, structure = tree.flatten_with_paths(template, is_box)
     devices: list[Any] = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
     boxes, destinations = _zero_boxes(label, (paths, entries), devices, mesh)
@@ -48,8 +44,8 @@ def fill_template(label: str, source: LeafSupply | TracedInit, template: Any, me
     ]
     copies: dict[int, torch.Tensor] = {}  # id of an entry -> the copy of its leaf: tied leaves stay tied
     sums: list[Any] = [None] * len(source.leaves)
-    for positions, leaf, may_keep in source.run():
-        if mesh.distributed and isinstance(source, TracedInit):
+    for positions, leaf, owns_memory in source.iter_leaves():
+        if mesh.distributed and source.needs_checksums:
             total = checksum(leaf)
             for i in positions:
                 sums[i] = total
@@ -60,11 +56,11 @@ def fill_template(label: str, source: LeafSupply | TracedInit, template: Any, me
             key = id(entries[i])
             if key not in copies:
                 moved = device_put(leaf, devices[i])
-                copies[key] = moved if moved is not leaf or (may_keep and i == positions[0]) else leaf.clone()
+                copies[key] = moved if moved is not leaf or (owns_memory and i == positions[0]) else leaf.clone()
                 del moved
             result[i] = copies[key]
         del leaf  # before the source makes the next one
-    if isinstance(source, TracedInit):
+    if source.needs_checksums:
         check_equal(label, tree.unflatten(source.structure, source.leaves), mesh, sums)
     return tree.unflatten(structure, result)
 

@@ -8,20 +8,22 @@ import torch
 
 from fzero import _torch, tree
 from fzero._donated import donate_memory
+from fzero.ranks import Mesh, check_equal
 from fzero.sharding import PerRank, Shard, Slot, is_box, sharded_units, spec_of
+from fzero.zero._tree_source import SourceLeaf
 
 __all__ = ["LeafSupply", "make_supply", "supply_like"]
 
 
 @dataclass(frozen=True)
 class LeafSupply:
-    """A tree whose leaves exist. `run` passes each leaf on once, one after the other, and drops it.
+    """A tree whose leaves exist.
 
     Attributes:
         leaves: meta tensors like the leaves; tied leaves are one object. Values that are no tensors are unchanged.
         devices: the device of each leaf; None for a value that is no tensor.
         structure: the tree's structure, in which a `PerRank` value is a leaf.
-        tensors: the leaves themselves, until `run` passes them on.
+        tensors: the leaves themselves, until `iter_leaves` passes them on.
         notes: if the caller donates the leaves, an error message for each, for later reads; else empty.
     """
 
@@ -31,12 +33,17 @@ class LeafSupply:
     tensors: list[Any]
     notes: Sequence[str]
 
-    def run(self) -> Iterator[tuple[list[int], torch.Tensor, bool]]:
-        """Drop each leaf as it is passed on.
+    @property
+    def needs_checksums(self) -> bool:
+        """Whether the values are compared later: `check_before` compares them."""
+        return False
 
-        Yields:
-            A leaf's positions, the leaf, and whether the result may keep the leaf's memory.
-        """
+    def check_before(self, label: str, mesh: Mesh) -> None:
+        """Compare the values between ranks, before the first leaf is donated."""
+        check_equal(label, tree.unflatten(self.structure, self.tensors), mesh)
+
+    def iter_leaves(self) -> Iterator[SourceLeaf]:
+        """Pass on each leaf once, and drop it. A donated leaf owns its memory if nothing else lies in it."""
         positions: dict[int, list[int]] = {}  # id of a leaf -> its positions
         for i, x in enumerate(self.leaves):
             if isinstance(x, torch.Tensor):
@@ -50,17 +57,18 @@ class LeafSupply:
                 self.tensors[i] = None
             if self.notes and not x.is_meta:
                 x = donate_memory(x, self.notes[at[0]])
-            yield at, x, bool(self.notes) and is_writable and owns_storage
+            yield SourceLeaf(at, x, bool(self.notes) and is_writable and owns_storage)
             del x  # before the next leaf is copied
 
 
-def make_supply(label: str, values: Any, call: str = "") -> LeafSupply:
+def make_supply(label: str, values: Any, donated_to: str | None = None) -> LeafSupply:
     """Flatten a tree into a supply of its leaves. A leaf is freed after its use, unless someone else holds it.
 
     Args:
         label: the tree's name in messages.
         values: the tree.
-        call: if the caller donates the leaves, the call that does, for messages: "step.init(..., donate=True)".
+        donated_to: the call that the leaves are donated to, for messages, such as "step.init(..., donate=True)"; None
+            if the caller keeps them.
 
     Raises:
         ValueError: if the tree is sharded. The message names the first box.
@@ -78,7 +86,7 @@ def make_supply(label: str, values: Any, call: str = "") -> LeafSupply:
             meta[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="meta")
         leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else tensors[i])
     devices = [x.device if isinstance(x, torch.Tensor) else None for x in tensors]
-    notes = [f"{label} leaf {path!r} was donated to {call}" for path in paths] if call else []
+    notes = [f"{label} leaf {path!r} was donated to {donated_to}" for path in paths] if donated_to else []
     return LeafSupply(leaves, devices, structure, tensors, notes)
 
 
@@ -108,14 +116,14 @@ def _check_leaf(label: str, path: str, x: Any) -> None:
         )
 
 
-def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSupply:
+def supply_like(label: str, values: Any, like: Any, donated_to: str | None = None) -> LeafSupply:
     """Flatten a tree of full leaves into a supply, in the structure of a sharded tree, where it has leaves and boxes.
 
     Args:
         label: the name of `values` in messages.
         values: the tree, with the structure, shapes and dtypes of `step.gather(like)`.
         like: the sharded tree. The contents of its tensors are not read.
-        call: if the caller donates the leaves, the call that does, for messages.
+        donated_to: the call that the leaves are donated to, for messages; None if the caller keeps them.
 
     Raises:
         ValueError: if the structures differ, or the shape or dtype of a leaf differs from `like`, or tied leaves have
@@ -139,7 +147,7 @@ def supply_like(label: str, values: Any, like: Any, call: str = "") -> LeafSuppl
             _check_tied(label, (paths[first_position], leaves[first_position]), (paths[i], leaves[i]))
     for path, x, shape_and_dtype in zip(paths, leaves, expected, strict=True):
         _check_like(label, path, x, shape_and_dtype)
-    return make_supply(label, tree.unflatten(structure, leaves), call)
+    return make_supply(label, tree.unflatten(structure, leaves), donated_to)
 
 
 def _no_box(x: Any) -> Any:

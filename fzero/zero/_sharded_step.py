@@ -232,14 +232,14 @@ class ShardedStep:
         check_optimizer(opt, optimizer, self.stage, self.layout.shards_state)
         with torch.inference_mode(False), torch.no_grad():
             step = self._with_dtypes_of(optimizer)
-            params, within = step._shard_values("params", params, "step.init(..., donate=True)" if donate else "")
-            check_host_memory(step.program(optimizer.init), within, params, optimizer, self.mesh)
+            params, step_boxes = step._shard_values("params", params, "step.init(..., donate=True)" if donate else None)
+            check_host_memory(step.program(optimizer.init), step_boxes, params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
             opt_state = tree.copy_shared(opt_state, params)  # a state may start as the parameters themselves
             leaves, structure = tree.flatten(params, is_box)
             del params  # so each leaf is freed when it is copied
-            params = tree.unflatten(structure, in_unit_buffers(leaves, within))
+            params = tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
             empty_cache(self.mesh.device)  # the segments of full leaves, in which no step's tensors would fit
             return params, opt_state
 
@@ -248,33 +248,33 @@ class ShardedStep:
         precision = optimizer.precision
         return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
 
-    def _shard_values(self, label: str, values: Any, call: str) -> tuple[Any, Any]:
+    def _shard_values(self, label: str, values: Any, donated_to: str | None) -> tuple[Any, Any]:
         """Put a tree into the layout that parameters have between steps, leaf by leaf.
 
         Returns:
             The tree, and a tree of its boxes within a step, on the meta device.
         """
         lazy = self.layout.shards_params or self.mesh.device.type != "cpu"  # so the host never holds the whole tree
-        source = make_source(label, values, lazy=lazy, call=call)
+        source = make_source(label, values, lazy=lazy, donated_to=donated_to)
         del values
-        between, within = self._layouts_of(tree.unflatten(source.structure, source.leaves))
-        return fill_template(label, source, between, self.mesh), within
+        boxes, step_boxes = self._abstract_boxes(tree.unflatten(source.structure, source.leaves))
+        return fill_template(label, source, boxes, self.mesh), step_boxes
 
-    def _layouts_of(self, params: Any) -> tuple[Any, Any]:
-        """Lay out the full leaves of a tree on the meta device, as they are between steps and within a step.
+    def _abstract_boxes(self, params: Any) -> tuple[Any, Any]:
+        """Return a tree's boxes on the meta device: those between steps, and those within a step.
 
         Between steps of stages 0 to 2 only split leaves are in boxes, over no axis.
         """
 
-        def layouts(params: Any) -> tuple[Any, Any]:
+        def make_boxes(params: Any) -> tuple[Any, Any]:
             sharded = self.layout.shards_params
-            between = partition(params, None if sharded else (), reduce_grads=self.layout.grads if sharded else "each")
-            return between, self._partition_within(between)
+            boxes = partition(params, None if sharded else (), reduce_grads=self.layout.grads if sharded else "each")
+            return boxes, self._partition_within(boxes)
 
-        def on_meta(x: Any) -> Any:
+        def to_meta(x: Any) -> Any:
             return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else None
 
-        return self.program(layouts)(tree.map(on_meta, params, is_leaf=is_box))
+        return self.program(make_boxes)(tree.map(to_meta, params, is_leaf=is_box))
 
     def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
         """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters.
@@ -344,18 +344,20 @@ class ShardedStep:
             >>> step.partition(saved, like=opt_state).mu
             {'w': Shard('w', float32 [100], 25 of 100 elements, dp=4)}
         """
-        call = "step.partition(..., donate=True)" if donate else ""
+        donated_to = "step.partition(..., donate=True)" if donate else None
         with torch.inference_mode(False), torch.no_grad():
             if like is None:
-                result, within = self._shard_values("values", values, call)
+                result, step_boxes = self._shard_values("values", values, donated_to)
             else:
                 check_tree(like, self.mesh)
-                result = fill_template("values", supply_like("values", values, like, call), like, self.mesh, like)
-                within = self._layouts_of(result)[1] if self.layout.shards_within_step else like
+                source = supply_like("values", values, like, donated_to)
+                result = fill_template("values", source, like, self.mesh, like)
+                del source
+                step_boxes = self._abstract_boxes(result)[1] if self.layout.shards_within_step else like
             del values
             leaves, structure = tree.flatten(result, is_box)
             del result  # so each leaf is freed when it is copied
-            return tree.unflatten(structure, in_unit_buffers(leaves, within))
+            return tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
 
     @api_boundary
     def gather(self, params: Any) -> Any:

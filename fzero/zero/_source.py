@@ -4,14 +4,15 @@ from typing import Any
 
 import torch
 
-from fzero.zero._leaf_supply import LeafSupply, make_supply
+from fzero.zero._leaf_supply import make_supply
 from fzero.zero._module_params import initializer, is_on_meta, trainable_params
-from fzero.zero._traced_init import TracedInit, try_trace
+from fzero.zero._traced_init import try_trace
+from fzero.zero._tree_source import TreeSource
 
 __all__ = ["make_source"]
 
 
-def make_source(label: str, values: Any, lazy: bool, call: str = "") -> LeafSupply | TracedInit:
+def make_source(label: str, values: Any, lazy: bool, donated_to: str | None = None) -> TreeSource:
     """Return the source of a tree's leaves, which supplies them one after the other.
 
     Args:
@@ -20,7 +21,7 @@ def make_source(label: str, values: Any, lazy: bool, call: str = "") -> LeafSupp
             trainable parameters; a module on the meta device initializes them.
         lazy: whether to trace a function, so that each leaf is computed only when it is needed. Otherwise, or if it
             cannot be traced, the function is called now, and each leaf is freed after its use.
-        call: if the caller donates the leaves, the call that does, for messages.
+        donated_to: the call that the leaves are donated to, for messages; None if the caller keeps them.
 
     Raises:
         ValueError: if a module is partly on the meta device, or the tree is sharded. The message names the parameter
@@ -30,6 +31,6 @@ def make_source(label: str, values: Any, lazy: bool, call: str = "") -> LeafSupp
     if isinstance(values, torch.nn.Module):
         values = initializer(values) if is_on_meta(values) else trainable_params(values)
     if not callable(values):
-        return make_supply(label, values, call)
+        return make_supply(label, values, donated_to)
     source = try_trace(values) if lazy else None
-    return make_supply(label, values(), call) if source is None else source
+    return make_supply(label, values(), donated_to) if source is None else source

@@ -14,6 +14,8 @@ from torch.fx.node import map_arg
 from fzero import _torch, tree
 from fzero._notice import warn_once
 from fzero.graph import is_random, stand_ins_of
+from fzero.ranks import Mesh, check_same_structure
+from fzero.zero._tree_source import SourceLeaf
 
 __all__ = ["TracedInit", "try_trace"]
 
@@ -34,12 +36,21 @@ class TracedInit:
     _graph: GraphModule
     _nodes: dict[Node, list[int]]  # the node that computes a leaf -> the leaf's positions
 
-    def run(self) -> Iterator[tuple[list[int], torch.Tensor, bool]]:
+    @property
+    def needs_checksums(self) -> bool:
+        """Whether the values are compared later: they do not exist before `iter_leaves`."""
+        return True
+
+    def check_before(self, label: str, mesh: Mesh) -> None:
+        """Compare the tree's structure, shapes and dtypes between ranks."""
+        check_same_structure(label, tree.unflatten(self.structure, self.leaves), mesh)
+
+    def iter_leaves(self) -> Iterator[SourceLeaf]:
         """Compute the leaves in the order of the function, random numbers included.
 
         Yields:
-            A leaf's positions, the leaf, and False, as soon as no operation changes or reads the leaf any more. False:
-            its memory may be part of a larger tensor, or the caller's, so it must be copied.
+            Each leaf as soon as no operation changes or reads it any more. It does not own its memory, which may be
+            part of a larger tensor, or the caller's.
         """
         expires = self._last_touches()
         env: dict[Node, Any] = {}
@@ -53,7 +64,7 @@ class TracedInit:
             for expired in expires.get(n, ()):
                 value = env.pop(expired, None)
                 if expired in self._nodes:
-                    yield self._nodes[expired], value, False
+                    yield SourceLeaf(self._nodes[expired], value, owns_memory=False)
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:

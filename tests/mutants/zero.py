@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     *File("zero/_fill.py", SOURCE).faults(
         Fault("replicated leaves share the caller's memory", "fill_template", always("A and B == C[0]")),
-        Fault("donated leaves are copied", "fill_template", never("may_keep")),
+        Fault("donated leaves are copied", "fill_template", never("owns_memory")),
         Fault("a unit with leaves on two devices is not refused", "_check_one_device", never("A != B[0]")),
         Fault("init unties tied replicated leaves", "fill_template", always("A not in copies"), PARTITION),
     ),
@@ -167,9 +167,11 @@ MUTANTS = [
         Fault("a module's weights are drawn anew", "make_source", always("A(B)", at="1 of 2")),
     ),
     *File("zero/_leaf_supply.py", SOURCE).faults(
-        Fault("a donated view is kept, not copied", "LeafSupply.run", dropped("owns_storage")),
-        Fault("a donated inference tensor is kept, not copied", "LeafSupply.run", dropped("not A.is_inference()")),
-        Fault("init holds all leaves until its end", "LeafSupply.run", skipped("self.A[B] = None")),
+        Fault("a donated view is kept, not copied", "LeafSupply.iter_leaves", dropped("owns_storage")),
+        Fault(
+            "a donated inference tensor is kept, not copied", "LeafSupply.iter_leaves", dropped("not A.is_inference()")
+        ),
+        Fault("init holds all leaves until its end", "LeafSupply.iter_leaves", skipped("self.A[B] = None")),
         Fault(
             "PerRank values share the caller's memory", "make_supply", becomes("torch.clone", "lambda v: v"), PARTITION
         ),
