@@ -95,23 +95,23 @@ def adamw(
             raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
         if policy is not None:
             decay = None if is_zero(weight_decay) else rate * weight_decay
-            return _update_by_unit(grads, state, params, mask, policy, AdamNumbers(b1, b2, eps, rate, decay))
+            return _update_by_unit(grads, state, params, mask, policy, _AdamHyperparams(b1, b2, eps, rate, decay))
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
-        updates = tree.elementwise(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
+        updates = tree.elementwise(lambda m, v: _direction(m, v, -rate * r1, r2, eps).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
-            decay = _decays(params, mask)
             updates = tree.elementwise(
-                lambda u, p, d: (u - rate * weight_decay * d * p).to(u.dtype),
+                lambda u, p, is_decayed: (u - rate * weight_decay * is_decayed * p).to(u.dtype),
                 updates,
                 params,
-                decay,
+                _decay_mask(params, mask),
             )
         return updates, AdamState(count, mu, nu)
 
     return Optimizer(init, update, exact_on_shards=True, elementwise=None if policy is None else False)
 
 
-def _decays(params: Params, mask: Mask | None) -> Tree:
+def _decay_mask(params: Params, mask: Mask | None) -> Tree:
+    """Return for each leaf whether it decays."""
     return tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
 
 
@@ -144,11 +144,11 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, mome
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         if policy is not None:
-            return _update_by_unit(grads, state, None, None, policy, AdamNumbers(b1, b2, eps, -1.0, None))
+            return _update_by_unit(grads, state, None, None, policy, _AdamHyperparams(b1, b2, eps, -1.0, None))
         state, r1, r2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return (at_least_float32(m) * r1 / (at_least_float32(v).sqrt() * r2 + eps)).to(m.dtype)
+            return _direction(at_least_float32(m), at_least_float32(v), r1, r2, eps).to(m.dtype)
 
         return tree.elementwise(direction, state.mu, state.nu), state
 
@@ -161,20 +161,40 @@ def _init(params: Params, policy: Moments | None = None) -> AdamState:
     return AdamState(count, init_moment(params, policy, signed=True), init_moment(params, policy, signed=False))
 
 
-def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
-    """Return the new state, and the bias corrections: factors for the first moment and for the second moment's root.
+# The formulas of Adam, for a leaf, or on an accelerator for a list of them.
+
+
+def _first_moment(g: Any, m: Any, b1: Number) -> Any:
+    return (b1 * m + (1 - b1) * g).to(m.dtype)
+
+
+def _second_moment(g: Any, v: Any, b2: Number) -> Any:
+    return (b2 * v + (1 - b2) * g * g).to(v.dtype)
+
+
+def _bias_corrections(t: torch.Tensor, b1: Number, b2: Number) -> tuple[Any, Any]:
+    """Return two factors at step t, in float64: for the first moment, and for the root of the second moment.
 
     These are factors rather than divisors, because three divisions per element take longer than the memory traffic.
     """
+    return 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+
+
+def _direction(m: Any, v: Any, factor: Any, root_factor: Any, eps: Number) -> Any:
+    return m * factor / (v.sqrt() * root_factor + eps)
+
+
+def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
+    """Return the new state, and the bias corrections."""
     check_moment(state.mu, grads, None)
     count = state.count + 1
     t = count.to(torch.float64)
-    mu = tree.elementwise(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
-    nu = tree.elementwise(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
-    return AdamState(count, mu, nu), 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+    mu = tree.elementwise(lambda g, m: _first_moment(g, m, b1), grads, state.mu)
+    nu = tree.elementwise(lambda g, v: _second_moment(g, v, b2), grads, state.nu)
+    return AdamState(count, mu, nu), *_bias_corrections(t, b1, b2)
 
 
-class AdamNumbers(NamedTuple):
+class _AdamHyperparams(NamedTuple):
     """The hyperparameters of one update; `decay` is the rate times the weight decay, None without decay."""
 
     b1: Number
@@ -190,25 +210,25 @@ def _update_by_unit(
     params: Params | None,
     mask: Mask | None,
     policy: Moments,
-    numbers: AdamNumbers,
+    hyperparams: _AdamHyperparams,
 ) -> tuple[Updates, AdamState]:
     """Return the updates and the new state, of moments in 8 or 16 bits: one unit after the other in float32."""
-    b1, b2, eps, rate, decay = numbers
+    b1, b2, eps, rate, decay = hyperparams
     check_moment(state.mu, grads, policy)
     count = state.count + 1
     t = count.to(torch.float64)
-    r1, r2 = 1 / (1 - b1**t), (1 - b2**t).rsqrt()
+    r1, r2 = _bias_corrections(t, b1, b2)
 
     def step(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         wide = g.to(m.dtype)
-        m, v = (b1 * m + (1 - b1) * wide).to(m.dtype), (b2 * v + (1 - b2) * wide * wide).to(v.dtype)
-        u = (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype)
+        m, v = _first_moment(wide, m, b1), _second_moment(wide, v, b2)
+        u = _direction(m, v, -rate * r1, r2, eps).to(m.dtype)
         if rest:
-            p, decays = rest
-            u = u - decay * decays * p
+            p, is_decayed = rest
+            u = u - decay * is_decayed * p
         return u.to(g.dtype), m, v
 
-    rest = () if decay is None else (params, _decays(params, mask))
+    rest = () if decay is None else (params, _decay_mask(params, mask))
     updates, (mu, nu) = map_moments(step, (True, False), grads, (state.mu, state.nu), *rest)
     return updates, AdamState(count, mu, nu)
 

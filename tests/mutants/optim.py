@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
-        Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * d")),
+        Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * is_decayed")),
     ),
     *File("optim/_eight_bit.py", EIGHT_BIT).faults(
         Fault("a byte is that of the value below", "_midpoints", becomes("A(A(x + y) / 2)", "y")),
