@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -153,8 +154,16 @@ def value_and_grad(
         (tensor(9.), tensor(3.))
     """
     _check_function(f, argnums)
-    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    _check_options(reduce, micro_batches, nums, precision)
+    options = _GradOptions(
+        argnums=argnums,
+        reduce=reduce,
+        axis=axis,
+        micro_batches=micro_batches,
+        batch_argnums=batch_argnums,
+        gather=gather,
+        precision=precision,
+        autograd=autograd,
+    )
     if precision is not None and precision.param is torch.float16 and not getattr(f, "scales_gradients", False):
         warn_once(
             "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss with "
@@ -163,67 +172,141 @@ def value_and_grad(
     loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else with_aux(f, has_aux)
 
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
-        if autograd and in_transform():
-            raise ValueError(
-                "autograd=True works where no transform is around the call, such as fzero.jit or the vmap of simulated "
-                'ranks: run the step uncompiled, on processes or with fzero.mesh(..., simulate="lockstep")'
-            )
-        if any(not 0 <= i < len(args) for i in nums):
-            raise ValueError(
-                f"argnums={argnums}: the function was called with {len(args)} positional arguments; pass the "
-                "arguments that argnums names positionally, or name others"
-            )
-        axes = resolve_axes(axis)
-        batch = find_micro_batches(args, nums, batch_argnums, micro_batches)
-        arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
-        is_invariant = _is_differentiated_itself(arguments)
-        if is_invariant:
-            arguments = {i: x.as_invariant() for i, x in arguments.items()}
-        rest, kwargs = _open_rest([None if i in arguments else x for i, x in enumerate(args)], kwargs, gather)
-        loss = LossOfGroups(
-            loss_and_aux=loss_and_aux,
-            args=rest,
-            kwargs=kwargs,
-            arguments=arguments,
-            batch=batch,
-            # the loss is divided before the sums, since a sum could overflow in half precision
-            divisor=micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1,
-            is_fenced=gather and _runs_in_eager_order(axes),
-            invariant_axes=_invariant_axes(axes, arguments),
-            name=name_of(f),
-            reached=[is_invariant],  # a derivative of the gradient may be of anything
-        )
+        options.check_call(args)
+        opened = _open(args, kwargs, options)
+        loss = _make_loss(loss_and_aux, name_of(f), opened, options)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
             value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
-        if not loss.is_reached:
-            _report_unreached(loss.name, {i: args[i] for i in nums}, axes)
-        value = psum(value, axis)
-        value = mark_invariant(value, join_axes(axes)) if is_invariant else value
-        remaining = _drain(gradients)
-        trees = [argument.reduce(remaining) for argument in arguments.values()]
-        if reduce == "weighted":
-            value, aux, trees = weighted_mean(value, aux, trees, axis)
+        if not loss.is_reached and not opened.is_invariant:  # a derivative of the gradient may be of anything
+            _report_unreached(loss.name, {i: args[i] for i in options.nums}, opened.axes)
+        value, aux, trees = _reduce(value, aux, gradients, opened, options)
         mark_role(trees, "gradients")
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
     return value_and_grads
 
 
-def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precision: Precision | None) -> None:
-    if precision is not None and not isinstance(precision, Precision):
-        raise TypeError(f"precision={precision!r}: expected a policy, as fzero.Precision(param=torch.bfloat16)")
-    check_choice("reduce", reduce, ("mean", "weighted", "sum"))
-    check_int("micro_batches", micro_batches)
-    if len(set(nums)) != len(nums):
-        raise ValueError(f"argnums={nums}: a position is listed twice; list each once")
+@dataclass(frozen=True, kw_only=True, eq=False)  # as Spmd, for Dynamo of torch 2.11
+class _GradOptions:
+    """The options of `value_and_grad`.
+
+    Raises:
+        ValueError: if `reduce` or `micro_batches` is out of range, or a position is listed twice.
+        TypeError: if `precision` is no policy.
+    """
+
+    argnums: int | Sequence[int]
+    reduce: str
+    axis: AxisName
+    micro_batches: int
+    batch_argnums: int | Sequence[int] | None
+    gather: bool
+    precision: Precision | None
+    autograd: bool
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and not isinstance(self.precision, Precision):
+            raise TypeError(
+                f"precision={self.precision!r}: expected a policy, as fzero.Precision(param=torch.bfloat16)"
+            )
+        check_choice("reduce", self.reduce, ("mean", "weighted", "sum"))
+        check_int("micro_batches", self.micro_batches)
+        if len(set(self.nums)) != len(self.nums):
+            raise ValueError(f"argnums={self.nums}: a position is listed twice; list each once")
+
+    @property
+    def nums(self) -> tuple[int, ...]:
+        """The positions of the differentiated arguments."""
+        return (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
+
+    def check_call(self, args: Sequence[Any]) -> None:
+        """Check that a call has the differentiated arguments, and runs where the options work.
+
+        Raises:
+            ValueError: if not.
+        """
+        if self.autograd and in_transform():
+            raise ValueError(
+                "autograd=True works where no transform is around the call, such as fzero.jit or the vmap of simulated "
+                'ranks: run the step uncompiled, on processes or with fzero.mesh(..., simulate="lockstep")'
+            )
+        if any(not 0 <= i < len(args) for i in self.nums):
+            raise ValueError(
+                f"argnums={self.argnums}: the function was called with {len(args)} positional arguments; pass the "
+                "arguments that argnums names positionally, or name others"
+            )
 
 
-def _open_rest(args: list[Any], kwargs: dict[str, Any], gather: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Take the arguments that are not differentiated out of their boxes, and gather them with `gather`."""
-    kwargs, args = unwrap_per_rank((kwargs, args))
-    if gather:
-        kwargs, args = gather_tree(kwargs), [gather_tree(x) for x in args]
-    return args, kwargs
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Opened:
+    """The arguments of a call, out of their boxes.
+
+    Attributes:
+        arguments: the differentiated ones, by their positions.
+        rest: the other positional arguments, with None at the positions of the differentiated ones.
+        kwargs: the keyword arguments.
+        axes: the axes that the mean is over.
+        batch: how the arguments are split into micro-batches.
+        is_invariant: whether a torch.func transform differentiates the gradient itself.
+    """
+
+    arguments: dict[int, Argument]
+    rest: list[Any]
+    kwargs: dict[str, Any]
+    axes: Sequence[Axis]
+    batch: MicroBatches
+    is_invariant: bool
+
+
+def _open(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _Opened:
+    """Take the arguments of a call out of their boxes. Those that are not differentiated are gathered with `gather`."""
+    axes = resolve_axes(options.axis)
+    batch = find_micro_batches(args, options.nums, options.batch_argnums, options.micro_batches)
+    arguments = {
+        i: open_argument(args[i], axes, f"argument {i}", options.micro_batches, options.gather, options.precision)
+        for i in options.nums
+    }
+    is_invariant = _is_differentiated_itself(arguments)
+    if is_invariant:
+        arguments = {i: x.as_invariant() for i, x in arguments.items()}
+    kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
+    if options.gather:
+        kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
+    return _Opened(arguments=arguments, rest=rest, kwargs=kwargs, axes=axes, batch=batch, is_invariant=is_invariant)
+
+
+def _make_loss(
+    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]], name: str, opened: _Opened, options: _GradOptions
+) -> LossOfGroups:
+    """Make the loss of a call, a function of the variables that are differentiated."""
+    return LossOfGroups(
+        loss_and_aux=loss_and_aux,
+        args=opened.rest,
+        kwargs=opened.kwargs,
+        arguments=opened.arguments,
+        batch=opened.batch,
+        # the loss is divided before the sums, since a sum could overflow in half precision
+        divisor=options.micro_batches * math.prod([a.size for a in opened.axes]) if options.reduce == "mean" else 1,
+        is_fenced=options.gather and _runs_in_eager_order(opened.axes),
+        invariant_axes=_invariant_axes(opened.axes, opened.arguments),
+        name=name,
+        reached=[],
+    )
+
+
+def _reduce(
+    value: torch.Tensor, aux: Any, gradients: list[torch.Tensor], opened: _Opened, options: _GradOptions
+) -> tuple[torch.Tensor, Any, list[Any]]:
+    """Sum the value and the gradients over the ranks. The list of gradients is empty afterwards.
+
+    Returns:
+        The value, the aux, and a tree of gradients for each differentiated argument.
+    """
+    value = psum(value, options.axis)
+    value = mark_invariant(value, join_axes(opened.axes)) if opened.is_invariant else value
+    remaining = _drain(gradients)
+    trees = [argument.reduce(remaining) for argument in opened.arguments.values()]
+    return weighted_mean(value, aux, trees, options.axis) if options.reduce == "weighted" else (value, aux, trees)
 
 
 def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
