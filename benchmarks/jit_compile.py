@@ -57,7 +57,7 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
     from fzero.graph import _one_rank
-    from fzero.graph.run import _backends as _lower
+    from fzero.graph.run import _backends
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
     elsewhere = step.on_mesh(_one_rank.planned_mesh((("dp", 2),)))
@@ -66,7 +66,7 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
-    seconds, run = timed(lambda: _lower.lower(entry.best.graph, "inductor"))
+    seconds, run = timed(lambda: _backends.lower(entry.best.graph, "inductor"))
     work = sum(os.times()[:4]) - before
     return {"plan": planned, "seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
 

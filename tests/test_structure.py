@@ -433,6 +433,33 @@ def test_no_test_module_is_imported():
                 assert not shared, f"{path} imports {shared}"
 
 
+ALIASES = {"command", "moe", "plug", "tp"}  # short names of public modules, and of a `__main__`
+
+
+def renamed_modules(text: str) -> list[str]:
+    """List the imports of a module of fzero under another word than its own."""
+    renamed = []
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                path = ROOT.parent.joinpath(*f"{prefix}{alias.name}".split("."))
+                is_module = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+                if path.is_relative_to(ROOT) and is_module and alias.asname not in (None, path.name, *ALIASES):
+                    renamed.append(f"{prefix}{alias.name} as {alias.asname}")
+    return renamed
+
+
+def test_a_module_is_imported_by_its_own_name():
+    for folder in ("fzero", "tests", "examples", "benchmarks", "docs"):
+        for path in (ROOT.parent / folder).rglob("*.py"):
+            assert not renamed_modules(path.read_text()), path
+    assert renamed_modules("import fzero.graph._ir as nodes\nfrom fzero.optim import _adam as a, adamw as b") == [
+        "fzero.graph._ir as nodes",
+        "fzero.optim._adam as a",
+    ]
+
+
 def test_names_of_tests_have_articles_and_subjects():
     names = re.findall(
         r"^def (test_\w+)", "\n".join([p.read_text() for p in (ROOT.parent / "tests").rglob("*.py")]), re.M
@@ -440,3 +467,5 @@ def test_names_of_tests_have_articles_and_subjects():
     assert not [name for name in names if re.search(r"_a_(?!one|once|uni|use|eu|ufunc)[aeiou]", name)]
     riddles = [name for name in names if "what_is" in name or name.startswith(("test_it_", "test_they_"))]
     assert not riddles, "name the subject in place of 'what is', 'it' and 'they'"
+    turns = [name for name in names if re.search(r"_turns?(_|$)", name) and "_in_turn" not in name]
+    assert not turns, "an iteration of a loop is called iteration"

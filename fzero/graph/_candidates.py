@@ -138,7 +138,10 @@ def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[Pass
     reuse_bytes = _choices(options.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
     recomputes = _choices(options.recompute, [False, True])
     (size,) = _choices(options.bucket_bytes, [_bucket_bytes(graph)])
-    tries = [PassSettings(recompute, reuse, size) for recompute, reuse in itertools.product(recomputes, reuse_bytes)]
+    tries = [
+        PassSettings(recompute=recompute, max_reuse_bytes=reuse, bucket_bytes=size)
+        for recompute, reuse in itertools.product(recomputes, reuse_bytes)
+    ]
     if len(recomputes) > 1 and not passes.changed_by(tries[-1], "recompute"):
         return [settings for settings in tries if not settings.recompute]  # there is nothing to recompute
     return tries

@@ -13,8 +13,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from fzero import _torch
-from fzero._torch import levels as _torch_levels
-from fzero._torch import modules as _torch_modules
+from fzero._torch import levels, modules
 from fzero.graph._ir import graph_results
 
 
@@ -64,7 +63,7 @@ def test_vmaps_are_known_with_their_randomness():
     found = []
 
     def f(x):
-        found.append(_torch_levels.vmaps())
+        found.append(levels.vmaps())
         return x * 2
 
     f(torch.ones(2))
@@ -380,54 +379,54 @@ def test_a_tensor_that_a_vmap_does_not_map_over_is_known():
 
 def test_hooks_on_gradients_are_seen():
     p = torch.nn.Parameter(torch.ones(2))
-    assert _torch_modules.gradient_hooks(p) == []
+    assert modules.gradient_hooks(p) == []
     p.register_hook(lambda g: g)
     p.register_post_accumulate_grad_hook(lambda p: None)
-    assert _torch_modules.gradient_hooks(p) == ["register_hook", "register_post_accumulate_grad_hook"]
+    assert modules.gradient_hooks(p) == ["register_hook", "register_post_accumulate_grad_hook"]
 
 
 def test_full_backward_hooks_of_modules_are_seen():
     module = torch.nn.Linear(2, 2)
-    assert not _torch_modules.has_backward_hook(module)
+    assert not modules.has_backward_hook(module)
     module.register_forward_hook(lambda *_: None)
-    assert not _torch_modules.has_backward_hook(module)
+    assert not modules.has_backward_hook(module)
     handle = module.register_full_backward_hook(lambda *_: None)
-    assert _torch_modules.has_backward_hook(module)
+    assert modules.has_backward_hook(module)
     handle.remove()
     module.register_full_backward_pre_hook(lambda *_: None)
-    assert _torch_modules.has_backward_hook(module)
+    assert modules.has_backward_hook(module)
 
 
 def test_a_modules_own_attributes_and_statistics_are_seen():
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.ones(1), persistent=False)
-    assert set(_torch_modules.attributes(module)) == {
+    assert set(modules.attributes(module)) == {
         "num_features",
         "eps",
         "momentum",
         "affine",
         "track_running_stats",
     }
-    assert set(_torch_modules.persistent_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert set(modules.persistent_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_versions_of_tensors():
     x = torch.ones(2)
-    before = _torch_modules.version_of(x)
+    before = modules.version_of(x)
     x.add_(1)
-    assert _torch_modules.version_of(x) != before
+    assert modules.version_of(x) != before
     with torch.inference_mode():
-        assert _torch_modules.version_of(torch.ones(2)) is None
+        assert modules.version_of(torch.ones(2)) is None
 
 
 def test_memory_given_anew_is_seen_even_where_it_lies_at_the_address_of_the_old():
     """A storage that is referred to weakly frees its memory, and no other takes its address."""
     for _ in range(100):
         x = torch.ones(3)
-        before = _torch_levels.version_key(x)
+        before = levels.version_key(x)
         for _ in range(8):
             x.data = x - 1
-            assert _torch_levels.version_key(x) != before
+            assert levels.version_key(x) != before
         assert before.storage.expired()
 
 
@@ -453,7 +452,7 @@ def test_recurrent_modules_see_parameters_that_were_none():
     rnn.weight_ih_l0 = None
     rnn.to("cpu")  # which forgets what it holds
     rnn.weight_ih_l0 = weight
-    _torch_modules.refresh_flat_weights(rnn)
+    modules.refresh_flat_weights(rnn)
     torch.testing.assert_close(torch.func.functional_call(rnn, {"weight_ih_l0": weight.clone()}, (x,))[0], expected)
     other = torch.func.functional_call(rnn, {"weight_ih_l0": weight + 1}, (x,))[0]
     assert not torch.equal(other, expected)

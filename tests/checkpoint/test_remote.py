@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import _files as _remote
+from fzero.checkpoint import _files
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 
 PARAMS = {"w": torch.zeros(9, 5), "b": torch.zeros(4), "n": torch.zeros(3, dtype=torch.int64)}
@@ -43,7 +43,7 @@ def test_one_put_commits(root, monkeypatch):
         raise OSError(5, "planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_remote.Remote, "put", broken)
+        patch.setattr(_files.Remote, "put", broken)
         with pytest.raises(
             fzero.errors.CheckpointError, match=r"nothing was saved to 'memory://.*': rank 0: OSError: "
         ):

@@ -20,7 +20,7 @@ import fzero
 from fzero import optim, tree
 from fzero.graph import _trace_agreement
 from fzero.graph.loop._scan import loop_of
-from fzero.ranks import _agreement as texts
+from fzero.ranks import _agreement
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -101,8 +101,8 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
 @slow_case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
-    names = ("_backends", "_segment_compiler", "_lengths", "_segment")
-    lowering, compiling, lengths, templates = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
+    files = ("_backends", "_segment_compiler", "_lengths", "_segment")
+    backends, compiler, lengths, segment = (importlib.import_module(f"fzero.graph.run.{name}") for name in files)
 
     def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
         if mesh.rank == mesh.size - 1:
@@ -110,10 +110,10 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
         return lambda args: [x + 1 for x in gm.forward(*args[1:])], lambda n: True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "inductor", lambda gm, fakes, made: lambda args: gm.forward(*args))
-        patch.setattr(templates, "inductor_for_lengths", for_lengths)
+        patch.setattr(compiler, "inductor", lambda gm, fakes, made: lambda args: gm.forward(*args))
+        patch.setattr(segment, "inductor_for_lengths", for_lengths)
         patch.setattr(lengths, "helpers", lambda cold: 0)
-        patch.setattr(lowering, "is_compiled", lambda code: True)
+        patch.setattr(backends, "is_compiled", lambda code: True)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
         jitted = fzero.jit(step, strict=True)
         eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
@@ -493,7 +493,7 @@ def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.ranks.Mesh) -> 
 def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
     state = step.init(mlp_params(), OPT)
-    seconds, texts.TEXT_SECONDS = texts.TEXT_SECONDS, 2.0
+    seconds, _agreement.TEXT_SECONDS = _agreement.TEXT_SECONDS, 2.0
     try:
         if mesh.rank == 0:
             step(*state, mesh.split(mlp_batch(2 * mesh.size)))
@@ -502,7 +502,7 @@ def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) ->
     else:
         assert mesh.rank, "not refused"
     finally:
-        texts.TEXT_SECONDS = seconds
+        _agreement.TEXT_SECONDS = seconds
     torch.distributed.barrier()
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-import fzero.graph.run._backends as lowering
 from fzero._torch import c10d, fake_like, view_of
 from fzero.graph._ir import GATHER_INTO, graph_results, is_collective, is_input
+from fzero.graph.run import _backends
 
 aten: Any = torch.ops.aten
 D = 4  # columns of every matrix in a random graph
@@ -68,9 +68,9 @@ class Builder:
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         node = self.graph.call_function(op, args, kwargs)
-        given, named = map_arg((args, kwargs), lambda a: a.meta["val"])
+        inputs, named = map_arg((args, kwargs), lambda a: a.meta["val"])
         with self.inputs[0].meta["val"].fake_mode:
-            node.meta = {"val": op(*given, **named)}
+            node.meta = {"val": op(*inputs, **named)}
         if is_collective(node):
             node.meta["unit"] = f"unit {self.collectives}"
             self.collectives += 1
@@ -487,12 +487,12 @@ def bits(x: torch.Tensor | None) -> Any:
 def measured(graph: Graph, args: Sequence[torch.Tensor], n: int) -> list[int]:
     """Run a graph, each value let go after its last use; returns the bytes that were alive at each node."""
     world, env, totals = World(n, late=True), {}, []
-    targets, given = world.targets(), iter(args)
+    targets, inputs = world.targets(), iter(args)
     nodes = list(graph.nodes)
     last = {a: i for i, node in enumerate(nodes) for a in node.all_input_nodes}
     for i, node in enumerate(nodes):
         if is_input(node):
-            env[node] = next(given)
+            env[node] = next(inputs)
         elif node.op == "call_function":
             a, k = map_arg((node.args, node.kwargs), env.__getitem__)
             before = dict(world.flying)
@@ -546,9 +546,9 @@ def users_reversed(graph: Graph) -> Graph:
 
 def not_compiled(patch: pytest.MonkeyPatch) -> None:
     """Have segments run as they are, in Inductor's place."""
-    patch.setattr(lowering, "is_compiled", lambda code: True)
+    patch.setattr(_backends, "is_compiled", lambda code: True)
     patch.setattr(
-        lowering, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes]
+        _backends, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes]
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.graph import _any_length as _formula
+from fzero.graph import _any_length
 from fzero.graph._schedule_options import ScheduleOptions
 from tests.graph.run.helpers import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
@@ -225,7 +225,7 @@ def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengt
 @example(n=2, stage=3, k=1, rows=[2, 3, 4, 6, 5])
 @example(n=1, stage=0, k=3, rows=[2, 3, 4, 6])
 def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
-    """A turn of a loop over micro-batches then has another part, a fraction of the length: it is traced."""
+    """An iteration of a loop over micro-batches then has another part, a fraction of the length: it is traced."""
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage, fzero.mesh(dp=n))  # pyright: ignore
     run, each = fzero.jit(step, backend="fx", **LEAST), fzero.jit(step, backend="fx", **LEAST, dynamic=False)
@@ -255,9 +255,9 @@ def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths)
         plan = again.plan(*state, run.mesh.split(batch(n, k, length)))
         (traced,) = again._entries.values()
         graphs = entry.best.graph, traced.best.graph
-        structures = [_formula.graph_structure(graph) for graph in graphs]
+        structures = [_any_length.graph_structure(graph) for graph in graphs]
         if structures[0] == structures[1]:  # small values are kept, not large ones
-            assert _formula._numbers(graphs[0]) == _formula._numbers(graphs[1])
+            assert _any_length._numbers(graphs[0]) == _any_length._numbers(graphs[1])
             assert plan.peak_bytes == entry.plan.peak_bytes == entry.best.peak_bytes
             assert plan.collectives == entry.plan.collectives and plan.seconds == pytest.approx(entry.plan.seconds)
 

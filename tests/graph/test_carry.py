@@ -1,4 +1,4 @@
-"""Reductions that go on from one turn of a loop to the next. On processes: tests/distributed/jit_cases.py."""
+"""Reductions that go on from one iteration of a loop to the next. On processes: tests/distributed/jit_cases.py."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.graph import _candidates as _choose
+from fzero.graph import _candidates
 from fzero.graph._ir import graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
@@ -47,19 +47,25 @@ def loops(graph: Any) -> list[Loop]:
 
 
 def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
-    settings = PassSettings(False, 0, bucket_bytes, 0, in_flight, across_iterations)
+    settings = PassSettings(
+        recompute=False,
+        max_reuse_bytes=0,
+        bucket_bytes=bucket_bytes,
+        in_flight=in_flight,
+        across_iterations=across_iterations,
+    )
     return PassManager(traced, PassContext()).schedule_with(settings)
 
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (2, 9)], itertools.product((2, 3), (1, 2, 9))))
-def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
+def test_the_next_iteration_waits_before_it_starts_as_many(stage, in_flight):
     graph = scheduled(entry(stage).traced.graph, in_flight)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
     pending = [n for n in nodes if is_carried(n)]
     reductions = [n for n in nodes if is_reduce_collective(n)]
     assert loop.carried_count == len(pending) == min(in_flight, len(reductions)) and all(is_input(p) for p in pending)
-    # nobody waits for them in this turn
+    # nobody waits for them in this iteration
     assert graph_results(loop.body)[-loop.carried_count :] == reductions[-loop.carried_count :]
     for i, p in enumerate(pending):
         (wait,) = p.users
@@ -83,7 +89,7 @@ def test_the_same_collectives_run_as_often():
 
 
 def test_a_plan_counts_reductions_in_flight():
-    """The operand, and the shard that arrives, from the turn's end to the next one's wait."""
+    """The operand, and the shard that arrives, from the iteration's end to the next one's wait."""
     traced = entry(2).traced.graph
     graph = scheduled(traced, 1)
     (loop,) = loops(graph)
@@ -149,7 +155,7 @@ def read_before(body: Any, chain: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
-def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(change):
+def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_iteration(change):
     graph = scheduled(entry(2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
@@ -164,7 +170,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(cha
 
 
 def test_the_faster_of_those_that_fit_is_kept():
-    """A large embedding, whose gradient is the last, has nothing in its own turn to go on beside."""
+    """A large embedding, whose gradient is the last, has no computation left in its own iteration to run beside."""
     lean, fast = [plan_of(entry(2, vocab=20_000), memory_budget=budget) for budget in (None, 10**9)]
     assert fast.settings["across_iterations"] and "across_iterations" not in lean.settings
     without = {k: v for k, v in fast.settings.items() if k != "across_iterations"}
@@ -192,4 +198,4 @@ def test_nothing_is_carried_where_nothing_may_be_on_its_way():
 def test_schedules_that_carry_nothing_are_no_candidates():
     found = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
     assert not any("across_iterations" in r.settings for r in found.rejected)
-    assert _choose._carries(scheduled(entry(2).traced.graph, 1))
+    assert _candidates._carries(scheduled(entry(2).traced.graph, 1))

@@ -33,15 +33,15 @@ def graph_of(parts: int, dim: int, order: list[int], change: str = "") -> Graph:
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(2)]
     b = graphs.Builder(2, [(4, 4), (4, 4)], labels, False)
     x, y = b.inputs
-    made, whole = {}, b(aten.tanh.default, x)
+    products, whole = {}, b(aten.tanh.default, x)
     for i in order:
         product = b(aten.mul.Tensor, whole if change == "a view of one" else b(aten.mm.default, x, y), float(i + 1))
         if change in ("", "transposed", "last smaller"):
             product = b(aten.mm.default, product, y)
         if change == "transposed":
             product = b(aten.t.default, product)
-        made[i] = product
-    values = [made[i] for i in range(parts)]
+        products[i] = product
+    values = [products[i] for i in range(parts)]
     if change in ("last smaller", "sizes"):
         at = -1 if change == "last smaller" else 0
         rows = b(aten.slice.Tensor, x, 0, 0, 3) if dim == 0 else x

@@ -19,13 +19,9 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 import fzero
 import fzero._torch.compiler as compiler
-import fzero.graph.run._backends as changing
-import fzero.graph.run._backends as lowering
-import fzero.graph.run._segment_compiler as compiling
-import fzero.graph.run._segment_compiler as progressing
 from fzero import _torch, optim
 from fzero.graph._ir import is_input
-from fzero.graph.run import _workers
+from fzero.graph.run import _backends, _segment_compiler, _workers
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._workers import Workers, spare_cores
@@ -60,7 +56,7 @@ def as_it_is(code: Code) -> Any:
 
 
 def test_no_two_compile_a_segment_at_once_and_each_gets_all():
-    given, doing, got, order = codes(6), set(), [[], []], []
+    all_codes, doing, got, order = codes(6), set(), [[], []], []
 
     def one(code: Code) -> Any:
         assert code.name not in doing
@@ -71,20 +67,20 @@ def test_no_two_compile_a_segment_at_once_and_each_gets_all():
         return as_it_is(code)
 
     def process(i: int) -> None:
-        got[i] += [code.name for code, _ in compile_all(given, one)]
+        got[i] += [code.name for code, _ in compile_all(all_codes, one)]
 
     threads = [threading.Thread(target=process, args=(i,)) for i in range(2)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert sorted(got[0]) == sorted(got[1]) == sorted(code.name for code in given)
-    assert set(order[:2]) == {given[-1].name, given[-2].name}  # the longest first, one each
+    assert sorted(got[0]) == sorted(got[1]) == sorted(code.name for code in all_codes)
+    assert set(order[:2]) == {all_codes[-1].name, all_codes[-2].name}  # the longest first, one each
 
 
 def test_what_another_compiles_comes_last_and_is_waited_for():
-    given = codes(3)
-    lock = FileLock(compiling._file(given[2], "lock"), thread_local=False)
+    all_codes = codes(3)
+    lock = FileLock(_segment_compiler._file(all_codes[2], "lock"), thread_local=False)
     lock.acquire()
     threading.Timer(0.2, lock.release).start()
     held = []
@@ -93,21 +89,21 @@ def test_what_another_compiles_comes_last_and_is_waited_for():
         held.append((code.name, lock.is_locked))
         return as_it_is(code)
 
-    assert [code for code, _ in compile_all(given, one)] == [given[1], given[0], given[2]]
-    assert held == [(given[1].name, True), (given[0].name, True), (given[2].name, False)]
+    assert [code for code, _ in compile_all(all_codes, one)] == [all_codes[1], all_codes[0], all_codes[2]]
+    assert held == [(all_codes[1].name, True), (all_codes[0].name, True), (all_codes[2].name, False)]
 
 
 def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
-    given = codes(2)
-    monkeypatch.setattr(compiling, "PATIENCE", 0.01)
-    with FileLock(compiling._file(given[0], "lock")):
-        assert len(list(compile_all(given, as_it_is))) == 2
+    all_codes = codes(2)
+    monkeypatch.setattr(_segment_compiler, "PATIENCE", 0.01)
+    with FileLock(_segment_compiler._file(all_codes[0], "lock")):
+        assert len(list(compile_all(all_codes, as_it_is))) == 2
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("no flock here")
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
-    assert len(list(compile_all(given, as_it_is))) == 2
+    assert len(list(compile_all(all_codes, as_it_is))) == 2
 
 
 @pytest.mark.parametrize("folder", ["/proc/self/nope", "a file"])
@@ -123,22 +119,22 @@ def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp
     def fail(*args: Any) -> Any:
         raise FileNotFoundError(folder)
 
-    monkeypatch.setattr(compiling, "inductor", fail)
+    monkeypatch.setattr(_segment_compiler, "inductor", fail)
     with pytest.raises(RuntimeError, match=r'a segment .* could not compile it: .*backend="fx"'):
-        compiling.compile_and_mark(code)
-    monkeypatch.setattr(compiling, "inductor", lambda *args: list)
-    assert compiling.compile_and_mark(code) is list
+        _segment_compiler.compile_and_mark(code)
+    monkeypatch.setattr(_segment_compiler, "inductor", lambda *args: list)
+    assert _segment_compiler.compile_and_mark(code) is list
 
 
 def test_an_error_gives_the_lock_back():
-    given = codes(1)
+    all_codes = codes(1)
 
     def fail(code: Code) -> Any:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        list(compile_all(given, fail))
-    assert len(list(compile_all(given, as_it_is))) == 1
+        list(compile_all(all_codes, fail))
+    assert len(list(compile_all(all_codes, as_it_is))) == 1
 
 
 def test_a_graph_is_the_same_in_another_process():
@@ -149,11 +145,11 @@ def test_a_graph_is_the_same_in_another_process():
 
     code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
     (make,) = _torch.unpickle_graphs(_torch.pickle_graphs([(code.graph, code.fakes, code.outputs)]))
-    graph, fakes, made = make()
+    graph, fakes, outputs = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x
     assert name_of_code(_key(graph)) == code.name
-    for there, here in ((fakes, code.fakes), (made, code.outputs)):
+    for there, here in ((fakes, code.fakes), (outputs, code.outputs)):
         assert [(x.shape, x.stride(), x.dtype, x.device) for x in there] == [
             (x.shape, x.stride(), x.dtype, x.device) for x in here
         ]
@@ -191,7 +187,7 @@ def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
     workers.stop()
     assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, [], "bad"))
     counters.clear()
-    (runs,) = [runs for _, runs in compile_all([good], compiling.compile_and_mark)]
+    (runs,) = [runs for _, runs in compile_all([good], _segment_compiler.compile_and_mark)]
     assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])
     assert (runs([torch.ones(64, dtype=torch.float32)])[0] == number + 1).all()
 
@@ -233,11 +229,11 @@ class Pretended:
 
     def __init__(self, patch: pytest.MonkeyPatch, ready: int = 0) -> None:
         self.ready, self.compiled = ready, []
-        patch.setattr(lowering, "is_compiled", lambda code: False)
-        patch.setattr(lowering, "start", lambda codes, count, nice: self)
-        patch.setattr(changing, "is_compiled", lambda code: len(self.compiled) < self.ready)
-        patch.setattr(changing, "compile_and_mark", self.compile)
-        patch.setattr(changing, "can_load", lambda code: True)
+        patch.setattr(_backends, "is_compiled", lambda code: False)
+        patch.setattr(_backends, "start", lambda codes, count, nice: self)
+        patch.setattr(_backends, "is_compiled", lambda code: len(self.compiled) < self.ready)
+        patch.setattr(_backends, "compile_and_mark", self.compile)
+        patch.setattr(_backends, "can_load", lambda code: True)
 
     def compile(self, code: Code) -> Any:
         self.compiled.append(code.name)
@@ -294,9 +290,9 @@ def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(m
             yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
 
     Pretended(monkeypatch)
-    monkeypatch.setattr(lowering, "start", lambda codes, count: Workers(()))
-    monkeypatch.setattr(lowering, "is_compiled", lambda code: warm)
-    monkeypatch.setattr(lowering, "compile_all", uncompiled)
+    monkeypatch.setattr(_backends, "start", lambda codes, count: Workers(()))
+    monkeypatch.setattr(_backends, "is_compiled", lambda code: warm)
+    monkeypatch.setattr(_backends, "compile_all", uncompiled)
     step, _ = both()
     trained(step, fzero.jit(step), range(1))
     assert seen == {not warm} and gc.isenabled()
@@ -308,8 +304,8 @@ def test_nothing_is_loaded_until_inductor_is(monkeypatch):
     there = threading.Event()
     thread = threading.Thread(target=there.wait, daemon=True)
     thread.start()
-    monkeypatch.setattr(changing, "can_load", can_load)
-    monkeypatch.setattr(compiling, "start_import", lambda: thread)
+    monkeypatch.setattr(_backends, "can_load", can_load)
+    monkeypatch.setattr(_segment_compiler, "start_import", lambda: thread)
     step, jitted = both()
     trained(step, jitted, range(2))
     assert not runs_of(jitted).runs.loaded
@@ -332,10 +328,10 @@ def test_only_code_for_the_cpu_waits_for_its_vector_instructions(device, monkeyp
             return True
 
     monkeypatch.setattr(compiler, "start_cpu_probe", Probe)
-    monkeypatch.setattr(compiling, "start_cpu_probe", Probe)
+    monkeypatch.setattr(_segment_compiler, "start_cpu_probe", Probe)
     monkeypatch.setattr(compiler, "_compile_with", lambda *args: None)
     there = threading.Thread(target=lambda: None)
-    monkeypatch.setattr(compiling, "start_import", lambda: there)
+    monkeypatch.setattr(_segment_compiler, "start_import", lambda: there)
     mode = compiler._mode()
     with mode:
         x = torch.empty(2, device=device)
@@ -361,7 +357,7 @@ def test_a_first_call_starts_what_its_device_will_need(device, expected, monkeyp
 def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     Pretended(monkeypatch, 1000)
     clock = itertools.count(0, 0.3)
-    monkeypatch.setattr(changing, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
+    monkeypatch.setattr(_backends, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
     step, jitted = both()
     trained(step, jitted, range(1))
     assert len(runs_of(jitted).runs.loaded) == 1
@@ -375,7 +371,7 @@ def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypat
             raise CompileError("a segment", "no")
         return pretended.compile(code)
 
-    monkeypatch.setattr(changing, "compile_and_mark", fail_last)
+    monkeypatch.setattr(_backends, "compile_and_mark", fail_last)
     step, jitted = both()
     last = -1  # none, to count them
     trained(step, jitted, range(1))
@@ -402,9 +398,9 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
-    monkeypatch.setattr(progressing, "NO_BAR", 0.0)
+    monkeypatch.setattr(_segment_compiler, "NO_BAR", 0.0)
     found = []
-    for item in progressing.progress(range(3), 3):
+    for item in _segment_compiler.progress(range(3), 3):
         found.append(item)
         time.sleep(0.15)
     assert found == [0, 1, 2]
@@ -418,7 +414,7 @@ def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal)
 def test_no_bar_shows_quick_compilations_or_those_of_other_ranks(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
-    assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
+    assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(progressing, "NO_BAR", 0.0)
-    assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""
+    monkeypatch.setattr(_segment_compiler, "NO_BAR", 0.0)
+    assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""

@@ -233,9 +233,9 @@ def test_a_vmap_around_the_world_maps_every_rank(stage, jitted):
     batches = [step.mesh.split(mlp_batch(4, seed=i)) for i in range(3)]
     f = fzero.jit(step, backend="fx") if jitted else step
     stacked = fzero.PerRank(tree.map(lambda *xs: torch.stack(xs), *[b.value for b in batches]))
-    together = torch.vmap(lambda batch: f(params, state, batch))(stacked)
+    batched = torch.vmap(lambda batch: f(params, state, batch))(stacked)
     for i, batch in enumerate(batches):
-        assert_trees_close(tree.map(lambda x, i=i: x[i], together), step(params, state, batch), rtol=1e-12)
+        assert_trees_close(tree.map(lambda x, i=i: x[i], batched), step(params, state, batch), rtol=1e-12)
 
 
 @pytest.mark.parametrize("check_nan", [False, True])
@@ -559,8 +559,8 @@ def test_a_wrong_option_of_jit_is_named(options, message):
 
 
 def test_options_take_numbers_of_numpy_and_keep_those_of_python():
-    made = fzero.jit(lambda x: x, prefetch=np.int64(2), memory_budget=np.float32(8), max_reuse_bytes=np.int8(3))
-    assert repr(made.options.schedule_options[:5]) == "(2, 'auto', 'auto', 3, 8.0)"
+    jitted = fzero.jit(lambda x: x, prefetch=np.int64(2), memory_budget=np.float32(8), max_reuse_bytes=np.int8(3))
+    assert repr(jitted.options.schedule_options[:5]) == "(2, 'auto', 'auto', 3, 8.0)"
     assert fzero.jit(lambda x: x, max_reuse_bytes=math.inf, donate=np.int64(0)).options.donate == (0,)
 
 

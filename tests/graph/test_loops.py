@@ -1,4 +1,4 @@
-"""Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all turns."""
+"""Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all iterations."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from fzero import optim, random, tree
 from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero.graph import _entry, _one_rank, _trace_agreement
-from fzero.graph.loop import _scan as turns
+from fzero.graph.loop import _scan
 from fzero.graph.loop._scan import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.helpers import bitwise, copied, entry_of, plan_of, train_both
@@ -49,52 +49,52 @@ def loops(jitted: Any) -> list[Any]:
 # ---------------------------------------------------------------- the same numbers
 
 
-def step_of(what: str, opt: Any, k: int) -> Any:
-    """A train step of each kind that a loop must carry."""
+def weighted_loss(params: Any, x: Any) -> Any:
+    return loss_of_tree(params, x) * x["x"].square().sum(), x["x"].square().sum()
 
-    def train_step(params: Any, state: Any, batch: Any) -> Any:
-        if what == "weighted":
 
-            def total(params: Any, x: Any) -> Any:
-                return loss_of_tree(params, x) * x["x"].square().sum(), x["x"].square().sum()
-
-            loss, grads = fzero.value_and_grad(total, reduce="weighted", micro_batches=k)(params, batch["data"])
-        elif what == "aux":
-
-            def with_aux(params: Any, x: Any) -> Any:
-                return loss_of_tree(params, x), {"x": x["x"] * 2, "sum": x["x"].sum(), "none": None}
-
-            both, grads = fzero.value_and_grad(with_aux, has_aux=True, micro_batches=k)(params, batch["data"])
-            loss = both[0], fzero.collectives.pmean(both[1])
-        elif what == "drawn":
-
-            def drawn(params: Any, x: Any) -> Any:
-                return random.seeded(loss_with_draws)(batch["key"], params, x)
-
-            loss, grads = fzero.value_and_grad(drawn, micro_batches=k)(params, batch["data"])
-        else:
-            f = fzero.remat(loss_of_tree) if what == "remat" else loss_of_tree
-            loss, grads = fzero.value_and_grad(f, micro_batches=k, reduce="mean")(params, batch["data"])
-        updates, state = opt.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, loss
-
-    return train_step
+def loss_with_aux(params: Any, x: Any) -> Any:
+    return loss_of_tree(params, x), {"x": x["x"] * 2, "sum": x["x"].sum(), "none": None}
 
 
 def loss_with_draws(params: Any, x: Any) -> torch.Tensor:
     return loss_of_tree(params, {"x": torch.nn.functional.dropout(x["x"], 0.5)})
 
 
-WHAT = ("plain", "weighted", "aux", "drawn", "remat")
+def drawn_loss(key: Any, params: Any, x: Any) -> torch.Tensor:
+    return random.seeded(loss_with_draws)(key, params, x)
 
 
-@pytest.mark.parametrize("what", WHAT)
+LOSSES = {
+    "plain": loss_of_tree,
+    "weighted": weighted_loss,
+    "aux": loss_with_aux,
+    "drawn": drawn_loss,
+    "remat": fzero.remat(loss_of_tree),
+}
+OPTIONS = {"weighted": {"reduce": "weighted"}, "aux": {"has_aux": True}}  # of value_and_grad, by loss
+
+
+def step_of(name: str, opt: Any, k: int) -> Any:
+    """A train step with one of `LOSSES`: each kind that a loop must carry."""
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        f = functools.partial(LOSSES[name], batch["key"]) if name == "drawn" else LOSSES[name]
+        value, grads = fzero.value_and_grad(f, micro_batches=k, **OPTIONS.get(name, {}))(params, batch["data"])
+        loss = (value[0], fzero.collectives.pmean(value[1])) if name == "aux" else value
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    return train_step
+
+
+@pytest.mark.parametrize("name", LOSSES)
 @examples(0, 2)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(4), k=st.integers(3, 5))
 @example(params={"a": torch.ones(()), "b": [torch.linspace(-1, 1, 5).double()]}, opt=CLIPPED, stage=3, n=2, k=3)
-def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params, opt, stage, n, k):
+def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(name, params, opt, stage, n, k):
     mesh = fzero.mesh(dp=n)
-    step = fzero.shard(step_of(what, opt, k), stage=stage, mesh=mesh)
+    step = fzero.shard(step_of(name, opt, k), stage=stage, mesh=mesh)
     looped, flat = (fzero.jit(step, backend="fx", **LEAST) for _ in range(2))
     states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
     for i in range(2):
@@ -158,7 +158,7 @@ def test_a_constant_loss_is_refused(stage):
         fzero.jit(step, backend="fx")(*state, step.mesh.split(torch.ones(6, 2)))
 
 
-def test_numbers_written_in_a_loss_are_the_same_in_every_turn():
+def test_numbers_written_in_a_loss_are_the_same_in_every_iteration():
     """Each run of the function makes a new tensor of them."""
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_numbers_written_in_a_loss_are_the_same_in_every_turn():
     assert len(loops(jitted)) == 1
 
 
-def test_numbers_that_differ_by_turn_are_traced_one_by_one():
+def test_numbers_that_differ_by_iteration_are_traced_one_by_one():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         numbers = iter([0.0, -0.0, 0.0])
 
@@ -212,7 +212,7 @@ def test_two_loops_in_one_step_are_two():
 # ---------------------------------------------------------------- what stays unrolled
 
 
-def test_what_a_turn_leaves_behind_is_traced_turn_by_turn_and_said(caplog):
+def test_values_that_an_iteration_leaves_behind_are_traced_one_by_one_and_reported(caplog):
     warn_once.cache_clear()
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
@@ -243,7 +243,7 @@ def chained(how: str) -> Any:
             y = (w * x).sum()
             if how == "a value":
                 y, state[0] = y * state[0].sum(), state[0] * 0.9 + x.mean()
-            if how == "a value that no turn changes":
+            if how == "a value that no iteration changes":
                 y, state[0] = y * state[0].sum(), state[0] * 0.9
             if how == "a number":
                 y = y * next(numbers)
@@ -268,12 +268,12 @@ def chained(how: str) -> Any:
 
 
 TENSORS = torch.arange(9.0).unbind()
-CHAINS = ("a value", "a value that no turn changes", "a number", "a tensor", "a list")
+CHAINS = ("a value", "a value that no iteration changes", "a number", "a tensor", "a list")
 CHAINS += ("the first batch", "the first noise", "the first loss")
 
 
 @pytest.mark.parametrize("how", CHAINS)
-def test_turns_that_depend_on_one_another_are_traced_one_by_one(how):
+def test_iterations_that_depend_on_one_another_are_traced_one_by_one(how):
     step, w, x = chained(how), torch.randn(2), torch.randn(6, 2)
     jitted = fzero.jit(step, backend="fx")
     assert_draws_alike(jitted, step, w, x)
@@ -291,7 +291,7 @@ def assert_draws_alike(jitted: Any, step: Any, *args: Any) -> None:
     bitwise(*found)
 
 
-def test_what_no_turn_changes_may_be_kept_from_turn_to_turn():
+def test_values_that_no_iteration_changes_may_be_kept_from_iteration_to_iteration():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         memory: dict[str, torch.Tensor] = {}
 
@@ -305,7 +305,7 @@ def test_what_no_turn_changes_may_be_kept_from_turn_to_turn():
     assert len(loops(jitted)) == 1
 
 
-def test_random_numbers_that_nothing_needs_are_drawn_once_a_turn():
+def test_random_numbers_that_nothing_needs_are_drawn_in_every_iteration():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             h = torch.nn.functional.dropout(x * w, 0.5)
@@ -320,7 +320,7 @@ def test_random_numbers_that_nothing_needs_are_drawn_once_a_turn():
 
 
 @pytest.mark.parametrize("what", ["a number", "an order", "an array", "a tensor or none"])
-def test_aux_that_python_changes_is_traced_turn_by_turn(what):
+def test_aux_that_python_changes_is_traced_one_by_one(what):
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         numbers = iter(range(9))
 
@@ -372,7 +372,7 @@ def test_a_step_may_drop_a_part_of_aux():
 
 
 def test_sums_have_the_strides_of_their_shares():
-    """Else the next turn's sum, and the update, would be of other strides than in the eager step."""
+    """Else the next iteration's sum, and the update, would be of other strides than in the eager step."""
     f = fzero.value_and_grad(lambda w, x: (x @ w.t()).square().sum(), micro_batches=3)
     jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(4, 3), torch.randn(6, 3)
     (_, got), (_, expected) = jitted(w, x), f(w, x)
@@ -460,7 +460,7 @@ def test_a_batch_that_is_differentiated_is_unrolled():
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
+def test_the_plans_peak_is_the_allocators_over_all_iterations(stage):
     step = fzero.jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
     )
@@ -489,12 +489,12 @@ def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
+def test_a_loop_takes_no_more_memory_than_the_iterations_one_by_one(stage):
     looped, flat = with_and_without_a_loop(stage)
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
-def test_the_sum_of_all_turns_is_reduced_where_it_lies():
+def test_the_sum_of_all_iterations_is_reduced_where_it_lies():
     step = fzero.shard(train_step_for(loss_of_tree, ADAMW, micro_batches=3), stage=0, mesh=fzero.mesh(dp=2))
     args = (*step.init({"w": torch.ones(64)}, ADAMW), step.mesh.split({"x": torch.ones(6)}))
     plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
@@ -503,7 +503,7 @@ def test_the_sum_of_all_turns_is_reduced_where_it_lies():
 
 
 def test_rows_are_in_the_plan():
-    """A turn's rows, those of the turns before, and the sums, to the byte."""
+    """An iteration's rows, those of the iterations before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
     step, w, x = fzero.jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
     step(w, x)
@@ -512,8 +512,8 @@ def test_rows_are_in_the_plan():
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_collectives_are_counted_with_their_turns(stage):
-    """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every turn."""
+def test_collectives_are_counted_with_their_iterations(stage):
+    """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every iteration."""
     mesh, k = fzero.mesh(dp=4), 5
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
@@ -525,7 +525,7 @@ def test_collectives_are_counted_with_their_turns(stage):
     assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.events)
 
 
-def test_a_unit_stays_from_turn_to_turn_where_it_may():
+def test_a_unit_stays_from_iteration_to_iteration_where_it_may():
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
     traced = entry_of(step, *step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)), world_size=4)
 
@@ -537,14 +537,14 @@ def test_a_unit_stays_from_turn_to_turn_where_it_may():
     assert set(units.values()) == {1} and len(units) == 4
     assert gathers(memory_budget=10**9) == units
     assert set(gathers(max_reuse_bytes=0).values()) == {4}
-    # a block has 56 elements of 8 bytes, the head 21, the scale is 1: with the others of a turn, 512 to 760 bytes
+    # a block has 56 elements of 8 bytes, the head 21, the scale is 1: with the others of an iteration, 512 to 760 bytes
     sizes = {"blocks.0": 56 * 8, "blocks.1": 56 * 8, "head": 21 * 8 + 24, "scale": 32}
     limit = sum(sizes.values()) - sizes["blocks.0"]
     assert gathers(max_reuse_bytes=limit) == {"blocks.0": 1, "blocks.1": 1, "head": 4, "scale": 4}
     assert set(gathers(max_reuse_bytes=limit - 1).values()) == {4}
 
 
-def test_a_unit_that_a_turn_gathers_twice_stays_once():
+def test_a_unit_that_an_iteration_gathers_twice_stays_once():
     """`remat` gathers it for the forward pass, and again for the backward pass."""
     block = fzero.remat(lambda w, x: torch.tanh(x @ fzero.gather(w)["w"]))
     mesh = fzero.mesh(dp=2)
@@ -567,14 +567,14 @@ def test_a_unit_that_a_turn_gathers_twice_stays_once():
     plan = fzero.plan(jitted, *args, world_size=2)
     assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
     assert max(plan.live_of("gathered")) == 3 * 16 * 4
-    # with the other two units of a turn, each counted once, it still has room
+    # with the other two units of an iteration, each counted once, it still has room
     jitted = fzero.jit(step, backend="fx", max_reuse_bytes=2 * 16 * 4, bucket_bytes=0)
     plan = fzero.plan(jitted, *args, world_size=2)
     assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
 
 
 def test_schedules_look_into_loops():
-    """The same settings are tried as for the turns one by one, and gathers start ahead only where they fit."""
+    """The same settings are tried as for the iterations one by one, and gathers start ahead only where they fit."""
     looped, flat = with_and_without_a_loop(3)
 
     def tried(plan: fzero.graph.Plan) -> dict[Any, int]:
@@ -665,7 +665,7 @@ def test_ranks_compare_what_loops_run():
 
 
 @pytest.mark.parametrize("what", ["a part", "a sum of a part"])
-def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
+def test_values_gathered_from_an_iterations_part_stay_in_the_iteration(what):
     mesh = fzero.mesh(dp=2)
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -705,16 +705,16 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     assert f"{sum(c.times for c in many.collectives)} collectives move {moved / 1000:,.1f} kB" in str(many)
 
 
-def test_turns_are_traced_by_jit_alone():
+def test_iterations_are_traced_by_jit_alone():
     f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=4)
     graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2), torch.ones(4, 2)).graph
     assert not [n for n in graph.nodes if "fzero" in str(n.target)]
     with pytest.raises(AssertionError, match="outside a trace"):
-        turns.iteration(3)
+        _scan.iteration(3)
 
 
 @pytest.mark.slow
-def test_torch_compile_of_the_eager_step_goes_through_every_turn():
+def test_torch_compile_of_the_eager_step_runs_every_iteration():
     torch._dynamo.reset()
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
@@ -733,7 +733,7 @@ def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
     assert "reduce_scatter_tensor" not in (tmp_path / "schedule.txt").read_text()
 
 
-def test_random_numbers_of_no_key_are_drawn_in_every_turn():
+def test_random_numbers_of_no_key_are_drawn_in_every_iteration():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
             noise = torch.rand(2)

@@ -11,8 +11,7 @@ from fzero.graph._ir import is_cheap
 from fzero.graph._ops import OPERATIONS, OperationTraits, is_factory, is_view
 from fzero.graph._trace_agreement import signatures
 from fzero.graph.passes import recompute, schedule
-from fzero.sharding import _coded as coded
-from fzero.sharding import _flat as flat
+from fzero.sharding import _coded, _flat
 from tests.graph import graphs
 
 aten = graphs.aten
@@ -24,7 +23,7 @@ def rows(column: OperationTraits) -> list[str]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
-    if any(isinstance(getattr(module, name, None), OneNode) for module in (flat, coded)):
+    if any(isinstance(getattr(module, name, None), OneNode) for module in (_flat, _coded)):
         return
     packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
     assert packet not in flop_registry or OPERATIONS[name] is OperationTraits.HOST_SIZES
@@ -48,8 +47,8 @@ CALLS = {  # of operations that are linear, or lay out, or share memory: what th
     "_to_copy": lambda x: aten._to_copy.default(x, dtype=torch.float64),
     "convert_element_type": lambda x: torch.ops.prims.convert_element_type.default(x, torch.float64),
     "_unsafe_view": lambda x: aten._unsafe_view.default(x, [6]),
-    "flatten_leaves": lambda x: flat.flatten_leaves([x, x], 0, 2),
-    "view_ranges": lambda x: flat.view_ranges(x.view(6), [2, 4], [[2], [2, 2]])[0],
+    "flatten_leaves": lambda x: _flat.flatten_leaves([x, x], 0, 2),
+    "view_ranges": lambda x: _flat.view_ranges(x.view(6), [2, 4], [[2], [2, 2]])[0],
     "to_host": torch.ops.fzero.to_host.default,
     "to_device": lambda x: torch.ops.fzero.to_device.default(x, torch.device("cpu")),
     "_reshape_alias": lambda x: aten._reshape_alias.default(x, [6], [1]),
@@ -90,13 +89,13 @@ def test_memory_that_is_left_as_it_is_is_not_made_again():
     def count(name: str) -> int:
         b = graphs.Builder(2, [(64, 128)], [{"label": "x", "kind": "parameters", "block": ""}], False)
         (x,) = b.inputs
-        made = b(getattr(aten, name).default, x)
-        h, square = b(aten.add.Tensor, x, made), b(aten.mm.default, x, b(aten.t.default, x))
+        result = b(getattr(aten, name).default, x)
+        h, square = b(aten.add.Tensor, x, result), b(aten.mm.default, x, b(aten.t.default, x))
         for _ in range(20):
             h = b(aten.tanh.default, h)
         for _ in range(2):
             h = b(aten.mm.default, square, h)
-        graph = recompute(b.done([b(aten.mm.default, b(aten.t.default, h), made)]), 1)
+        graph = recompute(b.done([b(aten.mm.default, b(aten.t.default, h), result)]), 1)
         return sum(str(n.target) == f"aten.{name}.default" for n in graph.nodes)
 
     assert (count("zeros_like"), count("empty_like")) == (2, 1)

@@ -75,17 +75,29 @@ def pass_settings() -> st.SearchStrategy[PassSettings]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
     choice = st.booleans()
-    return st.builds(PassSettings, choice, reuse, size, ahead, st.integers(0, 1), choice, room, choice, choice)
+    return st.builds(
+        PassSettings,
+        recompute=choice,
+        max_reuse_bytes=reuse,
+        bucket_bytes=size,
+        prefetch=ahead,
+        in_flight=st.integers(0, 1),
+        across_iterations=choice,
+        prefetch_budget=room,
+        recast=choice,
+        send_early=choice,
+    )
 
 
+PLAIN = PassSettings(recompute=False, max_reuse_bytes=math.inf, bucket_bytes=0)
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
 REPLICATED = SHARDED._replace(stage=1)
 
 
 @examples(5, 30)
 @given(chains(), st.lists(pass_settings(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
-@example(REPLICATED, [PassSettings(False, math.inf, 0)], False, False, False)
-def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself, moves):
+@example(REPLICATED, [PLAIN], False, False, False)
+def test_the_list_is_the_passes_one_after_the_other(chain, all_settings, functional, by_itself, moves):
     """Whatever settings came before: what they share is no other graph."""
     sample = build_chain(chain)
     context = PassContext(
@@ -98,10 +110,10 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
         fuses=not functional,
     )
     pipeline = PassManager(sample.graph, context)
-    for settings in chosen:
-        made = pipeline.run(settings)
-        assert [p.row for p in made] == [*PASSES]
-        last = made[-1].graph
+    for settings in all_settings:
+        results = pipeline.run(settings)
+        assert [p.row for p in results] == [*PASSES]
+        last = results[-1].graph
         assert lines(last) == lines(one_after_the_other(sample.graph, settings, context))
         assert device_live_bytes(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
 
@@ -109,11 +121,9 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
 def test_new_parameters_arrive_in_the_leaves_that_were_donated():
     """So donation comes first: this example tells the orders apart."""
     sample = build_chain(REPLICATED)
-    made = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated))).run(
-        PassSettings(False, math.inf, 0)
-    )
-    arrived = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in made}
-    assert (arrived["in_place"], arrived["gather_into"], arrived["schedule"]) == (0, 3, 3)
+    results = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated))).run(PLAIN)
+    gather_counts = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in results}
+    assert (gather_counts["in_place"], gather_counts["gather_into"], gather_counts["schedule"]) == (0, 3, 3)
 
 
 @pytest.mark.parametrize("chain", [SHARDED, REPLICATED])
@@ -144,8 +154,11 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
 def test_where_a_pass_changes_nothing_what_follows_runs_once():
     sample = build_chain(SHARDED._replace(stage=1))
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
-    one, other = (passes.schedule_with(PassSettings(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
-    assert not passes.changed_by(PassSettings(True, math.inf, 0), "recompute") and one is other
+    one, other = (
+        passes.schedule_with(PLAIN._replace(recompute=again, bucket_bytes=size))
+        for again, size in ((False, 0), (True, 0))
+    )
+    assert not passes.changed_by(PLAIN._replace(recompute=True), "recompute") and one is other
 
 
 def test_schedules_of_one_graph_read_it_once(monkeypatch):
@@ -156,7 +169,7 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
     sample = build_chain(SHARDED)
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
-        settings = PassSettings(False, 0, 0, ahead, flying, prefetch_budget=300)
+        settings = PLAIN._replace(max_reuse_bytes=0, prefetch=ahead, in_flight=flying, prefetch_budget=300)
         assert lines(passes.run(settings)[-1].graph) == lines(
             one_after_the_other(sample.graph, settings, passes.context)
         )
@@ -164,7 +177,7 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
 
 
 def test_a_plan_shows_the_settings_of_the_passes():
-    settings = PassSettings(True, math.inf, 4, FITTING, 1, prefetch_budget=17)
+    settings = PLAIN._replace(recompute=True, bucket_bytes=4, prefetch=FITTING, in_flight=1, prefetch_budget=17)
     assert settings.shown_in_plan() == {
         "recompute": True,
         "max_reuse_bytes": math.inf,

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-import fzero.graph.run._backends as lowering
 from fzero import _torch
 from fzero._torch import c10d
 from fzero.graph._ir import (
@@ -60,6 +59,7 @@ from fzero.graph.passes import (
     slice_of_gather,
 )
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
+from fzero.graph.run import _backends
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, SingleOperation, make_program
 from fzero.graph.run._segment import Segment
@@ -125,18 +125,18 @@ def selected_passes(sample: Sample, choices: dict[str, Any]) -> list[tuple[str, 
         "carry": lambda g: carry(g, 1),  # these have no loops: see test_carry.py
     }
     assert [*functions] == [row.name for row in PASSES], "a pass that no law sees"
-    chosen = {*choices["passes"], *(["donate"] if choices["donate"] else [])}
-    return [(row.name, functions[row.name]) for row in PASSES if row.name in chosen]
+    names = {*choices["passes"], *(["donate"] if choices["donate"] else [])}
+    return [(row.name, functions[row.name]) for row in PASSES if row.name in names]
 
 
-def passed(sample: Sample, how: dict[str, Any]) -> Graph:
+def apply_passes(sample: Sample, how: dict[str, Any]) -> Graph:
     graph = sample.graph
     for _, f in selected_passes(sample, how):
         graph = f(graph)
     return graph
 
 
-def together(results: Sequence[Any]) -> set[tuple[int, int]]:
+def pairs_in_one_memory(results: Sequence[Any]) -> set[tuple[int, int]]:
     """List the pairs of results that lie in the same memory."""
     at = [None if x is None else x.untyped_storage().data_ptr() for x in results]
     return {(i, j) for i, x in enumerate(at) for j in range(i) if x is not None and x == at[j]}
@@ -146,17 +146,17 @@ def check_results(sample: Sample, graph: Graph, donated: bool, late: bool, expec
     args = sample.args()
     out = run(graph, args, sample.n, late)
     assert [bits(x) for x in out] == expected
-    assert together(out) <= together(run(sample.graph, sample.args(), sample.n))
+    assert pairs_in_one_memory(out) <= pairs_in_one_memory(run(sample.graph, sample.args(), sample.n))
     into = {j: i for i, j in sample.pairs} if donated else {}
     for j, (x, before) in enumerate(zip(args, sample.args(), strict=True)):
         assert bits(x) == (expected[into[j]] if j in into else bits(before))
     if donated:
-        taken = {args[j].untyped_storage().data_ptr() for j in sample.donated}
+        donated_memory = {args[j].untyped_storage().data_ptr() for j in sample.donated}
         for i, x in enumerate(out):
             if i in into.values():
                 assert x is args[next(j for j, k in into.items() if k == i)]
             elif x is not None:
-                assert x.untyped_storage().data_ptr() not in taken
+                assert x.untyped_storage().data_ptr() not in donated_memory
 
 
 @examples(8, 100)
@@ -190,10 +190,10 @@ def test_a_pass_leaves_its_graph_as_it_was(make, how):
 def test_a_pass_depends_on_the_graph_alone(make, how):
     sample, renamed = make(), make(rename=True)
     assert lines(renamed.graph) == lines(sample.graph)
-    expected = lines(passed(sample, how))
-    assert lines(passed(sample, how)) == expected
-    assert lines(passed(renamed, how)) == expected
-    assert lines(passed(sample._replace(graph=users_reversed(sample.graph)), how)) == expected
+    expected = lines(apply_passes(sample, how))
+    assert lines(apply_passes(sample, how)) == expected
+    assert lines(apply_passes(renamed, how)) == expected
+    assert lines(apply_passes(sample._replace(graph=users_reversed(sample.graph)), how)) == expected
 
 
 @examples(17, 50)
@@ -219,7 +219,7 @@ def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
 @given(samples(), settings_of_passes())
 def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
     sample = make()
-    graph = passed(sample, how)
+    graph = apply_passes(sample, how)
 
     class Checked(graphs.Runner):
         def run_node(self, n: Node) -> Any:
@@ -663,7 +663,7 @@ def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, do
 @given(samples(), settings_of_passes())
 def test_live_bytes_are_what_a_run_holds(make, how):
     sample = make()
-    graph = passed(sample, {**how, "passes": how["passes"] - {"mark_fused"}})  # a run here stores all
+    graph = apply_passes(sample, {**how, "passes": how["passes"] - {"mark_fused"}})  # a run here stores all
     ranges = [r for r in live_ranges(graph) if r.label != "the ranks' parts"]
     count = len(sample.shapes)
     expected = live_bytes(ranges, len(graph.nodes))
@@ -674,7 +674,7 @@ def test_live_bytes_are_what_a_run_holds(make, how):
 @given(samples(), settings_of_passes())
 def test_arguments_are_alive_throughout(make, how):
     sample = make()
-    graph = passed(sample, how)
+    graph = apply_passes(sample, how)
     least = sum(4 * math.prod(shape) for shape in sample.shapes)
     assert min(live_bytes(live_ranges(graph), len(graph.nodes))) >= least
     assert peak_bytes(graph) >= max(least, sum(map(nbytes, distinct_results(graph))))
@@ -695,7 +695,7 @@ def is_view_of_any(node: Node) -> bool:
 def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):
     sample = make()
     expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
-    graph = schedule(schedule(passed(sample, how), prefetch))
+    graph = schedule(schedule(apply_passes(sample, how), prefetch))
     for late in (False, True):
         check_results(sample, graph, how["donate"], late, expected)
 
@@ -729,12 +729,12 @@ def in_a_world(program: Program, world: World) -> Program:
 @given(samples(), settings_of_passes(), st.booleans())
 def test_executors_compute_what_the_graph_says(make, how, late):
     sample = make()
-    graph = passed(sample, how)
+    graph = apply_passes(sample, how)
     reference = sample.args()
     expected = [bits(x) for x in run(graph, reference, sample.n, late)]
     with pytest.MonkeyPatch.context() as patch:
         not_compiled(patch)
-        patch.setattr(lowering, "make_program", lambda g: in_a_world(make_program(g), World(sample.n, late)))
+        patch.setattr(_backends, "make_program", lambda g: in_a_world(make_program(g), World(sample.n, late)))
         for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
             given_args = sample.args()
             box = list(given_args)
@@ -771,7 +771,7 @@ class Reads(list):
 @given(samples(), settings_of_passes())
 def test_a_register_is_free_right_after_its_last_use(make, how):
     sample = make()
-    program = make_program(passed(sample, how))
+    program = make_program(apply_passes(sample, how))
     count = len(sample.shapes)
     held, freed, last = {*range(count)}, {}, {}
     for i, instruction in enumerate(program.instructions):

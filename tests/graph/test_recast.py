@@ -203,12 +203,12 @@ def test_values_for_later_uses_wait_if_that_keeps_fewer_bytes(large):
     b = Builder(2, [(40,), (20,)], [{}, {}], False)
     x, y = b.inputs
     mine = b.reduce_scatter(x)
-    made = b(aten.add.Tensor, y, 1.0) if large else b(aten.sum.default, mine)
-    made = b(aten.mul.Tensor, made, mine) if large else b(aten.mul.Tensor, made, 2)
-    also = b(aten.tanh.default, made)
+    product = b(aten.add.Tensor, y, 1.0) if large else b(aten.sum.default, mine)
+    product = b(aten.mul.Tensor, product, mine) if large else b(aten.mul.Tensor, product, 2)
+    tanh = b(aten.tanh.default, product)
     flag = b.all_reduce(b(aten.sum.default, mine))
-    graph = b.done([b(aten.mul.Tensor, made, flag), b(aten.mul.Tensor, also, flag)])
-    assert ({made, also} <= roles(graph).late) is large
+    graph = b.done([b(aten.mul.Tensor, product, flag), b(aten.mul.Tensor, tanh, flag)])
+    assert ({product, tanh} <= roles(graph).late) is large
 
 
 def test_what_shares_a_number_alone_waits_apart():

@@ -131,7 +131,7 @@ def test_a_plan_without_a_world_is_that_of_leaves_side_by_side(stage):
     params, state = jitted.init(mlp_params(), opt)
     batch = mesh.split(mlp_batch(8))
     counts = []
-    for given in (params, tree.map(torch.clone, params)):
-        plan = fzero.plan(jitted, given, state, batch, world_size=2)
+    for values in (params, tree.map(torch.clone, params)):
+        plan = fzero.plan(jitted, values, state, batch, world_size=2)
         counts.append(sum(o.target == "aten.as_strided.default" for o in plan.operations))
     assert counts == [2, 0]

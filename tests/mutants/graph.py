@@ -566,7 +566,7 @@ MUTANTS = [
         Fault(
             "a dump shows other settings than the chosen ones",
             "dump",
-            becomes("A.B(settings)", "A.B(PassSettings(True, 0, 0))"),
+            becomes("A.B(settings)", "A.B(PassSettings(recompute=True, max_reuse_bytes=0, bucket_bytes=0))"),
         ),
         Fault("a second trace is dumped over the first", "dump_folder", never("traces")),
     ),

@@ -59,7 +59,7 @@ def test_each_micro_batch_goes_forward_and_back(micro_batches):
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_operation_of_a_graph_is_noted_once(backend):
-    """The spans of a loop are those of its turns, not also the loop's."""
+    """The spans of a loop are those of its iterations, not also the loop's."""
     step, args = sharded(micro_batches=4)
     step = fzero.jit(step, backend=backend)
     found = fzero.profile(step, *args, steps=1)

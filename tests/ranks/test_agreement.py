@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.ranks import _agreement as agreement
+from fzero.ranks import _agreement
 from fzero.ranks._agreement import checksum
 from tests.helpers import cases, examples
 from tests.memory import peak_bytes
@@ -20,7 +20,7 @@ DTYPES = [
 ]
 
 
-small_blocks = patch.object(agreement, "_WORDS", 4 * 7)
+small_blocks = patch.object(_agreement, "_WORDS", 4 * 7)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, d
     swapped.view(-1)[[i, j]] = flat[[j, i]]
     same = torch.equal(swapped.view(-1).view(torch.uint8), flat.view(torch.uint8))
     # words of two blocks may lie one over the other, and there a sign that moves from block to block is lost
-    over = (i * dtype.itemsize - j * dtype.itemsize) // 4 % agreement._WORDS == 0
+    over = (i * dtype.itemsize - j * dtype.itemsize) // 4 % _agreement._WORDS == 0
     assert same or over or checksum(swapped) != checksum(x)
 
 
@@ -100,7 +100,7 @@ def test_regular_differences_are_seen(shape, dtype):
 @small_blocks
 def test_blocks_that_change_places_are_seen():
     """The same words lie over each other then."""
-    x = torch.randn(5, agreement._WORDS)
+    x = torch.randn(5, _agreement._WORDS)
     sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
     assert len(sums) == 5
 

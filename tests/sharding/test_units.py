@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.sharding import _units as layout_units
+from fzero.sharding import _units
 from fzero.sharding._subtrees import divide_tree
 from fzero.testing import assert_equivalent, trees
 from tests.helpers import cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -218,7 +218,7 @@ def test_the_default_rule_has_a_cap(layers, experts, most):
     params = mixture(layers, 4, 2, experts)
     leaves, before = floats(params), units_of(params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_units, "MAX_UNIT_NUMEL", most)
+        patch.setattr(_units, "MAX_UNIT_NUMEL", most)
         found = units_of(params)
     assert Counter(itertools.chain(*found.values())) == Counter([*leaves])
     for name, paths in before.items():

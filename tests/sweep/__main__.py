@@ -30,10 +30,10 @@ DONE = ("ok", "refused")
 def commands() -> Iterator[tuple[str, Case]]:
     """Yield the cases of all models, the first of each first."""
     listed = [(name, cases_of(model, i)) for i, (name, model) in enumerate(MODELS.items())]
-    for turn in range(max(len(cases) for _, cases in listed)):
+    for i in range(max(len(cases) for _, cases in listed)):
         for name, cases in listed:
-            if turn < len(cases):
-                yield name, cases[turn]
+            if i < len(cases):
+                yield name, cases[i]
 
 
 def run(name: str, case: Case) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import fzero
 from fzero import tuning
 from fzero.__main__ import main
 from fzero.tuning import CPU, H100, _calibrate
-from fzero.tuning import _calibrate as _stopwatch
 from fzero.tuning._calibrate import fit_links
 from fzero.tuning._machines import read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
@@ -23,9 +22,9 @@ from tests.tuning.helpers import machines
 def clock(monkeypatch):
     """A machine whose speeds are known."""
     half = torch.bfloat16
-    monkeypatch.setattr(_stopwatch, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
-    monkeypatch.setattr(_stopwatch, "copy_speed", lambda device, budget: 3e10)
-    monkeypatch.setattr(_stopwatch, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
+    monkeypatch.setattr(_calibrate, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
+    monkeypatch.setattr(_calibrate, "copy_speed", lambda device, budget: 3e10)
+    monkeypatch.setattr(_calibrate, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
 def test_each_measurement_goes_to_its_constant(clock):

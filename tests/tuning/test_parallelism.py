@@ -193,7 +193,7 @@ def test_few_blocks_say_what_many_take(places):
 
 
 @pytest.mark.slow
-def test_few_blocks_know_whether_a_loop_goes_on_across_turns():
+def test_few_blocks_know_whether_reductions_stay_in_flight_across_iterations():
     """With few blocks that takes more than 3% of the peak, and with many it does not."""
     check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=18))
 
@@ -313,7 +313,7 @@ def test_the_lines_to_paste_run(changed):
     def of(params: Any, x: Any) -> torch.Tensor:
         rest = {"table": fzero.gather(params["table"])}
         h = first(rest, x)
-        blocks = names.get("blocks", (names["block"],))  # the forms of a block that take turns
+        blocks = names.get("blocks", (names["block"],))  # the forms of a block that alternate
         for i, p in enumerate(params["blocks"]):
             h = blocks[i % len(blocks)](p, h)
         return last(rest, h, x)

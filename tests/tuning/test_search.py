@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow, _search
-from fzero.tuning import _search as _plan_cache
 from fzero.tuning._search import in_order, search_rows
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from tests.helpers import examples
@@ -192,7 +191,7 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     elif what == "the configuration":
         asked["precision"] = ("float32",)
     elif what == "the code of fzero":
-        monkeypatch.setattr(_plan_cache, "_source", lambda: "changed")
+        monkeypatch.setattr(_search, "_source", lambda: "changed")
     elif what == "torch":
         monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
@@ -225,7 +224,4 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
 
 
 def test_the_code_of_fzero_is_part_of_the_key():
-    assert (
-        len(_plan_cache._source()) == 64
-        and _plan_cache.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
-    )
+    assert len(_search._source()) == 64 and _search.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"

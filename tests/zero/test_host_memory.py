@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.zero import _bytes as _host_memory
+from fzero.zero import _bytes
 from tests.helpers import cases
 
 PARAMS = {"w": torch.ones(64, 64), "v": torch.ones(32)}
@@ -21,7 +21,7 @@ def init(opt: Any, stage: int = 2, params: Any = PARAMS, n: int = 2) -> Any:
 
 @pytest.fixture
 def free(monkeypatch):
-    return lambda count: monkeypatch.setattr(_host_memory, "free_bytes", lambda: count)
+    return lambda count: monkeypatch.setattr(_bytes, "free_bytes", lambda: count)
 
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
@@ -41,10 +41,10 @@ def test_on_processes_each_takes_as_much(free, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     opt, mesh = optim.offload(optim.adam(0.1), 1.0), fzero.mesh(dp=1)
     free(8 * HELD - 1)
-    _host_memory.check_host_memory(opt.init, META, PARAMS, opt, mesh)  # a simulation has all in one process
+    _bytes.check_host_memory(opt.init, META, PARAMS, opt, mesh)  # a simulation has all in one process
     real: Any = type("Real", (), {"simulated": False, "size": 16, "shape": (("dp", 16),), "axis_names": ("dp",)})()
     with pytest.raises(MemoryError, match="for its 8 ranks"):
-        _host_memory.check_host_memory(opt.init, META, PARAMS, opt, real)
+        _bytes.check_host_memory(opt.init, META, PARAMS, opt, real)
 
 
 def test_what_cannot_be_counted_is_not_checked(free):
@@ -56,7 +56,7 @@ def test_what_cannot_be_counted_is_not_checked(free):
         return tree.map(lambda x: x * float(x.sum()), params)
 
     optimizer = optim.offload(optim.Optimizer(reads, lambda g, s, params=None: (g, s)), 1.0)
-    _host_memory.check_host_memory(optimizer.init, META, PARAMS, optimizer, fzero.mesh(dp=1))
+    _bytes.check_host_memory(optimizer.init, META, PARAMS, optimizer, fzero.mesh(dp=1))
     free(None)
     init(optim.offload(optim.adam(0.1), 1.0))
 
@@ -68,14 +68,14 @@ def test_a_chain_is_checked_for_the_host_memory_of_its_links(free):
 
 
 def test_free_memory_is_the_least_of_the_machines_and_the_groups(monkeypatch, tmp_path):
-    monkeypatch.setattr(_host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(_host_memory, "CGROUP", tmp_path)
-    assert _host_memory.free_bytes() is None
+    monkeypatch.setattr(_bytes, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_bytes, "CGROUP", tmp_path)
+    assert _bytes.free_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable:   50 kB\n")
-    assert _host_memory.free_bytes() == 50 * 1024
+    assert _bytes.free_bytes() == 50 * 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert _host_memory.free_bytes() == 50 * 1024
+    assert _bytes.free_bytes() == 50 * 1024
     (tmp_path / "memory.max").write_text("30000\n")
     (tmp_path / "memory.current").write_text("20000\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 4000\n")
-    assert _host_memory.free_bytes() == 14000
+    assert _bytes.free_bytes() == 14000

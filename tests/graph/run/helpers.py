@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Interpreter
 
-import fzero.graph.run._backends as lowering
-import fzero.graph.run._segment_compiler as compiling
 from fzero import _torch
 from fzero.graph._ir import is_input
+from fzero.graph.run import _backends, _segment_compiler
 
 Value = torch.Tensor
 
@@ -27,7 +26,7 @@ def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
 Inductor = Callable[[GraphModule, Any, Any], Any]
 
 
-def interpreted(gm: GraphModule, fakes: Any, made: Any) -> Any:
+def interpreted(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
     """In Inductor's place: run the operations one by one."""
 
     def run(args: list[Any]) -> list[Any]:
@@ -39,8 +38,8 @@ def interpreted(gm: GraphModule, fakes: Any, made: Any) -> Any:
 
 
 def in_inductors_place(patch: pytest.MonkeyPatch, inductor: Inductor) -> None:
-    patch.setattr(compiling, "inductor", inductor)
-    patch.setattr(lowering, "is_compiled", lambda code: True)
+    patch.setattr(_segment_compiler, "inductor", inductor)
+    patch.setattr(_backends, "is_compiled", lambda code: True)
 
 
 def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

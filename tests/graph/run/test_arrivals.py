@@ -9,9 +9,8 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.collectives import _moves as moves
-from fzero.graph.run import _backends as _lower
-from fzero.graph.run import _program as _arrivals
+from fzero.collectives import _moves
+from fzero.graph.run import _backends, _program
 from tests.checkpoint.states import same_bits
 from tests.helpers import cases
 from tests.optim.offloading import BF16, Row, Way, small_params, trained
@@ -46,17 +45,17 @@ class Late:
     def __init__(self) -> None:
         self.copies = 0
 
-    def __call__(self, x: torch.Tensor) -> moves.PendingCopy:
+    def __call__(self, x: torch.Tensor) -> _moves.PendingCopy:
         self.copies += 1
         value = torch.full_like(x, torch.nan if x.is_floating_point() else 7)
-        return moves.PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
+        return _moves.PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
 def late(monkeypatch):
     queue = Late()
-    monkeypatch.setattr(moves, "_enqueue_copy", queue)
-    monkeypatch.setattr(_lower, "make_copies_async", partial(_arrivals.make_copies_async, kinds=("cpu",)))
+    monkeypatch.setattr(_moves, "_enqueue_copy", queue)
+    monkeypatch.setattr(_backends, "make_copies_async", partial(_program.make_copies_async, kinds=("cpu",)))
     return queue
 
 
@@ -92,7 +91,7 @@ def test_activations_that_wait_on_the_host_arrive(late, backend):
     x = torch.linspace(-1, 1, 32).view(8, 4)
     step = fzero.shard(train_step, 0, fzero.mesh(dp=1))
     found = fzero.jit(step, backend=backend, donate=())(params, step.mesh.split(x))
-    assert late.copies == 8  # of two blocks in four turns; the batch stays
+    assert late.copies == 8  # of two blocks in four iterations; the batch stays
     torch.testing.assert_close(found, train_step(params, x))
 
 
@@ -100,10 +99,10 @@ def test_without_a_gpu_a_graph_stays_as_it_is():
     traced = torch.fx.symbolic_trace(lambda x: x + 1).graph
     for n in traced.nodes:
         n.meta["val"] = torch.ones(2)
-    assert _arrivals.make_copies_async(traced) is traced
+    assert _program.make_copies_async(traced) is traced
 
 
 def test_a_copy_on_this_machine_is_there_at_once():
     x = torch.arange(3)
-    coming = moves.start_to_host(x)
-    assert coming.event is None and moves.wait_to_host(coming).equal(x) and moves.wait_to_host(coming) is not x
+    coming = _moves.start_to_host(x)
+    assert coming.event is None and _moves.wait_to_host(coming).equal(x) and _moves.wait_to_host(coming) is not x

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 import fzero
-import fzero.graph.run._executable as pieces
-import fzero.graph.run._program as programs
 from fzero import _torch, optim
 from fzero.graph._ir import graph_results, is_input
+from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._executable import Executable, run_operations, with_traced_layouts
 from fzero.graph.run._segment_compiler import compile_graph
@@ -122,12 +121,12 @@ class Watched:
         self.seen = 0
 
     def __call__(self, runs: Any, graph: Graph, fakes: Sequence[Any]) -> Any:
-        made = [n.meta["val"] for n in graph_results(graph)]
+        outputs = [n.meta["val"] for n in graph_results(graph)]
 
         def run(args: list[Any]) -> Any:
             self.check(args, fakes)
             out = runs(args)
-            self.check(out, made)
+            self.check(out, outputs)
             return out
 
         return run
@@ -142,8 +141,8 @@ class Watched:
 def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch) -> tuple[Executable, Watched]:
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
-    patch.setattr(programs, "split_into_subgraphs", cut_at(places))
-    patch.setattr(pieces, "with_traced_layouts", watched)
+    patch.setattr(_program, "split_into_subgraphs", cut_at(places))
+    patch.setattr(_executable, "with_traced_layouts", watched)
     return lower(graph, "inductor", LoweringOptions(strict=True)), watched
 
 
@@ -219,8 +218,8 @@ def test_a_view_of_what_lies_otherwise_is_a_reshape():
 
     args = [torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0))]
     graph = traced(f, args)
-    fakes, made = [n.meta["val"] for n in graph.nodes if is_input(n)], [n.meta["val"] for n in graph_results(graph)]
-    (got,) = compile_graph(graph, fakes, made, "a segment")([*args])
+    fakes, outputs = [n.meta["val"] for n in graph.nodes if is_input(n)], [n.meta["val"] for n in graph_results(graph)]
+    (got,) = compile_graph(graph, fakes, outputs, "a segment")([*args])
     torch.testing.assert_close(got, f(*args)[0])
 
 
@@ -233,17 +232,17 @@ def test_a_kernel_that_lays_its_result_out_otherwise_is_no_end_of_a_step():
 
 def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
     args = [torch.ones(2, 3), torch.ones(3)]
-    graph, given = traced(lambda x, y: [x + y], args), []
+    graph, strides = traced(lambda x, y: [x + y], args), []
 
     def runs(args: list[Any]) -> list[Any]:
-        given.append([x.stride() for x in args])
+        strides.append([x.stride() for x in args])
         return [args[0] + args[1]]
 
     run = with_traced_layouts(runs, graph, args)
     odd, even = torch.arange(6.0).view(3, 2).t(), torch.ones(3)
     for _ in range(2):
         assert torch.equal(run([odd, even])[0], odd + even)
-    assert given == [[(3, 1), (1,)]] * 2
+    assert strides == [[(3, 1), (1,)]] * 2
 
 
 def test_a_written_argument_keeps_the_traced_layout():

@@ -31,10 +31,10 @@ def has(gm: GraphModule, name: str) -> bool:
 def refusing(name: str, error: Exception) -> Inductor:
     """Make what compiles all but segments with an operation of this name."""
 
-    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
+    def inductor(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
         if has(gm, name):
             raise error
-        return interpreted(gm, fakes, made)
+        return interpreted(gm, fakes, outputs)
 
     return inductor
 
@@ -42,8 +42,8 @@ def refusing(name: str, error: Exception) -> Inductor:
 def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Inductor:
     """Make what changes the first result of segments that compute a tanh."""
 
-    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
-        runs = interpreted(gm, fakes, made)
+    def inductor(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
+        runs = interpreted(gm, fakes, outputs)
 
         def changed(args: list[Any]) -> list[Any]:
             first, *rest = runs(args)
@@ -135,11 +135,11 @@ def test_the_whole_step_falls_back_too(monkeypatch, caplog):
 
 
 def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
-    import fzero.graph.run._backends as auto
+    from fzero.graph.run import _backends
 
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
-    monkeypatch.setattr(auto, "is_compiled", lambda code: True)
-    monkeypatch.setattr(auto, "can_load", lambda code: True)
+    monkeypatch.setattr(_backends, "is_compiled", lambda code: True)
+    monkeypatch.setattr(_backends, "can_load", lambda code: True)
     executable, _ = trained("auto")
     assert executable.runs.fast is not None
     assert 0 < executable.runs.fast.uncompiled < executable.distinct

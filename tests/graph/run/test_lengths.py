@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 import fzero
-import fzero.graph.run._lengths as lengths_of
-import fzero.graph.run._segment as templates
-import fzero.graph.run._segment_compiler as compiling
 from fzero import _torch, optim
-from fzero._torch import compiler as compiled
+from fzero._torch import compiler
 from fzero.graph._polynomials import Polynomial, fit
 from fzero.graph._schedule_options import ScheduleOptions
+from fzero.graph.run import _lengths, _segment, _segment_compiler
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
@@ -28,7 +26,7 @@ from tests.helpers import examples, needs_symbols, train_step_for
 
 @pytest.fixture(autouse=True)
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lengths_of, "helpers", lambda cold: 0)
+    monkeypatch.setattr(_lengths, "helpers", lambda cold: 0)
 
 
 # ---------------------------------------------------------------- numbers
@@ -81,10 +79,10 @@ def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
     def run(args: list[Any]) -> list[Any]:
         at, *mine = args
         args.clear()
-        given, made = forms(at)
-        assert [(tuple(x.shape), x.stride()) for x in mine] == [(tuple(s), tuple(t)) for s, t, *_ in given]
-        out = list(compiled._AtLength(gm, arguments(at)).run(*mine))
-        assert [(tuple(x.shape), x.stride()) for x in out] == [(tuple(s), tuple(t)) for s, t, *_ in made]
+        input_forms, output_forms = forms(at)
+        assert [(tuple(x.shape), x.stride()) for x in mine] == [(tuple(s), tuple(t)) for s, t, *_ in input_forms]
+        out = list(compiler._AtLength(gm, arguments(at)).run(*mine))
+        assert [(tuple(x.shape), x.stride()) for x in out] == [(tuple(s), tuple(t)) for s, t, *_ in output_forms]
         return out
 
     return run, lambda length: True
@@ -107,8 +105,8 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
 
     graph = traced(f, args)
     fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    made = [n.meta["val"] for n in fzero.graph._ir.graph_results(graph)]
-    return Code(graph, fakes, made, name_of_code(_key(graph))), args
+    output_forms = [n.meta["val"] for n in fzero.graph._ir.graph_results(graph)]
+    return Code(graph, fakes, output_forms, name_of_code(_key(graph))), args
 
 
 @examples(4, 200)
@@ -126,7 +124,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
         return uncompiled(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates, "inductor_for_lengths", counted)
+        patch.setattr(_segment, "inductor_for_lengths", counted)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
             found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
@@ -138,7 +136,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
-    monkeypatch.setattr(templates, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
+    monkeypatch.setattr(_segment, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
     known, found = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
@@ -147,7 +145,7 @@ def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
 
 
 def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
-    monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
         known, found = Lengths(), []
@@ -181,7 +179,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.one, self.all = 0, 0
-        in_one, in_all = compiling.inductor, templates.inductor_for_lengths
+        in_one, in_all = _segment_compiler.inductor, _segment.inductor_for_lengths
 
         def one(*args: Any) -> Any:
             self.one += 1
@@ -191,8 +189,8 @@ class Counted:
             self.all += 1
             return in_all(*args)
 
-        patch.setattr(compiling, "inductor", one)
-        patch.setattr(templates, "inductor_for_lengths", many)
+        patch.setattr(_segment_compiler, "inductor", one)
+        patch.setattr(_segment, "inductor_for_lengths", many)
 
 
 @needs_symbols
@@ -231,7 +229,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
 @needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
-    monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
     run, state = fzero.jit(step), step.init(tokens_params(), opt)
@@ -251,7 +249,7 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
     counted = Counted(monkeypatch)
     for dynamic, many in ((False, 0), (True, 1)):
-        monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
+        monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
         counted = Counted(monkeypatch)
         train("inductor", (12, 16, 20), dynamic=dynamic)
         assert min(counted.all, 1) == many
@@ -279,7 +277,7 @@ def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monke
     def fail(*args: Any) -> Any:
         raise RuntimeError("symbols")
 
-    monkeypatch.setattr(templates, "inductor_for_lengths", fail)
+    monkeypatch.setattr(_segment, "inductor_for_lengths", fail)
     counted = Counted(monkeypatch)
     found, run = train("inductor", (12, 16, 20), strict=True)
     expected, _ = train("fx", (12, 16, 20))
@@ -299,6 +297,6 @@ def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
 def test_padding_by_joining_is_torchs():
     x = torch.arange(24.0).view(2, 3, 4)
     for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
-        assert torch.equal(compiled.padded(x, pad, 7), F.pad(x, pad, value=7))
-    assert torch.equal(compiled.padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
-    assert _torch.have_equal_strides(compiled.padded(x, [0, 0]), x)
+        assert torch.equal(compiler.padded(x, pad, 7), F.pad(x, pad, value=7))
+    assert torch.equal(compiler.padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
+    assert _torch.have_equal_strides(compiler.padded(x, [0, 0]), x)

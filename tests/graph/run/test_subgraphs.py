@@ -224,8 +224,8 @@ def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
     opt = OPTIMIZERS["masters"]()
     f, args = updating(opt), arguments(opt, {"w": torch.tensor([1.0, 1e-9, -7.0])})
     (large,) = [x for x in segments_of(f, *args) if not x.scalars]
-    given = [n for n in large.graph.nodes if n.op == "placeholder" and n.meta["val"].dtype == torch.bfloat16]
-    assert sorted([[str(u.target) for u in n.users] for n in given]) == [
+    half_inputs = [n for n in large.graph.nodes if n.op == "placeholder" and n.meta["val"].dtype == torch.bfloat16]
+    assert sorted([[str(u.target) for u in n.users] for n in half_inputs]) == [
         ["aten._to_copy.default"],
         ["aten.copy_.default"],
     ]

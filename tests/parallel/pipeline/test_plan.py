@@ -144,7 +144,7 @@ def test_regions_are_given_what_earlier_ones_have_left(name, rank):
         assert {x for x in part.inputs if isinstance(x, Residual)} <= held
         held |= {x for x in part.outputs if isinstance(x, Residual)}
         assert len(part.inputs) == sum(n.op == "placeholder" for n in part.graph.nodes)
-    # each sum is written once a turn
+    # each sum is written once an iteration
     writes = [n.args[0].name for part in parts for n in part.graph.nodes if "copy_" in str(n.target)]
     assert len(writes) == len(set(writes)) > 0
 

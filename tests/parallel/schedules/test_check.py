@@ -62,9 +62,9 @@ def test_other_texts_than_actions_are_refused():
 
 
 @given(schedules(least=2), st.sampled_from(["drop", "double", "other micro-batch", "other stage"]), st.data())
-def test_a_planted_fault_is_refused(made, fault, data):
-    rank = data.draw(st.integers(0, made.ranks - 1))
-    row = list(made.rows[rank])
+def test_a_planted_fault_is_refused(schedule_, fault, data):
+    rank = data.draw(st.integers(0, schedule_.ranks - 1))
+    row = list(schedule_.rows[rank])
     at = data.draw(st.integers(0, len(row) - 1))
     a = row[at]
     if fault == "drop":
@@ -72,17 +72,17 @@ def test_a_planted_fault_is_refused(made, fault, data):
     elif fault == "double":
         row.insert(data.draw(st.integers(0, len(row))), a)
     elif fault == "other micro-batch":
-        row[at] = Action(a.kind, a.stage, (a.micro_batch + 1) % made.micro_batches)
+        row[at] = Action(a.kind, a.stage, (a.micro_batch + 1) % schedule_.micro_batches)
     else:
-        row[at] = Action(a.kind, (a.stage + 1) % made.stages, a.micro_batch)
+        row[at] = Action(a.kind, (a.stage + 1) % schedule_.stages, a.micro_batch)
     with pytest.raises(ValueError, match="edited"):
-        check(edited(made, rank, row))
+        check(edited(schedule_, rank, row))
 
 
 @given(schedules(), st.data())
-def test_an_action_before_one_that_it_needs_is_refused(made, data):
-    rank = data.draw(st.integers(0, made.ranks - 1))
-    row = list(made.rows[rank])
+def test_an_action_before_one_that_it_needs_is_refused(schedule_, data):
+    rank = data.draw(st.integers(0, schedule_.ranks - 1))
+    row = list(schedule_.rows[rank])
     pairs = [
         (i, j)
         for i, a in enumerate(row)
@@ -94,7 +94,7 @@ def test_an_action_before_one_that_it_needs_is_refused(made, data):
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
     with pytest.raises(ValueError, match="no rank can continue"):
-        check(edited(made, rank, row))
+        check(edited(schedule_, rank, row))
 
 
 def test_a_schedule_that_cannot_be_run_has_no_timing_and_prints_its_rows_and_the_reason():

@@ -62,22 +62,22 @@ def test_torchs_own_1f1b_is_refused_by_name():
 
 
 def test_what_torch_reads_is_what_we_write():
-    made = schedule("zbv", 3, 5, 2)
-    rows = [[torchs._Action.from_str(cell) for cell in line.split(",")] for line in made.to_csv().splitlines()]
-    assert PipelineSchedule.parse(rows, "zbv") == made
+    schedule_ = schedule("zbv", 3, 5, 2)
+    rows = [[torchs._Action.from_str(cell) for cell in line.split(",")] for line in schedule_.to_csv().splitlines()]
+    assert PipelineSchedule.parse(rows, "zbv") == schedule_
 
 
 @given(schedules())
-def test_a_table_written_and_read_is_the_same(made):
-    assert PipelineSchedule.parse(made.to_csv(), "greedy") == made
+def test_a_table_written_and_read_is_the_same(schedule_):
+    assert PipelineSchedule.parse(schedule_.to_csv(), "greedy") == schedule_
 
 
 def test_a_table_is_rows_or_a_dict_or_a_text_or_a_file(tmp_path):
-    made = schedule("1f1b", 2, 3)
-    cells = [[str(a) for a in row] for row in made.rows]
-    (tmp_path / "table.csv").write_text(made.to_csv())
-    given = [cells, dict(enumerate(cells)), made.to_csv(), tmp_path / "table.csv", str(tmp_path / "table.csv")]
-    assert all(PipelineSchedule.parse(table, "1f1b") == made for table in given)
+    schedule_ = schedule("1f1b", 2, 3)
+    cells = [[str(a) for a in row] for row in schedule_.rows]
+    (tmp_path / "table.csv").write_text(schedule_.to_csv())
+    tables = [cells, dict(enumerate(cells)), schedule_.to_csv(), tmp_path / "table.csv", str(tmp_path / "table.csv")]
+    assert all(PipelineSchedule.parse(table, "1f1b") == schedule_ for table in tables)
 
 
 def test_overlapped_actions_stand_one_after_the_other():

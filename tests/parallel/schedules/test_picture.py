@@ -20,17 +20,17 @@ def boxes(axes):
 
 @pytest.mark.parametrize("name,stages", [("1f1b", 1), ("zbv", 2)])
 def test_each_action_is_a_box_at_its_time(name, stages):
-    made = schedule(name, 4, 6, stages)
-    (axes,) = made.plot().axes
-    timing = made.timing()
-    for rank, row in enumerate(made.rows):
+    schedule_ = schedule(name, 4, 6, stages)
+    (axes,) = schedule_.plot().axes
+    timing = schedule_.timing()
+    for rank, row in enumerate(schedule_.rows):
         expected = sorted((timing.start[a], timing.end[a] - timing.start[a]) for a in row)
         assert np.array(boxes(axes)[rank]) == pytest.approx(np.array(expected))
 
 
 def test_its_words_are_the_schedules_numbers(tmp_path):
-    made, more = schedule("1f1b", 4, 8), schedule("interleaved", 4, 8, 2)
-    figure = made.plot(tmp_path / "both.png", beside=[more])
+    schedule_, more = schedule("1f1b", 4, 8), schedule("interleaved", 4, 8, 2)
+    figure = schedule_.plot(tmp_path / "both.png", beside=[more])
     assert (tmp_path / "both.png").stat().st_size > 10_000
     first, second = figure.axes
     assert first.get_title("left") == "1f1b"
@@ -46,9 +46,9 @@ def test_its_words_are_the_schedules_numbers(tmp_path):
 
 
 def test_numbers_stand_where_there_is_room():
-    def numbers(made):
-        (axes,) = made.plot().axes
-        return len(axes.texts) - min(made.ranks, 16) - 1
+    def numbers(schedule_):
+        (axes,) = schedule_.plot().axes
+        return len(axes.texts) - min(schedule_.ranks, 16) - 1
 
     assert numbers(schedule("1f1b", 2, 4)) == 2 * 2 * 4
     assert numbers(schedule("1f1b", 4, 200)) == 0

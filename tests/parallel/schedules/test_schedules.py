@@ -36,8 +36,8 @@ def test_each_named_schedule_is_in_the_docstrings(function):
 
 
 @given(schedules())
-def test_the_generator_makes_schedules_that_can_be_run(made):
-    check(made)
+def test_the_generator_makes_schedules_that_can_be_run(schedule_):
+    check(schedule_)
 
 
 @given(counts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 5), st.booleans(), st.sampled_from(["loop", "v"]))
@@ -45,17 +45,17 @@ def test_no_more_is_in_flight_than_the_cap(ranks, micro_batches, stages, extra, 
     def cap(rank: int) -> int:
         return stages + (rank + extra) % 4
 
-    made = greedy(ranks, micro_batches, stages, cap=cap, split=split, placement=placement)
-    check(made)
-    assert all(made.in_flight(rank) <= cap(rank) for rank in range(ranks))
+    schedule_ = greedy(ranks, micro_batches, stages, cap=cap, split=split, placement=placement)
+    check(schedule_)
+    assert all(schedule_.in_flight(rank) <= cap(rank) for rank in range(ranks))
 
 
 @examples(25, 100)
 @given(st.sampled_from(KNOWN), counts, st.integers(1, 20), st.data())
 def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(known, ranks, micro_batches, data):
-    (name, stages), given = known, data.draw(durations(known[1] * ranks))
-    made = schedule(name, ranks, micro_batches, stages, **given)
-    check(made)
+    (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
+    schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
+    check(schedule_)
     group = micro_batches // max(1, micro_batches // ranks) + 1
     least = {
         "gpipe": lambda r: stages * micro_batches,
@@ -65,7 +65,7 @@ def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(k
         "zbv": lambda r: 2 * ranks,
     }
     assert name in least, f"`least` in {__file__}: add the most forward passes in flight on rank r of {name!r}"
-    assert all(made.in_flight(rank) <= least[name](rank) for rank in range(ranks))
+    assert all(schedule_.in_flight(rank) <= least[name](rank) for rank in range(ranks))
 
 
 @examples(14, 100)
@@ -89,12 +89,12 @@ def test_efficiencies_are_those_of_the_papers(ranks, micro_batches):
 
 @given(st.sampled_from(KNOWN), st.integers(1, 5), st.integers(1, 9), st.data())
 def test_a_known_schedule_is_never_longer_than_the_greedy_order_in_its_memory(known, ranks, micro_batches, data):
-    (name, stages), given = known, data.draw(durations(known[1] * ranks))
-    made = schedule(name, ranks, micro_batches, stages, **given)
-    cap = None if name == "gpipe" else made.in_flight
+    (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
+    schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
+    cap = None if name == "gpipe" else schedule_.in_flight
     loop, split = "v" if name == "zbv" else "loop", name in ("zb", "zbv")
-    other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, split=split, **given)
-    assert made.timing(**given).makespan <= other.timing(**given).makespan * (1 + 1e-9)
+    other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, split=split, **given_durations)
+    assert schedule_.timing(**given_durations).makespan <= other.timing(**given_durations).makespan * (1 + 1e-9)
 
 
 # efficiency and the most in flight, in micro-batches, of the schedules of a study that came before this code
@@ -107,22 +107,22 @@ STUDY = {
 
 @pytest.mark.parametrize("ranks,micro_batches", STUDY)
 def test_the_generator_gives_the_numbers_of_the_study(ranks, micro_batches):
-    made = [
+    all_schedules = [
         greedy(ranks, micro_batches),
         greedy(ranks, micro_batches, cap=lambda rank: ranks - rank),
         greedy(ranks, micro_batches, cap=ranks, split=True),
         greedy(ranks, micro_batches, cap=2 * ranks - 1, split=True),
         greedy(ranks, micro_batches, 2, cap=2 * ranks, split=True),
     ]
-    found = [(round(s.timing().efficiency, 3), s.in_flight(0) * s.ranks / s.stages) for s in made]
-    assert found == STUDY[ranks, micro_batches]
-    assert [made[1].in_flight(rank) for rank in range(ranks)] == list(range(ranks, 0, -1))
+    figures = [(round(s.timing().efficiency, 3), s.in_flight(0) * s.ranks / s.stages) for s in all_schedules]
+    assert figures == STUDY[ranks, micro_batches]
+    assert [all_schedules[1].in_flight(rank) for rank in range(ranks)] == list(range(ranks, 0, -1))
 
 
 def test_slow_links_and_uneven_stages_cost_what_the_study_saw():
     def efficiency(extra: int, times: int = 1, **durations: object) -> float:
-        made = greedy(4, 16, cap=lambda rank: times * (4 - rank) + extra, **durations)  # pyright: ignore[reportArgumentType]
-        return round(made.timing(**durations).efficiency, 3)  # pyright: ignore[reportArgumentType]
+        schedule_ = greedy(4, 16, cap=lambda rank: times * (4 - rank) + extra, **durations)  # pyright: ignore[reportArgumentType]
+        return round(schedule_.timing(**durations).efficiency, 3)  # pyright: ignore[reportArgumentType]
 
     assert [efficiency(0, latency=0.5), efficiency(1, latency=0.5), efficiency(-1, 2, latency=0.5)] == [
         0.676,
@@ -134,9 +134,9 @@ def test_slow_links_and_uneven_stages_cost_what_the_study_saw():
 
 def test_zero_bubble_needs_no_more_memory_than_1f1b_for_its_shortest_step():
     # The greedy order takes 29 units here. Gradients run ahead where rank r does weights r passes later: 24 + 3.
-    made = schedule("zb", 4, 8)
-    assert made.timing().makespan == 27
-    assert {made.in_flight(rank) for rank in range(4)} == {4}
+    schedule_ = schedule("zb", 4, 8)
+    assert schedule_.timing().makespan == 27
+    assert {schedule_.in_flight(rank) for rank in range(4)} == {4}
     assert greedy(4, 8, cap=4, split=True).timing().makespan == 29
 
 
@@ -167,9 +167,9 @@ def test_a_long_schedule_goes_on_below():
 
 
 def test_messages_are_those_between_ranks_in_the_order_of_each_sender():
-    made = schedule("zbv", 2, 1, 2)  # stages 0 1 2 3 on ranks 0 1 1 0
-    assert made.rank_of_stage == (0, 1, 1, 0)
-    assert made.messages == (
+    schedule_ = schedule("zbv", 2, 1, 2)  # stages 0 1 2 3 on ranks 0 1 1 0
+    assert schedule_.rank_of_stage == (0, 1, 1, 0)
+    assert schedule_.messages == (
         Message(0, 1, "F", 0, 0),
         Message(0, 1, "G", 3, 0),
         Message(1, 0, "F", 2, 0),
@@ -180,32 +180,32 @@ def test_messages_are_those_between_ranks_in_the_order_of_each_sender():
 
 
 @given(schedules())
-def test_each_message_is_sent_once_and_needed_where_it_goes(made):
-    assert len({*made.messages}) == len(made.messages)
-    for sender, receiver, kind, stage, m in made.messages:
+def test_each_message_is_sent_once_and_needed_where_it_goes(schedule_):
+    assert len({*schedule_.messages}) == len(schedule_.messages)
+    for sender, receiver, kind, stage, m in schedule_.messages:
         user = Action("F", stage + 1, m) if kind == "F" else None
         users = {user} if user else {Action("B", stage - 1, m), Action("I", stage - 1, m)}
-        assert made.rank_of_stage[stage] == sender != receiver
-        assert users & {*made.rows[receiver]}
+        assert schedule_.rank_of_stage[stage] == sender != receiver
+        assert users & {*schedule_.rows[receiver]}
 
 
 @examples(25, 50)
 @given(schedules(), st.data())
-def test_a_timing_obeys_the_ranks_and_the_dependencies(made, data):
-    known = data.draw(durations(made.stages))
-    t = made.timing(**known)
-    for row in made.rows:
+def test_a_timing_obeys_the_ranks_and_the_dependencies(schedule_, data):
+    known = data.draw(durations(schedule_.stages))
+    t = schedule_.timing(**known)
+    for row in schedule_.rows:
         for before, after in itertools.pairwise(row):
             assert t.end[before] <= t.start[after]
     for a in t.start:
         if a.kind == "F" and a.stage:
-            latency = known["latency"] * (made.rank_of_stage[a.stage] != made.rank_of_stage[a.stage - 1])
+            latency = known["latency"] * (schedule_.rank_of_stage[a.stage] != schedule_.rank_of_stage[a.stage - 1])
             assert t.end[Action("F", a.stage - 1, a.micro_batch)] + latency <= t.start[a]
         if a.kind in "BI":
             assert t.end[Action("F", a.stage, a.micro_batch)] <= t.start[a]
-    share = made.ranks / made.stages
-    cost = known["cost"] or [1.0] * made.stages
-    assert sum(t.busy) == pytest.approx(3 * share * made.micro_batches * sum(cost))
+    share = schedule_.ranks / schedule_.stages
+    cost = known["cost"] or [1.0] * schedule_.stages
+    assert sum(t.busy) == pytest.approx(3 * share * schedule_.micro_batches * sum(cost))
     assert max(t.end.values()) == t.makespan
 
 
@@ -272,15 +272,15 @@ def test_a_cap_sets_the_memory_and_hides_slow_links():
 
 
 def test_rows_in_lists_are_taken():
-    made = PipelineSchedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
-    check(made)
-    assert made.rows == ((Action("F", 0, 0), Action("B", 0, 0)),)
+    schedule_ = PipelineSchedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
+    check(schedule_)
+    assert schedule_.rows == ((Action("F", 0, 0), Action("B", 0, 0)),)
 
 
 @pytest.mark.parametrize("name,stages", KNOWN)
 def test_memory_and_messages_are_the_formulas_of_the_page(name, stages):
     ranks, m, v = 4, 16, stages
-    made = schedule(name, ranks, m, v)
+    schedule_ = schedule(name, ranks, m, v)
     kept = {
         "gpipe": lambda r: m,
         "1f1b": lambda r: ranks - r,
@@ -289,5 +289,5 @@ def test_memory_and_messages_are_the_formulas_of_the_page(name, stages):
         "zbv": lambda r: ranks,
     }
     assert name in kept, f"`kept` in {__file__}: add the formula of {name!r} in docs/schedules.md"
-    assert [made.in_flight(r) / v for r in range(ranks)] == [kept[name](r) for r in range(ranks)]
-    assert len(made.messages) == (4 * m * (ranks - 1) if name == "zbv" else 2 * m * (v * ranks - 1))
+    assert [schedule_.in_flight(r) / v for r in range(ranks)] == [kept[name](r) for r in range(ranks)]
+    assert len(schedule_.messages) == (4 * m * (ranks - 1) if name == "zbv" else 2 * m * (v * ranks - 1))
