@@ -46,10 +46,8 @@ def donated_message(note: str) -> str:
     if call.startswith("step."):
         results, without = f"its results, as {_RESULTS[call]} = {call}", "leave out donate=True"
     else:
-        results, without = (
-            "the results, as params, opt_state, loss = step(params, opt_state, batch)",
-            "jit with donate=()",
-        )
+        results = "the results, as params, opt_state, loss = step(params, opt_state, batch)"
+        without = "jit with donate=()"
     return (
         f"{note}: its memory holds the results of that call now. Continue with {results}; or copy values that you need "
         f"before the call, or {without}{trouble_link('a-tensor-that-was-donated')}"

@@ -138,10 +138,8 @@ def assert_equivalent(
                 state = step(*state[:2], mesh.split(batch, step.data_axes) if step.data_axes else batch)
                 label = f"stage={stage}, {ranks}, step {i}: result"
                 for j in range(2, len(state)):
-                    result, reference = (
-                        _concatenate_ranks(gather_full(state[j], step)),
-                        _concatenate_ranks(expected[i + 1][j], 0),
-                    )
+                    result = _concatenate_ranks(gather_full(state[j], step))
+                    reference = _concatenate_ranks(expected[i + 1][j], 0)
                     assert_trees_close(result, reference, rtol, f"{label} {j}")
             label = f"stage={stage}, {ranks}, after {len(batches)} steps:"
             for name, result, reference in zip(("parameters", "optimizer state"), state, expected[-1], strict=False):

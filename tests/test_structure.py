@@ -319,6 +319,20 @@ def test_a_private_file_has_a_name_of_its_own():
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
+def test_a_statement_over_several_lines_is_one_assignment_with_its_comment_above():
+    for path in FILES:
+        text = path.read_text()
+        for node in ast.walk(tree_of(text)):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Tuple)
+                and isinstance(node.value, ast.Tuple)
+            ):
+                assert node.lineno == node.end_lineno, f"{path}:{node.lineno}: assign one value a line"
+        late = re.search(r"^ *[\])}]+  # (?!pyright|noqa).*", text, re.MULTILINE)
+        assert not late, f"{path}: put the comment above the statement: {late}"
+
+
 def sentences(text: str) -> list[str]:
     """Return the sentences of a docstring, without its example and its tables."""
     prose = re.sub(r"^\s*\|.*\|$", "", re.split(r"^\s*Example:$", text, flags=re.MULTILINE)[0], flags=re.MULTILINE)

@@ -97,9 +97,8 @@ def _all_ranks_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
 
 
 def _all_ranks_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
-    return [
-        _parts(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)
-    ]  # [n, .., n k, ..] -> [.., n k, ..] -> [n, .., k, ..]
+    # [n, .., n k, ..] -> [.., n k, ..] -> [n, .., k, ..]
+    return [_parts(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)]
 
 
 def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:

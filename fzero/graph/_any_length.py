@@ -315,9 +315,8 @@ def _formula_and_lengths(
     Raises:
         FixedSizeError: if there is no formula.
     """
-    sample = next(
-        (x for x in reversed(alike) if x.length > 1), None
-    )  # the latest: all earlier ones may take another branch
+    # the latest: all earlier ones may take another branch
+    sample = next((x for x in reversed(alike) if x.length > 1), None)
     if len(alike) < SAMPLES or sample is None:
         return None
     holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)

@@ -68,21 +68,17 @@ class OperationTraits(enum.Flag):
     HOST_SIZES = enum.auto()
 
 
-CHEAP, FACTORY, BY_RANK, LAYOUT = (
-    OperationTraits.CHEAP,
-    OperationTraits.FACTORY,
-    OperationTraits.BY_RANK,
-    OperationTraits.LAYOUT,
-)
-LINEAR, EMPTY, VIEW, COPIES, ENCODES, DECODES, HOST_SIZES = (
-    OperationTraits.LINEAR,
-    OperationTraits.EMPTY,
-    OperationTraits.VIEW,
-    OperationTraits.COPIES,
-    OperationTraits.ENCODES,
-    OperationTraits.DECODES,
-    OperationTraits.HOST_SIZES,
-)
+CHEAP = OperationTraits.CHEAP
+FACTORY = OperationTraits.FACTORY
+BY_RANK = OperationTraits.BY_RANK
+LAYOUT = OperationTraits.LAYOUT
+LINEAR = OperationTraits.LINEAR
+EMPTY = OperationTraits.EMPTY
+VIEW = OperationTraits.VIEW
+COPIES = OperationTraits.COPIES
+ENCODES = OperationTraits.ENCODES
+DECODES = OperationTraits.DECODES
+HOST_SIZES = OperationTraits.HOST_SIZES
 
 OPERATIONS: dict[str, OperationTraits] = {
     # constants

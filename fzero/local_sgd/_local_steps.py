@@ -171,12 +171,8 @@ class LocalSteps:
         if not to_send and not to_apply:
             return state
         parts = parts_of(state.anchor, self.schedule.parts)
-        states, anchor, outer_states, sums = (
-            state.inner.trees,
-            state.anchor,
-            [*state.outer_states],
-            [*state.pending_sums],
-        )
+        states, anchor = state.inner.trees, state.anchor
+        outer_states, sums = [*state.outer_states], [*state.pending_sums]
         with step_place("the outer step of local_steps", is_own=False):
             for i in to_send:
                 sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)

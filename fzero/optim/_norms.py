@@ -67,9 +67,8 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            stacked = [
-                s.axis for s in traced_spec(x.spec_id).split if s.stacked
-            ]  # along these axes each rank has other leaves
+            # along these axes each rank has other leaves
+            stacked = [s.axis for s in traced_spec(x.spec_id).split if s.stacked]
             axes = tuple([name for name in traced_spec(x.spec_id).varies if name not in stacked])
             sums.setdefault(axes, {})[position] = _sums_of_squares(x)
     out = list(entries)
@@ -77,9 +76,8 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
         totals = psum(torch.cat(list(local.values())), axes).split([len(s) for s in local.values()])
         for (position, s), total in zip(local.items(), totals, strict=True):
             x = entries[position]
-            n = math.prod(
-                [s.size for s in traced_spec(x.spec_id).split if not s.stacked]
-            )  # ranks that have parts of the leaf
+            # the number of ranks that have parts of the leaf
+            n = math.prod([s.size for s in traced_spec(x.spec_id).split if not s.stacked])
             sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in traced_spec(x.spec_id).shapes]
             squares = total.to(s.dtype) / tensor_on(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
@@ -96,10 +94,8 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of each leaf of a unit over this rank's shard: `[leaves]`."""
     check_on_device(box, "a norm of leaves")
-    squares, rows = (
-        at_least_float32(box.data).square(),
-        len(traced_spec(box.spec_id).shapes) + 1,
-    )  # the last row is padding
+    squares = at_least_float32(box.data).square()
+    rows = len(traced_spec(box.spec_id).shapes) + 1  # the last row is padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.spec_id, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]

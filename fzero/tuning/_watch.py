@@ -170,11 +170,8 @@ class WatchedStep:
 
     def _write(self, count: int) -> None:
         """Write the first `count` pending measurements, and report the last measured one of them."""
-        measurements, self._pending, self._due_count = (
-            self._pending[:count],
-            self._pending[count:],
-            max(self._due_count - count, 0),
-        )
+        measurements, self._pending = self._pending[:count], self._pending[count:]
+        self._due_count = max(self._due_count - count, 0)
         measured = [
             i for i, r in enumerate(measurements) if r.measurement.added_bytes is not None and not r.has_compilation
         ]

@@ -112,8 +112,7 @@ def free_bytes() -> int | None:
     limit = CGROUP / "memory.max"
     if limit.exists() and (maximum := limit.read_text().strip()) != "max":
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(
-            stat.get("inactive_file", 0)
-        )  # without the file cache, which can be freed
+        # without the file cache, which can be freed
+        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
         free = min(free, int(maximum) - used)
     return free

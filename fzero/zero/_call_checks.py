@@ -112,10 +112,8 @@ def _check_device(path: str, x: Any, mesh: Mesh) -> None:
         tensors = [(f"{path}.{inner}" if inner else path, value) for inner, value in zip(paths, values, strict=True)]
         advice = "make it with mesh.split(batch) or mesh.local(batch) of this mesh"
     else:
-        tensors, advice = (
-            [(path, x)],
-            "pass parameters and state of step.init, and anything else mesh.device_put(value)",
-        )
+        tensors = [(path, x)]
+        advice = "pass parameters and state of step.init, and anything else mesh.device_put(value)"
     for where, value in tensors:
         if isinstance(value, torch.Tensor) and value.ndim and not value.is_meta and value.device != mesh.device:
             raise ValueError(

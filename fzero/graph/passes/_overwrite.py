@@ -107,9 +107,8 @@ def in_place(graph: Graph) -> Graph:
         if node.target not in IN_PLACE:
             continue
         argument: Any = node.args[0]
-        operands: list[Node] = (
-            [argument] if isinstance(argument, Node) else list(argument)
-        )  # an operand may occur twice
+        # an operand may occur twice
+        operands: list[Node] = [argument] if isinstance(argument, Node) else list(argument)
         operand_storages = [memory.indices[a][0] for a in operands]
         is_exclusive = all(readers[s] == [node] and memory.producers[s].op == "call_function" for s in operand_storages)
         if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):

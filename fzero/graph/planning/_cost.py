@@ -246,13 +246,14 @@ def _compute_seconds(node: Node, hardware: Hardware) -> float:
 
 
 TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
+# the position of the first factor
 PRODUCTS = {
     aten.mm: 0,
     aten._scaled_mm: 0,
     aten.bmm: 0,
     aten.addmm: 1,
     aten.baddbmm: 1,
-}  # the position of the first factor
+}
 
 
 def _rate(node: Node, hardware: Hardware) -> float:

@@ -79,9 +79,8 @@ class Lengths:
         for template, _, holds in compiled:
             if template.is_at(numbers, length) and holds(length):
                 return template
-        tried = self.refused_names | {
-            template.name for template, *_ in compiled
-        }  # the compiled ones hold for other lengths only
+        # the compiled ones hold for other lengths only
+        tried = self.refused_names | {template.name for template, *_ in compiled}
         samples = [s for s in self.samples.get(structure, ()) if s.length != length]
         for sample in samples:
             rest = [s for s in samples if s.length != sample.length]

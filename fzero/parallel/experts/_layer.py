@@ -181,10 +181,8 @@ def grouped_linear(
     order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add the biases `[e, f]`."""
-    offsets, expected_rows = (
-        order.offsets,
-        order.row.shape[0],
-    )  # expected_rows: as many rows as this rank's tokens have choices
+    offsets = order.offsets
+    expected_rows = order.row.shape[0]  # as many as this rank's tokens have choices
     _check_linear(rows, len(offsets), weight, bias)
     y = grouped_mm(rows, weight, offsets, expected_rows)
     if bias is None:

@@ -28,12 +28,13 @@ __all__ = [
 ]
 
 Kind = Literal["F", "B", "I", "W"]
+# change of the number of passes in flight: residuals live until the weight half ends
 IN_FLIGHT_CHANGE = {
     "F": 1,
     "B": -1,
     "I": 0,
     "W": -1,
-}  # change of the number of passes in flight: residuals live until the weight half ends
+}
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 

@@ -154,12 +154,8 @@ class _Simulation:
         split: bool,
         durations: Durations,
     ) -> None:
-        self.rank_of_stage, self.micro_batches, self.split, self.durations = (
-            rank_of_stage,
-            micro_batches,
-            split,
-            durations,
-        )
+        self.rank_of_stage, self.micro_batches = rank_of_stage, micro_batches
+        self.split, self.durations = split, durations
         self.ranks = [_Rank(stages_on(rank, rank_of_stage), cap) for rank, cap in enumerate(caps)]
         self.value_times = dict[Value, float]()
 
