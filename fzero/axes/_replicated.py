@@ -24,6 +24,9 @@ __all__ = ["DiffersByRankError", "assume_replicated", "check_inputs_replicated",
 class DiffersByRankError(ValueError):
     """A value differs by rank, and its layout or its use says that it is equal on all ranks.
 
+    Attributes:
+        result_path: the path of the value among the results of a rank program; None if it is no result.
+
     Example:
         >>> import torch
         >>> import fzero
@@ -34,6 +37,10 @@ class DiffersByRankError(ValueError):
         ...     print(str(error).split(",")[0])
         result leaf 'loss' differs by rank
     """
+
+    def __init__(self, message: str, result_path: str | None = None) -> None:
+        super().__init__(message)
+        self.result_path = result_path
 
 
 DiffersByRankError.__module__ = "fzero.errors"  # where a pickle finds it
@@ -117,11 +124,17 @@ def check_replicated(
             for axis in axes:
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
-                    checked[key] = _as_replicated(
-                        checked[key], axis.token, axis.group, differs_message(path, names, along)
-                    )
+                    checked[key] = _check_result(checked[key], axis, path, differs_message(path, names, along))
         results.append(checked[key])
     return results
+
+
+def _check_result(x: torch.Tensor, axis: Axis, path: str, message: str) -> torch.Tensor:
+    try:
+        return _as_replicated(x, axis.token, axis.group, message)
+    except DiffersByRankError as error:
+        error.result_path = path
+        raise
 
 
 def _gradient_would_be_summed(where: str, axis: str) -> str:

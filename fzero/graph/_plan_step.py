@@ -66,7 +66,14 @@ def plan(
         >>> plan.argument_bytes  # 3 x 64 MiB / 1024, a count, a quarter of the batch
         262152
     """
-    return step_of_rank(step, *args, world_size=world_size, hardware=hardware, rank=rank, **kwargs).plan()
+    try:
+        return step_of_rank(step, *args, world_size=world_size, hardware=hardware, rank=rank, **kwargs).plan()
+    except TypeError as error:
+        if not args and not kwargs:  # else Python's message about missing arguments names the step alone
+            error.add_note(
+                "fzero.plan takes the arguments of a call of the step, as in fzero.plan(step, params, opt_state, batch)"
+            )
+        raise
 
 
 class StepOfRank(NamedTuple):

@@ -119,7 +119,9 @@ def cross_entropy_of_head(
         check_part("linear_cross_entropy", weight, axis)
         hidden = enter(hidden, axis)
     local = labels - axis_index(bound, device=labels.device) * len(weight)
-    log_sum, target, total = _sums_of_chunks(hidden, weight, local, bias, chunk, label_smoothing > 0, maps)
+    log_sum, target, total = _sums_of_chunks(
+        hidden, weight, local, bias, _ChunkOptions(chunk, label_smoothing > 0, maps)
+    )
     if axis is not None:
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
@@ -156,27 +158,39 @@ class TokenSums(NamedTuple):
     logit_sum: torch.Tensor | None
 
 
+class _ChunkOptions(NamedTuple):
+    """How classes are taken chunk by chunk.
+
+    Attributes:
+        chunk: the number of classes in a chunk.
+        smooth: whether label smoothing needs the sum of the logits.
+        maps: functions that change the logits.
+    """
+
+    chunk: int
+    smooth: bool
+    maps: tuple[LogitMap, ...]
+
+
 def _sums_of_chunks(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
-    chunk: int,
-    smooth: bool,
-    maps: tuple[LogitMap, ...],
+    options: _ChunkOptions,
 ) -> TokenSums:
     """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
     run: Callable[..., torch.Tensor] = remat(_of_chunk)
     # split, not slices: the gradients of the parts are concatenated once
-    weights = weight.split(chunk)
+    weights = weight.split(options.chunk)
     wide = None
     # a forward-mode derivative has no sum, and takes no tangents of values without memory
     if hidden.dtype in HALF and not torch.compiler.is_dynamo_compiling() and not in_forward_mode():
         hidden, wide = hidden.detach(), _WideGradient.apply(hidden)
-    biases = [None] * len(weights) if bias is None else bias.split(chunk)
+    biases = [None] * len(weights) if bias is None else bias.split(options.chunk)
     chunks = enumerate(zip(weights, biases, strict=True))
-    sums = torch.stack([run(hidden, wide, w, b, labels, chunk, i, smooth, maps) for i, (w, b) in chunks])
-    return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if smooth else None)
+    sums = torch.stack([run(hidden, wide, w, b, labels, i, options) for i, (w, b) in chunks])
+    return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if options.smooth else None)
 
 
 class _WideGradient(torch.autograd.Function):
@@ -203,19 +217,17 @@ def _of_chunk(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    chunk: int,
-    number: int,
-    smooth: bool,
-    maps: tuple[LogitMap, ...],
+    index: int,
+    options: _ChunkOptions,
 ) -> torch.Tensor:
-    """Return the share of some classes in each token's numbers, `[2 or 3, ..]`."""
-    with in_chunk(number):
+    """Return the share of one chunk's classes in each token's sums, `[2 or 3, ..]`."""
+    with in_chunk(index):
         hidden = hidden if wide is None else (hidden + wide).to(hidden.dtype)
         logits = at_least_float32(F.linear(hidden, weight, bias))
-        for change in maps:
+        for change in options.maps:
             logits = change(logits)
-        target = logits_of(labels - number * chunk, logits)
-        return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if smooth else [])])
+        target = logits_of(labels - index * options.chunk, logits)
+        return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if options.smooth else [])])
 
 
 def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> TokenSums:

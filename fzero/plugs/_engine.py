@@ -1,7 +1,7 @@
 """Engine: the models, loss and optimizer of another library's training loop, as one sharded step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from fzero.sharding import sharded_units
 from fzero.transforms import partition
 from fzero.zero import ShardedStep, shard
 
-__all__ = ["Backend", "Engine", "make_engine"]
+__all__ = ["Backend", "Engine", "EngineOptions", "make_engine"]
 
 Backend = Literal["inductor", "auto", "fx"]
 
@@ -121,9 +121,9 @@ class Engine:
         self.params, self.opt_state = self._update(self.params, self.opt_state, grads, _tensors(rates))
 
     @property
-    def groups(self) -> ParamGroups:
-        """The optimizer."""
-        return self._loop_step.groups
+    def optimizer_groups(self) -> ParamGroups:
+        """The optimizer of the sharded step, by parameter groups."""
+        return self._loop_step.optimizer_groups
 
     @property
     def _loop_step(self) -> LoopStep:
@@ -191,20 +191,36 @@ def _tensors(rates: Sequence[float]) -> list[torch.Tensor]:
     return [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine runs its steps.
+
+    Attributes:
+        stage: the ZeRO stage.
+        mesh: the ranks; all axes are data-parallel.
+        backend: the backend of `fzero.jit`; None to run steps eagerly, for a loss that is not pure.
+        remat: whether blocks run again in the backward pass.
+        clip: how the gradients are clipped; None if they are not.
+        precision: the dtypes of half precision; None to train in the parameters' own.
+        in_place: whether steps run the model itself, eagerly, so that it keeps values that they leave in attributes.
+    """
+
+    stage: int
+    mesh: Mesh
+    backend: Backend | None
+    remat: bool
+    clip: optim.Optimizer | None
+    precision: optim.Precision | None
+    in_place: bool = False
+
+
 def make_engine(
     model: torch.nn.Module,
     others: Sequence[torch.nn.Module],
     loss: Callable[..., torch.Tensor],
-    groups: ParamGroups,
+    optimizer_groups: ParamGroups,
     opt: torch.optim.Optimizer | None,
-    *,
-    stage: int,
-    mesh: Mesh,
-    backend: Backend | None,
-    remat: bool,
-    clip: optim.Optimizer | None,
-    precision: optim.Precision | None,
-    in_place: bool = False,
+    options: EngineOptions,
 ) -> Engine:
     """Shard models and their optimizer. The memory of their tensors goes to the engine, and they are left on meta.
 
@@ -214,26 +230,23 @@ def make_engine(
         model: the model to train, in training mode.
         others: other models that the loss calls; they are frozen.
         loss: see `LoopStep`.
-        groups: the optimizer of the sharded step.
-        opt: the loop's optimizer, from which `groups` was read; None for a loop that does not train.
-        stage: the ZeRO stage.
-        mesh: the ranks; all axes are data-parallel.
-        backend: the backend of `fzero.jit`; None to run steps eagerly, for a loss that is not pure.
-        remat: whether blocks run again in the backward pass.
-        clip: how the gradients are clipped; None if they are not.
-        precision: the dtypes of half precision; None to train in the parameters' own.
-        in_place: whether steps run `model` itself, eagerly, so that it keeps values that they leave in attributes.
+        optimizer_groups: the optimizer of the sharded step, by parameter groups.
+        opt: the loop's optimizer, from which `optimizer_groups` was read; None for a loop that does not train.
+        options: how the steps run.
     """
+    mesh, backend, precision = options.mesh, options.backend, options.precision
     for module in (model, *others):
         _copy_from_first_rank(module, mesh)
-    by_block = nn.functional_in_place(model, mesh.device) if in_place else _by_block(model)
+    by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _by_block(model)
     rest = [_by_block(other.requires_grad_(False)) for other in others]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
-    in_step = models if remat or backend is None else Models(nn.functional(model).apply, models.others)
+    in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.others)
     loss_scale = precision is not None and precision.param is torch.float16
-    train_step = LoopStep(in_step, loss, groups, mesh.size, clip, precision, loss_scale, backend is None)
-    step = shard(train_step, stage=stage, mesh=mesh)
-    rates = [0.0] * len(groups.names) if opt is None else groups.rates(opt)
+    train_step = LoopStep(
+        in_step, loss, optimizer_groups, mesh.size, options.clip, precision, loss_scale, backend is None
+    )
+    step = shard(train_step, stage=options.stage, mesh=mesh)
+    rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
     def split(functional: nn.Functional, module: torch.nn.Module) -> tuple[Any, Any]:
@@ -243,12 +256,14 @@ def make_engine(
         return step.partition(frozen), mesh.device_put(buffers)
 
     state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
-    for module in others if in_place else (model, *others):  # callers hold their model on, and its memory with it
+    for module in (
+        others if options.in_place else (model, *others)
+    ):  # callers hold their model on, and its memory with it
         module.to("meta")
     for module in (model, *others, *[apply.module for apply in (models.apply, *models.others)]):
         guard(module)
     if opt is not None:
-        hold_stand_ins(opt, groups, models.apply.module)
+        hold_stand_ins(opt, optimizer_groups, models.apply.module)
     return Engine(step, backend, models, params, opt_state, state, precision is not None)
 
 

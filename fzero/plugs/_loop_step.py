@@ -65,7 +65,7 @@ class LoopStep:
     Attributes:
         models: the models.
         loss: `loss(model, batch)` returns the share of a micro-batch in the loss of the step, a 0-d tensor.
-        groups: the optimizer.
+        optimizer_groups: the optimizer of the sharded step, by parameter groups.
         ranks: the number of ranks, over which the loss is averaged.
         clip: how the gradients are clipped; None if they are not.
         precision: the dtypes of half precision; None to train in the parameters' own.
@@ -75,7 +75,7 @@ class LoopStep:
 
     models: Models
     loss: Callable[..., torch.Tensor]
-    groups: ParamGroups
+    optimizer_groups: ParamGroups
     ranks: int
     clip: optim.Optimizer | None
     precision: optim.Precision | None
@@ -84,7 +84,7 @@ class LoopStep:
 
     def optimizer(self, rates: Sequence[Any]) -> optim.Optimizer:
         """Make the whole optimizer, with a learning rate for each group."""
-        opt = optim.chain(*([] if self.clip is None else [self.clip]), self.groups.optimizer(rates))
+        opt = optim.chain(*([] if self.clip is None else [self.clip]), self.optimizer_groups.optimizer(rates))
         opt = opt if self.precision is None else optim.master_weights(opt, self.precision)
         return optim.dynamic_loss_scale(opt) if self.loss_scale else opt
 

@@ -12,7 +12,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBa
 from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
-from fzero.plugs._engine import Backend, Engine, make_engine
+from fzero.plugs._engine import Backend, Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import param_groups
 from fzero.ranks import mesh as make_mesh
@@ -52,7 +52,7 @@ class Step:
         batches = list(self._micro_batches)
         self._micro_batches.clear()  # before the step, which may raise an error
         skipped = self._engine.metrics.get("skipped", 0)
-        metrics = self._engine.train(batches, self._engine.groups.rates(self.optimizer.optimizer))
+        metrics = self._engine.train(batches, self._engine.optimizer_groups.rates(self.optimizer.optimizer))
         self.norm = metrics["norm"]
         self.optimizer._is_overflow = "skipped" in metrics and bool(metrics["skipped"] > skipped)
         self.optimizer.optimizer.step()  # it has no gradients, and tells schedulers that it was called
@@ -140,12 +140,14 @@ def shard_loop(
         lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
         groups,
         optimizer,
-        stage=stage,
-        mesh=make_mesh(dp=-1, device=accelerator.device.type, simulate="lockstep" if is_lockstep else None),
-        backend=backend,
-        remat=remat,
-        clip=None if max_norm is None else optim.clip_by_global_norm(max_norm),
-        precision=precision,
+        EngineOptions(
+            stage=stage,
+            mesh=make_mesh(dp=-1, device=accelerator.device.type, simulate="lockstep" if is_lockstep else None),
+            backend=backend,
+            remat=remat,
+            clip=None if max_norm is None else optim.clip_by_global_norm(max_norm),
+            precision=precision,
+        ),
     )
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: engine.save(os.path.join(folder, FOLDER)))
     accelerator.register_load_state_pre_hook(lambda models, folder: _load(engine, os.path.join(folder, FOLDER)))

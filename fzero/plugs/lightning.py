@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from fzero import optim, tree
 from fzero._tracebacks import api_boundary
-from fzero.plugs._engine import Engine, make_engine
+from fzero.plugs._engine import Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._lightning_processes import Processes
 from fzero.plugs._lightning_settings import check_settings, clipping, mixed_dtype
@@ -102,13 +102,15 @@ class Strategy(Processes):
             self._loss,
             groups,
             opt,
-            stage=self.stage,
-            mesh=self._mesh(),
-            backend=None,
-            remat=True,
-            clip=clipping(trainer),
-            precision=self._precision,
-            in_place=True,
+            EngineOptions(
+                stage=self.stage,
+                mesh=self._mesh(),
+                backend=None,
+                remat=True,
+                clip=clipping(trainer),
+                precision=self._precision,
+                in_place=True,
+            ),
         )
         self._is_taken_apart = True
         if opt is not None:
@@ -196,7 +198,7 @@ class Strategy(Processes):
             raise RuntimeError(
                 "optimizer.step() was called without its closure: call optimizer.step(optimizer_closure)"
             )
-        self._engine.update(grads, self._engine.groups.rates(optimizer))
+        self._engine.update(grads, self._engine.optimizer_groups.rates(optimizer))
         optimizer.step()  # it has no gradients, and tells schedulers that it was called
         return loss
 

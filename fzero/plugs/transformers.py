@@ -11,7 +11,7 @@ from transformers import Trainer
 from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
-from fzero.plugs._engine import Backend, Engine, make_engine
+from fzero.plugs._engine import Backend, Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import param_groups
 from fzero.plugs._trainer_settings import check_settings, disable_checkpointing
@@ -145,12 +145,14 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         functools.partial(_loss, trainer),
         param_groups(opt, model, source),
         opt,
-        stage=stage,
-        mesh=mesh,
-        backend=backend,
-        remat=remat,
-        clip=optim.clip_by_global_norm(trainer.args.max_grad_norm) if trainer.args.max_grad_norm else None,
-        precision=precision,
+        EngineOptions(
+            stage=stage,
+            mesh=mesh,
+            backend=backend,
+            remat=remat,
+            clip=optim.clip_by_global_norm(trainer.args.max_grad_norm) if trainer.args.max_grad_norm else None,
+            precision=precision,
+        ),
     )
     trainer._fzero = _Sharding(engine, precision, args.max_grad_norm)
     shell: Any = engine.models.apply.module
@@ -212,7 +214,7 @@ class _ShardedTrainer(Trainer):
             )
         model.train()  # as Trainer does here: an evaluation has left dropout off
         counts = {COUNT: self.current_gradient_accumulation_steps, ITEMS: num_items_in_batch}
-        batch, rates = {**_batch(self, inputs), **counts}, engine.groups.rates(optimizer)
+        batch, rates = {**_batch(self, inputs), **counts}, engine.optimizer_groups.rates(optimizer)
         skipped = engine.metrics.get("skipped", 0)
         if not engine.is_jitted:
             loss, new = engine.gradients(batch)

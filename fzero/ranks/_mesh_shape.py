@@ -36,7 +36,9 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: 
         if not is_int(size):
             matches = get_close_matches(name, arguments, 1)
             hint = f"; did you mean {matches[0]}=?" if matches else ""
-            raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
+            raise TypeError(
+                f"{name}={size!r}: expected an int, the number of ranks of an axis, such as fzero.mesh(dp=2){hint}"
+            )
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
     open_axes = [name for name, size in axes.items() if size == -1]

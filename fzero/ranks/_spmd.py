@@ -237,7 +237,7 @@ def _combined(mesh: Any, ranks: list[Any]) -> Any:
             first, y = rows.setdefault(row, (r, rank[1][i]))
             if not lockstep.are_equal(y, rank[1][i]):
                 how = f": ranks {first} and {r} have {_difference(y, rank[1][i])}"
-                raise DiffersByRankError(differs_message(path, a, how))
+                raise DiffersByRankError(differs_message(path, a, how), result_path=path)
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])

@@ -332,7 +332,8 @@ def explain_error(
     notes = []
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
-    if isinstance(error, DiffersByRankError) and str(error).startswith(tuple([f"result {i}," for i in param_argnums])):
+    path = error.result_path if isinstance(error, DiffersByRankError) else None
+    if path is not None and path.split(".")[0] in [str(i) for i in param_argnums]:
         notes.append(
             "The new parameters differ by rank if their gradients were not averaged: take them by "
             "fzero.value_and_grad, or average them by fzero.collectives.pmean(grads)"

@@ -100,8 +100,8 @@ def route(
         normalize: whether a token's gates are divided by their sum; gates that are all zero stay zero.
         scale: the factor by which the gates are multiplied in the end.
         bias: `[E]`, added to the scores for the choice of experts only, not in the gates; see `balance_bias`.
-        groups: `(n, k)`: the experts form n equal groups, such as machines, and a token's experts lie in its k best
-            groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3).
+        groups: `(n, most)`: the experts form n equal groups, such as machines, and a token's experts lie in its `most`
+            best groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3).
 
     Returns:
         A `Routing`. Experts of equal score come in the order of torch's `topk`.
