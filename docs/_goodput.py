@@ -1,4 +1,4 @@
-"""Draw the picture of docs/planner.md: goodput against the time between saves.
+"""Draw the picture of docs/planner_runs.md: goodput against the time between saves.
 
 python docs/_goodput.py
 """

@@ -109,7 +109,7 @@ def main() -> None:
         "- The longest sequences are furthest off. Why has not been found.\n"
         "- Llama 3's paper gives TFLOP/s. Here a token takes 6 operations a parameter, and half of attention's.\n"
         "- Llama 3 trained without remat, by kernels that keep less than torch's operations. fzero needs remat there: "
-        "28.6 GB with `1f1b` in the [first setting of 16,384 cards](../../docs/planner.md#goodput-of-a-long-run).",
+        "28.6 GB with `1f1b` in the [first setting of 16,384 cards](../../docs/planner_runs.md#goodput-of-a-long-run).",
     ]
     memory = ["GiB reserved", "GiB planned", "error"]
     text += [

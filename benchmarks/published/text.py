@@ -50,7 +50,7 @@ def parts(
         "- torchtitan's every second block recomputes. fzero keeps more in the other blocks, and the logits of 16,384 "
         "tokens of 128,256 classes in float32.\n"
         "- DeepSpeed's numbers hold a CUDA context and buckets, which no plan counts; "
-        "[the complete account](../docs/planner.md#compared-with-published-measurements).",
+        "[the complete account](../docs/planner_truth.md#compared-with-published-measurements).",
         "## Does it fit?",
         f"All these runs ran, so each should fit 93% of its card. {len(fitting)} of {len(results)} do: {told}. "
         '"As it ran" keeps all that unfused torch operations keep, and the logits in float32; llm-foundry computes its '

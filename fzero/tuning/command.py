@@ -64,68 +64,88 @@ def _parser() -> argparse.ArgumentParser:
     measure = commands.add_parser("calibrate", help="measure this machine for --machine calibrated")
     measure.add_argument("--seconds", type=float, default=5.0, help="about how many seconds to take")
     plan = commands.add_parser("plan", help="list which settings fit, and how fast they are by a cost model")
-    plan.add_argument(
+    group = plan.add_argument_group("the run")
+    group.add_argument(
         "model", nargs="?", help=f"{', '.join(PRESETS)}, or several; a config.json or its folder; or module:make_step"
     )
-    plan.add_argument("--world", type=_list_of(int), metavar="8,64", help="all ranks; several are compared")
-    plan.add_argument("--batch", type=_list_of(int), metavar="512", help="samples of one step, over all ranks")
-    plan.add_argument("--length", type=_list_of(int), help="tokens of a sequence, or the side of an image in pixels")
-    plan.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --machine")
-    plan.add_argument("--machine", type=_list_of(str), default=("h100",), help=f"of {', '.join(MACHINES)}, calibrated")
-    plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
-    plan.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
-    plan.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3")
-    plan.add_argument(
+    group.add_argument("--world", type=_list_of(int), metavar="8,64", help="all ranks; several are compared")
+    group.add_argument("--batch", type=_list_of(int), metavar="512", help="samples of one step, over all ranks")
+    group.add_argument("--length", type=_list_of(int), help="tokens of a sequence, or the side of an image in pixels")
+    group.add_argument("--depth", type=int, help="number of blocks; with module:make_step, it must build config.depth")
+    group = plan.add_argument_group("the machine")
+    group.add_argument("--machine", type=_list_of(str), default=("h100",), help=f"of {', '.join(MACHINES)}, calibrated")
+    group.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --machine")
+    group.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
+    group.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
+    group = plan.add_argument_group("settings to try")
+    group.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3", help="ZeRO stages")
+    group.add_argument(
         "--micro-batches", type=_list_of(int), metavar="1,2,4", help="by default 1 to 16, as far as they divide"
     )
-    plan.add_argument("--remat", type=_list_of(_remat), default=USUAL_REMATS, metavar="no,matmuls,every-2,yes")
-    plan.add_argument("--precision", type=_list_of(str), default=("bfloat16",), metavar="bfloat16,float32")
-    plan.add_argument("--offload", type=_list_of(float), default=(0.0,), metavar="0,0.5,1", help="shares of the state")
-    plan.add_argument(
+    group.add_argument(
+        "--remat",
+        type=_list_of(_remat),
+        default=USUAL_REMATS,
+        metavar="no,matmuls,every-2,yes",
+        help="what the backward pass recomputes of each block: nothing, all but matrix products, every second one, all",
+    )
+    group.add_argument(
+        "--precision",
+        type=_list_of(str),
+        default=("bfloat16",),
+        metavar="bfloat16,float32",
+        help="dtypes of the computation; half precision has float32 masters",
+    )
+    group.add_argument(
+        "--offload", type=_list_of(float), default=(0.0,), metavar="0,0.5,1", help="shares of the state on the host"
+    )
+    group.add_argument(
         "--ep", type=_list_of(int), metavar="1,8", help="ranks that experts are split over; by default 1, and up to 8"
     )
-    plan.add_argument("--cp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each sequence")
-    plan.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
-    plan.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
-    plan.add_argument(
+    group.add_argument("--cp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each sequence")
+    group.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
+    group.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
+    group.add_argument(
         "--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4", help="pipeline schedules"
     )
-    plan.add_argument("--depth", type=int, help="number of blocks; with module:make_step, it must build config.depth")
-    plan.add_argument(
+    group = plan.add_argument_group("the step")
+    group.add_argument(
+        "--chunked-loss",
+        action="store_true",
+        help="compute the loss from chunks of classes, without all logits at once; a third more work for the head",
+    )
+    group.add_argument(
         "--explicit-attention",
         action="store_true",
         help="write attention out, so that its weights are saved for the backward pass",
     )
-    plan.add_argument(
-        "--chunked-loss",
-        action="store_true",
-        help="compute the loss from chunks of classes, without all logits at once",
+    group.add_argument(
+        "--compile", action="store_true", help="count fused operations once, as Inductor compiles a step"
     )
-    plan.add_argument("--compile", action="store_true", help="count fused operations once, as Inductor compiles a step")
-    plan.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
-    plan.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
-    plan.add_argument("--moments", choices=["int8", "bfloat16"], help="how the optimizer keeps its moments")
-    plan.add_argument("--float8", choices=["tensorwise", "rowwise"], help="multiply in float8 within blocks, so scaled")
-    plan.add_argument(
+    group.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
+    group.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
+    group.add_argument("--moments", choices=["int8", "bfloat16"], help="how the optimizer keeps its moments")
+    group.add_argument(
+        "--float8", choices=["tensorwise", "rowwise"], help="multiply in float8 within blocks, so scaled"
+    )
+    group = plan.add_argument_group("a long run")
+    group.add_argument(
         "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
     )
-    plan.add_argument("--save-time", type=_seconds, metavar="5s", help="with --mtbf: how long a save stops the steps")
-    plan.add_argument(
+    group.add_argument("--save-time", type=_seconds, metavar="5s", help="with --mtbf: how long a save stops the steps")
+    group.add_argument(
         "--restart-time", type=_seconds, metavar="5min", help="with --mtbf: from a failure to the next step"
     )
-    plan.add_argument(
+    group.add_argument(
         "--repair-time", type=_seconds, metavar="2h", help="with --mtbf: go on without a lost host so long"
     )
-    plan.add_argument("--days", type=float, help="with --mtbf: the days of the run, by default 30")
-    plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
-    plan.add_argument(
-        "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
-    )
-    plan.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
-    plan.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
-    plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page for any browser")
-    plan.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
-    plan.add_argument(
+    group.add_argument("--days", type=float, help="with --mtbf: the days of the run, by default 30")
+    group = plan.add_argument_group("output")
+    group.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
+    group.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
+    group.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page for any browser")
+    group.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
+    group.add_argument(
         "--export",
         type=_export,
         action="append",
@@ -133,8 +153,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SYSTEM[=FILE]",
         help=f"print the best row as the configuration of {', '.join(EXPORTS)}, or write it into a file",
     )
-    plan.add_argument(
+    group.add_argument(
         "--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="compare two tables that --json wrote"
+    )
+    group.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
+    group.add_argument(
+        "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
     )
     return parser
 

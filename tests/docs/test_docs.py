@@ -20,11 +20,12 @@ import fzero
 from fzero.graph._pass_manager import PASSES
 from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
+from tests.docs import options
 from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
 from tests.docs.sentences import WRITTEN, long_items, one_line_a_sentence
 
 # each takes the processor 2 to 25 seconds, and other tests plan, train on these axes and run the plugs
-SLOW = ("planner", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
+SLOW = ("planner_step", "planner_runs", "pipeline", "pipeline_models", "trainer", "lightning", "offload", "schedules")
 SLOW += ("4_axes", "5_jit", "6_testing", "7_pipelines", "moe", "context", "local_sgd", "accelerate")
 
 
@@ -144,24 +145,15 @@ def test_a_long_sentence_of_prose_is_found_and_one_of_code_is_not():
 
 # Pages whose long items are still to be divided: how many.
 TO_DIVIDE = {
-    "accelerate": 3,
     "architecture": 2,
     "checkpoints": 1,
-    "features": 24,
     "gpu": 1,
     "launch": 2,
-    "lightning": 1,
     "limits": 4,
-    "moe": 6,
-    "offload": 9,
-    "pipeline": 5,
     "pipeline_models": 1,
-    "planner": 21,
     "randomness": 1,
     "schedules": 2,
     "tensor": 4,
-    "train": 1,
-    "trainer": 1,
     "training": 5,
     "trouble": 3,
     "2_stages": 2,
@@ -233,6 +225,11 @@ def test_every_named_schedule_is_in_the_table_of_its_page():
     assert first_cells("schedules.md", "name") == [f'"{name}"' for name in NAMES], (
         'docs/schedules.md, "Which schedule to use": a row for each schedule, in the order of NAMES'
     )
+
+
+def test_every_option_of_fzero_plan_is_in_the_tables_of_its_page():
+    shown = (DOCS / "planner.md").read_text().partition(options.BEGIN)[2].partition(options.END)[0]
+    assert shown == options.tables() + "\n", "python -m tests.docs.options writes the tables"
 
 
 def test_every_name_that_a_guide_uses_is_in_the_reference():
