@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.docs.pages import PAGES
+from tests.docs.pages import PAGES, ROOT
 
 LATER = ("models", "context", "survive")  # a script writes the first one; the others change elsewhere just now
-WRITTEN = [page for page in PAGES if page.stem not in LATER]
+WRITTEN = [*[page for page in PAGES if page.stem not in LATER], ROOT / "CHANGELOG.md"]  # the README has 120 lines
 
 _MARKER = re.compile(r"(?:[-*]|\d+\.) +")
 _NO_PROSE = re.compile(r"\||#|<|!!!|\?\?\?|:::|---|\[[^\]]+\]: ")  # tables, headings, HTML, boxes, names, rules, links

@@ -143,26 +143,6 @@ def test_a_long_sentence_of_prose_is_found_and_one_of_code_is_not():
     assert not long_sentences(f"```python\n{words}\n```\n\n| {words} |\n\n# {words}\n")
 
 
-# Pages whose long items are still to be divided: how many.
-TO_DIVIDE = {
-    "architecture": 2,
-    "checkpoints": 1,
-    "gpu": 1,
-    "launch": 2,
-    "limits": 4,
-    "pipeline_models": 1,
-    "randomness": 1,
-    "schedules": 2,
-    "tensor": 4,
-    "training": 5,
-    "trouble": 3,
-    "2_stages": 2,
-    "3_meshes": 2,
-    "weights": 2,
-    "README": 1,
-}
-
-
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_every_sentence_has_a_line_of_its_own(page):
     text = page.read_text()
@@ -171,8 +151,7 @@ def test_every_sentence_has_a_line_of_its_own(page):
 
 @pytest.mark.parametrize("page", [*WRITTEN, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_every_item_of_a_list_has_at_most_two_sentences(page):
-    most = TO_DIVIDE.get(page.stem, 0)
-    assert len(long_items(page.read_text())) <= most, "make it a paragraph with a heading, a table, or several items"
+    assert long_items(page.read_text()) == [], "make it a paragraph with a heading, a table, or several items"
 
 
 def test_lines_of_prose_are_broken_at_sentences_and_other_lines_stay():
@@ -244,6 +223,23 @@ def test_every_name_that_a_guide_uses_is_in_the_reference():
             if callable(there) and name not in known and not last.startswith("_"):
                 missing.add(name)
     assert missing == set(), "docs/api: add a line `::: NAME` for each"
+
+
+def test_every_name_of_the_unreleased_changes_exists():
+    text = (ROOT / "CHANGELOG.md").read_text().partition("## [Unreleased]")[2].partition("\n## [")[0]
+    text = re.sub(r"^\| [^|]*\|", "", text, flags=re.MULTILINE)  # names of the last release
+    found = [name.removeprefix("fzero.") for name in re.findall(r"`((?:\w+\.)+\w+)", text)]
+    names = {f"fzero.{name}" for name in found if name.partition(".")[0] in {*fzero.__all__, "testing"}}
+    assert len(names) > 50 and not {name for name in names if not exists(name)}, "CHANGELOG.md: only names that exist"
+    assert exists("fzero.optim.adamw") and not exists("fzero.optim.whole") and not exists("fzero.nowhere.adamw")
+
+
+def exists(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), last) or bool(importlib.util.find_spec(name))
+    except ModuleNotFoundError:
+        return False
 
 
 def test_every_public_function_is_in_a_guide():
