@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from fzero.axes import (
 )
 from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
 
+if TYPE_CHECKING:
+    from fzero.ranks._mesh import Mesh
+
 __all__ = ["Spmd", "check_rank_dimension"]
 
 Names = tuple[str, ...]
@@ -46,7 +49,7 @@ class Spmd:
         rules: the rules by which the program shards trees.
     """
 
-    mesh: Any
+    mesh: "Mesh"
     program: Callable[..., Any]
     default_axes: Names | None = None
     rules: LayoutRules = DEFAULT_RULES
@@ -158,7 +161,7 @@ class Spmd:
         return _combined(self.mesh, lockstep.run(self.mesh.shape, rank))
 
 
-def _is_vmap_error(error: RuntimeError, mesh: Any) -> bool:
+def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
     """Return whether only vmap refuses the program, so that ranks in lockstep can run it."""
     if is_old_function_error(error):
         return False
@@ -220,7 +223,7 @@ def _rank_value(x: Any, axes: Names, bound: tuple[Axis, ...], copies: dict[Any, 
     return x[row].clone() if isinstance(x, torch.Tensor) else x
 
 
-def _combined(mesh: Any, ranks: list[Any]) -> Any:
+def _combined(mesh: "Mesh", ranks: list[Any]) -> Any:
     """Combine the ranks' results: values that differ by rank are stacked, and all other values must be equal."""
     paths, leaves, structure, axes = ranks[0]
     for r, (_, _, other, other_axes) in enumerate(ranks):
@@ -261,7 +264,7 @@ def _difference(x: Any, y: Any) -> str:
 # ---------------------------------------------------------------- arguments
 
 
-def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
+def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[Names], Any]:
     """Flatten the arguments of a simulation, and check that values that differ by rank are stacked over the ranks."""
     paths, leaves, structure = tree.flatten_with_paths(call)
     axes = axes_of(call, mesh.axis_names)
@@ -277,7 +280,7 @@ def _checked_leaves(call: Any, mesh: Any) -> tuple[list[Any], list[Names], Any]:
     return leaves, axes, structure
 
 
-def check_rank_dimension(x: torch.Tensor, label: str, mesh: Any, axes: Names) -> None:
+def check_rank_dimension(x: torch.Tensor, label: str, mesh: "Mesh", axes: Names) -> None:
     """Check that dimension 0 of a value that differs along `axes` is the rank."""
     size = math.prod([n for name, n in mesh.shape if name in axes])
     if x.ndim == 0 or x.shape[0] != size:
@@ -295,7 +298,7 @@ def _sequence_lengths(boxes: Iterable[PerRank]) -> tuple[int, ...]:
     return tuple([size for x in integers for size in x.shape[1:]])  # no set: hashes decide on a symbolic length
 
 
-def _per_rank_memory(call: Any, mesh: Any) -> tuple[PerRankMemory, ...]:
+def _per_rank_memory(call: Any, mesh: "Mesh") -> tuple[PerRankMemory, ...]:
     """List the memory of the arguments in `PerRank` boxes, whose values belong to this rank."""
     boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
     return tuple(

@@ -41,6 +41,7 @@ from fzero.sharding._segments import (
     zero_padding,
 )
 from fzero.sharding._spec import (
+    ReduceGrads,
     Spec,
     Split,
     check_sharded_for,
@@ -88,6 +89,7 @@ __all__ = [
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "ReduceGrads",
     "BlockMap",
     "Matrix",
     "OwnerAssignment",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ __all__ = [
     "ALIGN",
     "Item",
     "Piece",
+    "ReduceGrads",
     "Spec",
     "Split",
     "TracedSpec",
@@ -41,6 +42,10 @@ __all__ = [
 
 # How a unit is sharded. Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
 # constants.
+
+
+ReduceGrads = Literal["replicated", "once", "each"]
+"""When gradients are reduced: into full gradients, or into shards after the last or after each micro-batch."""
 
 
 class Split(NamedTuple):
@@ -107,7 +112,7 @@ class TracedSpec(NamedTuple):
     item_shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
-    reduce_grads: str
+    reduce_grads: ReduceGrads
     split: tuple[Split, ...]
     ranks: int
     split_ranks: int
@@ -142,7 +147,7 @@ class Spec:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    reduce_grads: str = "each"
+    reduce_grads: ReduceGrads = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
     cast: Cast | None = None
@@ -249,7 +254,7 @@ def intern_parts(
     paths: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
-    reduce_grads: str,
+    reduce_grads: ReduceGrads,
     split: tuple[Split, ...],
     bound: tuple[str, ...],
 ) -> int:
@@ -263,7 +268,7 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 @assume_constant_result
 def with_sharding_axes(
-    spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: str, bound: tuple[str, ...]
+    spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: ReduceGrads, bound: tuple[str, ...]
 ) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
     return intern(_ordered(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))

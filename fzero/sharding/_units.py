@@ -14,7 +14,7 @@ from fzero._arguments import is_int
 from fzero.axes import Axis, LayoutRules, StackedList, axis_names, bound_axes, bound_axis, current_rules
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
-from fzero.sharding._spec import Split, intern_parts
+from fzero.sharding._spec import ReduceGrads, Split, intern_parts
 from fzero.sharding._subtrees import divide_tree
 from fzero.tree import Tree, is_box
 
@@ -81,7 +81,7 @@ def assign_units(
     params: Tree,
     axes: Sequence[Axis],
     rules: LayoutRules | None = None,
-    reduce_grads: str = "each",
+    reduce_grads: ReduceGrads = "each",
     rest: str | None = None,
 ) -> UnitAssignment:
     """Assign the leaves of a tree to units that will be sharded over `axes`.
@@ -207,7 +207,7 @@ def _unit(
     positions: list[int],
     split: Any,
     stacks: Mapping[str, StackedList],
-    reduce_grads: str,
+    reduce_grads: ReduceGrads,
 ) -> FullUnit:
     parts = [leaves[i] for i in positions]
     for name in key.split:

@@ -30,8 +30,9 @@ from fzero.axes import (
     resolve_axes,
 )
 from fzero.collectives import psum
-from fzero.optim import apply_updates, check_has_method
+from fzero.optim import OptimizerLike, OptState, Params, Updates, apply_updates, check_has_method
 from fzero.sharding import (
+    ReduceGrads,
     Shard,
     ShardedUnit,
     Slot,
@@ -57,14 +58,14 @@ __all__ = ["assemble", "check_unsharded", "gather", "partition", "reduce_scatter
 
 
 def partition(
-    params: Any,
+    params: Params,
     axis: AxisName = None,
     *,
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
-    reduce_grads: str = "each",
-) -> Any:
+    reduce_grads: ReduceGrads = "each",
+) -> Params:
     """Partition a replicated tree into this rank's shards, one per unit.
 
     The partition copies only this rank's range of each unit. A box remembers the full
@@ -116,7 +117,7 @@ def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
     return Shard(data, spec_id, origin=tuple(leaves))
 
 
-def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce_grads: str) -> Any:
+def _shard_further(params: Params, axes: Sequence[Axis], rules: LayoutRules, reduce_grads: ReduceGrads) -> Params:
     """Shard a tree's boxed units, which no axis shards yet."""
 
     def shard_unit(unit: ShardedUnit) -> Shard:
@@ -133,7 +134,7 @@ def _shard_further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduce
     return map_units(shard_unit, params)
 
 
-def check_unsharded(params: Any) -> None:
+def check_unsharded(params: Params) -> None:
     """Check that no axis shards parameters yet: each is a plain tensor or a box of a split leaf's part."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
@@ -146,7 +147,7 @@ def check_unsharded(params: Any) -> None:
             raise TypeError(tree.not_a_tensor("params", path, x))
 
 
-def gather(params: Any) -> Any:
+def gather(params: Params) -> Params:
     """Gather every shard of a tree into plain leaves, in a rank program; split leaves stay split.
 
     The leaves are equal on all ranks that the tree was sharded over. The gather runs one all_gather per unit, over the
@@ -179,7 +180,7 @@ def _leaves(unit: ShardedUnit) -> tuple[torch.Tensor, ...]:
     return gather_unit(box.spec_id, box.data, box.origin)
 
 
-def replicate(params: Any) -> Any:
+def replicate(params: Params) -> Params:
     """Gather as `gather` does, but leave split units in boxes: the layout of stages 0 to 2 between steps.
 
     Raises:
@@ -217,7 +218,7 @@ def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
     return origin
 
 
-def assemble(params: Any) -> Any:
+def assemble(params: Params) -> Params:
     """Gather every shard of a tree and all parts of split leaves into full leaves, equal on all ranks."""
     return map_units(lambda unit: gather_full_leaves(shard_to_device(unit.shard)), params)
 
@@ -272,7 +273,7 @@ def _sum_ties(unit: ShardedUnit, full: list[Any], paths: list[str]) -> list[torc
     return [leaves[i] for i in range(len(leaves))]
 
 
-def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+def step(opt: OptimizerLike) -> Callable[[Params, Updates, OptState], tuple[Params, OptState]]:
     """Make the function that updates parameters.
 
     On shards each rank updates 1/N of the parameters, with 1/N of the optimizer's state.
@@ -296,7 +297,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     """
     check_has_method(opt, "update")
 
-    def update(params: Any, grads: Any, opt_state: Any) -> tuple[Any, Any]:
+    def update(params: Params, grads: Updates, opt_state: OptState) -> tuple[Params, OptState]:
         updates, opt_state = opt.update(grads, opt_state, params=params)
         return apply_updates(params, updates), opt_state
 

@@ -12,10 +12,11 @@ from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules
-from fzero.optim import Optimizer, as_optimizer, watch_roles
+from fzero.optim import Optimizer, OptimizerLike, OptState, Params, as_optimizer, watch_roles
 from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
+from fzero.tree import Tree
 from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._call_checks import (
     as_value,
@@ -187,7 +188,13 @@ class ShardedStep:
         return type(out)(*full) if hasattr(out, "_fields") else tuple(full)
 
     @api_boundary
-    def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
+    def init(
+        self,
+        params: Params | torch.nn.Module | Callable[[], Params],
+        opt: OptimizerLike,
+        *,
+        donate: bool = False,
+    ) -> tuple[Params, OptState]:
         """Put parameters into the stage's layout, and make the optimizer's state for them, on the mesh's device.
 
         Leaves that lie elsewhere are copied there one after the other; leaves on the meta device stay there. At stage
@@ -248,7 +255,7 @@ class ShardedStep:
         precision = optimizer.precision
         return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
 
-    def _shard_values(self, label: str, values: Any, donated_to: str | None) -> tuple[Any, Any]:
+    def _shard_values(self, label: str, values: Tree, donated_to: str | None) -> tuple[Tree, Tree]:
         """Put a tree into the layout that parameters have between steps, leaf by leaf.
 
         Returns:
@@ -260,7 +267,7 @@ class ShardedStep:
         boxes, step_boxes = self._abstract_boxes(tree.unflatten(source.structure, source.leaves))
         return fill_template(label, source, boxes, self.mesh), step_boxes
 
-    def _abstract_boxes(self, params: Any) -> tuple[Any, Any]:
+    def _abstract_boxes(self, params: Params) -> tuple[Params, Params]:
         """Return a tree's boxes on the meta device: those between steps, and those within a step.
 
         Between steps of stages 0 to 2 only split leaves are in boxes, over no axis.
@@ -276,7 +283,7 @@ class ShardedStep:
 
         return self.program(make_boxes)(tree.map(to_meta, params, is_leaf=is_box))
 
-    def _make_state(self, params: Any, optimizer: Optimizer) -> Any:
+    def _make_state(self, params: Params, optimizer: Optimizer) -> OptState:
         """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters.
 
         Raises:
@@ -303,12 +310,14 @@ class ShardedStep:
             check_not_meta("opt_state", opt_state)
         return opt_state
 
-    def _partition_within(self, params: Any) -> Any:
+    def _partition_within(self, params: Params) -> Params:
         """Partition parameters as they are within a step, and as the optimizer's state is."""
         return partition(params, reduce_grads=self.layout.grads) if self.layout.shards_within_step else params
 
     @api_boundary
-    def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
+    def partition(
+        self, values: Tree | torch.nn.Module | Callable[[], Tree], like: Tree | None = None, *, donate: bool = False
+    ) -> Tree:
         """Put a tree of full leaves into the step's layout, outside the step, on the mesh's device.
 
         This is the inverse of `gather`.
@@ -360,7 +369,7 @@ class ShardedStep:
             return tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
 
     @api_boundary
-    def gather(self, params: Any) -> Any:
+    def gather(self, params: Tree) -> Tree:
         """Gather every box of a tree into full tensors, with split leaves joined, outside the step.
 
         The result is for evaluation or export. All ranks must call `gather`: under `if mesh.rank == 0:`, rank 0 would
@@ -382,7 +391,7 @@ class ShardedStep:
         full = tree.copy_shared(full, params)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(per_rank, full, strict=True)])
 
-    def state_bytes(self, *trees: Any, space: str | None = None) -> int:
+    def state_bytes(self, *trees: Tree, space: str | None = None) -> int:
         """Count the bytes that one rank holds of trees; tied leaves count once.
 
         Args:

@@ -4,7 +4,9 @@ A sharded step reads nothing else of a stage. So another way to shard is another
 """
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from fzero.sharding import ReduceGrads
 
 __all__ = ["STAGES", "StageLayouts", "check_stage", "stage_layouts"]
 
@@ -19,9 +21,9 @@ class StageLayouts(NamedTuple):
         opt_state: the layout of the optimizer's state.
     """
 
-    params: str
-    grads: str
-    opt_state: str
+    params: Literal["replicated", "sharded"]
+    grads: ReduceGrads
+    opt_state: Literal["replicated", "sharded"]
 
     @property
     def shards_params(self) -> bool:
