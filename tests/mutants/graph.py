@@ -569,6 +569,9 @@ MUTANTS = [
             becomes("A.B(settings)", "A.B(PassSettings(recompute=True, max_reuse_bytes=0, bucket_bytes=0))"),
         ),
         Fault("a second trace is dumped over the first", "dump_folder", never("traces")),
+        Fault(
+            "a dump keeps the files of an earlier one", "dump", becomes("[TRACED, *[A.name for A in B]]", "[TRACED]")
+        ),
     ),
     *File("graph/loop/_insert_loops.py", LOOPS).faults(
         Fault(
