@@ -80,8 +80,13 @@ MUTANTS = [
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
         Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
         Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("HalfPair(LATE, EARLY)")),
-        Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("A < B", ">")),
-        Fault("documents stay where they are", "Ring.shift_keys", bare("self._shift(A)")),
+        Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("self.A.B(step) < self.A.C", ">")),
+        Fault(
+            "on processes keys of later ranks count as earlier",
+            "RingPattern.pairs",
+            becomes("EARLY if A < rank else LATE", "LATE if A < rank else EARLY"),
+        ),
+        Fault("documents stay where they are", "Ring.shift", bare("self._shift(A)", at="1 of 2")),
         Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
         Fault(
             "capped scores are in memory as a whole",
@@ -110,7 +115,7 @@ MUTANTS = [
         ),
         Fault("a sink takes no weight from the tokens", "_attend", bare("out * A.exp().unsqueeze(-1)", at="1 of 1")),
         Fault("the sink's gradient has the other sign", "_attend_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
-        Fault("gradients of keys do not come home", "_attend_grad", becomes("A + B[0]", "A")),
+        Fault("gradients of keys do not come home", "_attend_grad", becomes("x + y", "x + 0 * y")),
         Fault(
             "each rank drops the weights of the first tokens",
             "_by_definition",

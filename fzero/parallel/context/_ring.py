@@ -98,15 +98,15 @@ def _attend(
 
     A sink is one more key of each query, whose value is zero: it enters the sums once, after the keys of all ranks.
     """
-    key_documents = pattern.documents
+    held = pattern.ring.message(k, v, pattern.documents)
     outs: list[torch.Tensor] = []
     log_sums: list[torch.Tensor] = []
     for step in range(pattern.ring.size):
-        following = pattern.ring.shift_keys(k, v, key_documents) if step + 1 < pattern.ring.size else None
+        following = pattern.ring.shift(held) if step + 1 < pattern.ring.size else held
         for pair in pattern.pairs(step):
             queries, keys, values = pattern.take_pair(pair, q, k, v)
             causal = pattern.options.causal and step == 0 and not pattern.masked
-            out, log_sum = _block(pattern, queries, keys, values, pattern.mask(pair, step, key_documents), causal)
+            out, log_sum = _block(pattern, queries, keys, values, pattern.mask(pair, step, held.documents), causal)
             if step == 0:
                 outs, log_sums = list(out.chunk(pattern.halves, -2)), list(log_sum.chunk(pattern.halves, -1))
                 continue
@@ -114,8 +114,7 @@ def _attend(
                 chosen = None if where is None else pattern.ring.like(where, log_sum.ndim)
                 here = log_sum if chosen is None else torch.where(chosen, log_sum, -math.inf)
                 outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, here)
-        if following is not None:
-            k, v, key_documents = following
+        held, (k, v) = following, following.pair()
     out, log_sum = torch.cat(outs, -2), torch.cat(log_sums, -1)
     if sinks is not None:
         total = torch.logaddexp(log_sum, sinks.unsqueeze(-1))
@@ -143,13 +142,13 @@ def _attend_grad(
 
     Those of keys travel with the keys, and end at the rank that has them.
     """
-    size, key_documents = pattern.ring.size, pattern.documents
-    dtypes = q.dtype, k.dtype, v.dtype
+    size, dtypes = pattern.ring.size, (q.dtype, k.dtype, v.dtype)
     to_q, own, sent = [], [], []
+    held = pattern.ring.message(k, v, pattern.documents)
     for step in range(size):
-        following = pattern.ring.shift_keys(k, v, key_documents) if step + 1 < size else None
+        following = pattern.ring.shift(held) if step + 1 < size else held
         if step > 1:
-            sent = _in_parts(pattern, pattern.ring.shift(*(torch.cat(xs, -2) for xs in sent)))
+            sent = _in_parts(pattern, _shifted(pattern, sent))
         elif step == 1:
             sent = [[torch.zeros_like(x) for x in xs] for xs in own]
         for pair in pattern.pairs(step):
@@ -160,7 +159,7 @@ def _attend_grad(
                 pattern.take(result.log_sum, pair.queries, -1),
             )
             causal = pattern.options.causal and step == 0 and not pattern.masked
-            mask = pattern.mask(pair, step, key_documents)
+            mask = pattern.mask(pair, step, held.documents)
             grads = _block_grad(pattern, queries, keys, values, of_pair, mask, causal)
             if step == 0:
                 to_q, *own = _in_parts(pattern, grads)
@@ -168,18 +167,22 @@ def _attend_grad(
             _add(pattern, to_q, grads[0], pair.queries)
             for total, grad in zip(sent, grads[1:], strict=True):
                 _add(pattern, total, grad, pair.keys)
-        if following is not None:
-            k, v, key_documents = following
+        held, (k, v) = following, following.pair()
     to_k, to_v = (torch.cat(xs, -2) for xs in own)
     if size > 1:
-        home = pattern.ring.shift(*(torch.cat(xs, -2) for xs in sent))
-        to_k, to_v = to_k + home[0], to_v + home[1]
+        to_k, to_v = (x + y for x, y in zip((to_k, to_v), _shifted(pattern, sent), strict=True))
     grads = torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
     if sinks is None:
         return grads
     weights = (sinks.unsqueeze(-1) - result.log_sum).exp()  # of the sinks
     to_weights = -(at_least_float32(result.grad) * at_least_float32(result.out)).sum(-1)
     return *grads, (weights * to_weights).sum(-1)
+
+
+def _shifted(pattern: RingPattern, sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Send the gradients of keys and values, each in parts, to the next rank."""
+    to_k, to_v = (torch.cat(xs, -2) for xs in sent)
+    return pattern.ring.shift(pattern.ring.message(to_k, to_v)).pair()
 
 
 def _in_parts(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingPattern"]
+__all__ = ["AttentionOptions", "Half", "Mask", "Message", "Ring", "RingPattern"]
 
 MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 SCORE_ROWS = 128  # of a tile whose scores are in memory
@@ -38,6 +38,24 @@ class AttentionOptions(NamedTuple):
         return kept if self.window is None else kept & (distance.abs() < self.window)
 
 
+class Message(NamedTuple):
+    """What a rank sends to the next one: two tensors, as keys and values, and the documents of keys.
+
+    Attributes:
+        tensors: both, stacked along a dimension if that is possible. As they arrive they are sent on, without a copy.
+        documents: of the keys; None for one document, or if gradients are sent.
+        dim: the dimension.
+    """
+
+    tensors: list[torch.Tensor]
+    documents: torch.Tensor | None
+    dim: int
+
+    def pair(self) -> list[torch.Tensor]:
+        """Return both tensors."""
+        return self.tensors if len(self.tensors) == 2 else list(self.tensors[0].unbind(self.dim))
+
+
 class Ring(NamedTuple):
     """The ranks of an axis, as one of them sees it, or all at once in a simulation.
 
@@ -60,6 +78,11 @@ class Ring(NamedTuple):
     def size(self) -> int:
         return self.binding.size
 
+    @property
+    def rank(self) -> int | None:
+        """The index of this rank as a number; None in a simulation by vmap, where one program computes all ranks."""
+        return self.binding.rank if self.binding.group else None
+
     def source(self, step: int) -> torch.Tensor:
         """Return the rank whose keys this rank holds after some steps."""
         return (self.index - step) % self.size
@@ -68,19 +91,15 @@ class Ring(NamedTuple):
         """Give a value for each rank `[]` or `[n]` more dimensions, so that it broadcasts to one of `ndim`."""
         return x.reshape(-1, *[1] * (ndim - 1)) if self.stacked else x
 
-    def shift(self, *xs: torch.Tensor) -> list[torch.Tensor]:
-        """Send tensors to the next rank. Those of one shape and dtype are one message."""
-        if len(xs) == 2 and xs[0].shape == xs[1].shape and xs[0].dtype == xs[1].dtype:
-            dim = int(self.stacked)
-            return list(self._shift(torch.stack(xs, dim)).unbind(dim))
-        return [self._shift(x) for x in xs]
+    def message(self, x: torch.Tensor, y: torch.Tensor, documents: torch.Tensor | None = None) -> "Message":
+        """Return two tensors as what is sent: as one tensor if they have one shape and dtype."""
+        is_one = self.size > 1 and x.shape == y.shape and x.dtype == y.dtype
+        return Message([torch.stack([x, y], int(self.stacked))] if is_one else [x, y], documents, int(self.stacked))
 
-    def shift_keys(
-        self, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Send keys, values and their documents to the next rank."""
-        k, v = self.shift(k, v)
-        return k, v, None if documents is None else self._shift(documents)
+    def shift(self, message: "Message") -> "Message":
+        """Send tensors to the next rank, and return those of the rank before."""
+        documents = None if message.documents is None else self._shift(message.documents)
+        return message._replace(tensors=[self._shift(x) for x in message.tensors], documents=documents)
 
     def broadcast_mask(self, x: torch.Tensor, ndim: int) -> torch.Tensor:
         """Give a mask `[t, s]` or `[n, t, s]` dimensions of size 1 before the last two, `ndim` in all."""
@@ -139,8 +158,11 @@ class RingPattern(NamedTuple):
         """
         if step == 0 or self.halves == 1:
             return [HalfPair(ALL, ALL)]
-        is_earlier = self.ring.source(step) < self.ring.index
-        return [HalfPair(LATE, EARLY), HalfPair(is_earlier, is_earlier)]
+        rank, is_earlier = self.ring.rank, self.ring.source(step) < self.ring.index
+        if rank is None:
+            return [HalfPair(LATE, EARLY), HalfPair(is_earlier, is_earlier)]
+        half = EARLY if (rank - step) % self.ring.size < rank else LATE  # known, so it is taken without a copy
+        return [HalfPair(LATE, EARLY), HalfPair(half, half)]
 
     def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
         """Take a half of the tokens, along a dimension counted from the end."""
