@@ -36,7 +36,7 @@ class Task(NamedTuple):
     opt: optim.Optimizer
     params: Callable[[fzero.ranks.Mesh], Any]
     batch: Callable[[], Any]
-    batch_axes: str | None = None
+    batch_axes: tuple[str, ...] | None = None
 
 
 def train_step_of(loss_fn: Callable[..., Any], opt: optim.Optimizer, **how: Any) -> Callable[..., Any]:
@@ -192,8 +192,13 @@ def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float
     )
 
 
-def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, masked: bool = False) -> Task:
-    """Two layers of a short convolution and attention to sequences that are split over two ranks."""
+def sequences(
+    ranks: int, method: Any, dtype: torch.dtype = torch.float32, masked: bool = False, softcap: float | None = None
+) -> Task:
+    """Two layers of a short convolution and attention to sequences that are split over two ranks.
+
+    With a softcap attention has sinks too.
+    """
     opt, heads = adamw(), 4
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -202,14 +207,16 @@ def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, maske
         for p in tree.map(lambda w: w.to(dtype), params["layers"]):
             x = x + context.causal_conv1d(x.mT, p["conv"], documents=documents).mT
             q, k, v = (x @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-            y = context.attention(q, k, v, causal=True, documents=documents, window=window, method=method)
+            how: Any = {"documents": documents, "window": window, "softcap": softcap, "sinks": p.get("sinks")}
+            y = context.attention(q, k, v, causal=True, method=method, **how)
             x = x + y.transpose(1, 2).flatten(2) @ p["out"]
         positions = context.positions(x.shape[1], device=x.device)
         return (x.float() * positions[:, None] - batch["y"]).square().mean()
 
     def layer() -> Any:
         qkv, out = torch.randn(WIDTH, 3 * WIDTH), torch.randn(WIDTH, WIDTH)
-        return {"conv": torch.randn(WIDTH, 4), "qkv": qkv, "out": out}
+        sinks = {} if softcap is None else {"sinks": torch.randn(heads)}
+        return {"conv": torch.randn(WIDTH, 4), "qkv": qkv, "out": out} | sinks
 
     def batch() -> Any:
         rows = {name: torch.randn(2, 8, WIDTH) for name in ("x", "y")}
@@ -219,9 +226,15 @@ def sequences(ranks: int, method: Any, dtype: torch.dtype = torch.float32, maske
     return Task(axes, {}, train_step_of(loss_fn, opt), opt, lambda mesh: {"layers": [layer(), layer()]}, batch)
 
 
-def pipeline(ranks: int) -> Task:
-    """Four blocks on two stages, four micro-batches by 1F1B."""
+def pipeline(ranks: int, cp: int = 1) -> Task:
+    """Four blocks on two stages, four micro-batches by 1F1B. With `cp` blocks attend to split sequences."""
     opt, words = adamw(), 50
+
+    def block(p: Any, x: Tensor) -> Tensor:
+        if cp > 1:
+            heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+            x = x + context.attention(heads, heads, heads, causal=True).transpose(1, 2).flatten(2)
+        return x + torch.tanh(x @ p["w"] + p["b"])
 
     def last(rest: Any, x: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         logits = (x @ rest["embedding"].T).flatten(0, 1)
@@ -229,7 +242,7 @@ def pipeline(ranks: int) -> Task:
         return losses.sum(), torch.ones_like(losses).sum()
 
     loss = fzero.pipeline(
-        block=lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]),
+        block=block,
         first=lambda rest, batch: rest["embedding"][batch["x"]],
         last=last,
         axis="pp",
@@ -241,14 +254,15 @@ def pipeline(ranks: int) -> Task:
         blocks = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(4)]
         return loss.stack({"embedding": torch.randn(words, WIDTH), "blocks": blocks}, mesh)
 
+    data = {"dp": ranks // 2 // cp} | ({"cp": cp} if cp > 1 else {})
     return Task(
-        {"dp": ranks // 2, "pp": 2},
-        {"axis": ("dp", "pp"), "split": loss.split},
+        data | {"pp": 2},
+        {"axis": (*data, "pp"), "split": loss.split},
         train_step_of(loss, opt, reduce="weighted"),
         opt,
         params,
         lambda: {"x": torch.randint(0, words, (16, 8)), "y": torch.randint(0, words, (16, 8))},
-        "dp",
+        tuple(data),
     )
 
 
@@ -273,9 +287,12 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "experts, dropless": lambda ranks: mixture(ranks, None),
     "experts, dropless, bfloat16": lambda ranks: mixture(ranks, None, torch.bfloat16),
     "pipeline": pipeline,
+    "pipeline, sequences": lambda ranks: pipeline(ranks, cp=2),
     "sequences, ring": lambda ranks: sequences(ranks, "ring", torch.bfloat16),
     "sequences, all_to_all": lambda ranks: sequences(ranks, "all_to_all", torch.bfloat16),
     "sequences, ring, masked": lambda ranks: sequences(ranks, "ring", masked=True),
+    "sequences, ring, capped": lambda ranks: sequences(ranks, "ring", torch.bfloat16, softcap=30.0),
+    "sequences, all_to_all, capped": lambda ranks: sequences(ranks, "all_to_all", torch.bfloat16, softcap=30.0),
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),
     LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),

@@ -9,7 +9,7 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Message", "Ring", "RingPattern"]
+__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingMessage", "RingPattern"]
 
 MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 SCORE_ROWS = 128  # of a tile whose scores are in memory
@@ -38,7 +38,7 @@ class AttentionOptions(NamedTuple):
         return kept if self.window is None else kept & (distance.abs() < self.window)
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """What a rank sends to the next one: two tensors, as keys and values, and the documents of keys.
 
     Attributes:
@@ -91,12 +91,12 @@ class Ring(NamedTuple):
         """Give a value for each rank `[]` or `[n]` more dimensions, so that it broadcasts to one of `ndim`."""
         return x.reshape(-1, *[1] * (ndim - 1)) if self.stacked else x
 
-    def message(self, x: torch.Tensor, y: torch.Tensor, documents: torch.Tensor | None = None) -> "Message":
+    def message(self, x: torch.Tensor, y: torch.Tensor, documents: torch.Tensor | None = None) -> "RingMessage":
         """Return two tensors as what is sent: as one tensor if they have one shape and dtype."""
         is_one = self.size > 1 and x.shape == y.shape and x.dtype == y.dtype
-        return Message([torch.stack([x, y], int(self.stacked))] if is_one else [x, y], documents, int(self.stacked))
+        return RingMessage([torch.stack([x, y], int(self.stacked))] if is_one else [x, y], documents, int(self.stacked))
 
-    def shift(self, message: "Message") -> "Message":
+    def shift(self, message: "RingMessage") -> "RingMessage":
         """Send tensors to the next rank, and return those of the rank before."""
         documents = None if message.documents is None else self._shift(message.documents)
         return message._replace(tensors=[self._shift(x) for x in message.tensors], documents=documents)
@@ -158,10 +158,9 @@ class RingPattern(NamedTuple):
         """
         if step == 0 or self.halves == 1:
             return [HalfPair(ALL, ALL)]
-        rank, is_earlier = self.ring.rank, self.ring.source(step) < self.ring.index
-        if rank is None:
-            return [HalfPair(LATE, EARLY), HalfPair(is_earlier, is_earlier)]
-        half = EARLY if (rank - step) % self.ring.size < rank else LATE  # known, so it is taken without a copy
+        rank, half = self.ring.rank, self.ring.source(step) < self.ring.index
+        if rank is not None:  # the half is known, so it is taken without a copy
+            half = EARLY if (rank - step) % self.ring.size < rank else LATE
         return [HalfPair(LATE, EARLY), HalfPair(half, half)]
 
     def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
