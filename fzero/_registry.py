@@ -1,4 +1,4 @@
-"""Interned values: equal values have one number, which traced code and graphs hold in place of the value.
+"""Interned values: equal values have one id, which traced code and graphs hold in place of the value.
 
 Dynamo cannot trace an ordinary object, and a graph's node takes no object as an argument. Both take an int.
 """
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The numbers of immutable values of one kind, such as specs. The values live as long as the process.
+    """The ids of immutable values of one kind, such as specs. The values live as long as the process.
 
     Example:
         >>> registry = Registry[str]()
-        >>> registry.number("a"), registry.number("b"), registry.number("a")
+        >>> registry.id_of("a"), registry.id_of("b"), registry.id_of("a")
         (0, 1, 0)
         >>> registry.value(1)
         'b'
@@ -25,13 +25,13 @@ class Registry(Generic[T]):
         self._values: list[T] = []
         self._numbers: dict[T, int] = {}
 
-    def number(self, value: T) -> int:
-        """Return the number of a value; equal values have the same number."""
+    def id_of(self, value: T) -> int:
+        """Return the id of a value; equal values have the same id."""
         if value not in self._numbers:
             self._numbers[value] = len(self._values)
             self._values.append(value)
         return self._numbers[value]
 
-    def value(self, number: int) -> T:
-        """Return the value with this number."""
-        return self._values[number]
+    def value(self, value_id: int) -> T:
+        """Return the value with this id."""
+        return self._values[value_id]

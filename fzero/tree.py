@@ -113,25 +113,25 @@ def identity(x: Any) -> Any:
     return id(x)
 
 
-def number_tensors(leaves: Sequence[Any]) -> tuple[list[int], list[int | None]]:
-    """Number the distinct tensors among leaves. A tied tensor, which is several leaves, has one number.
+def index_tensors(leaves: Sequence[Any]) -> tuple[list[int], list[int | None]]:
+    """Index the distinct tensors among leaves. A tied tensor, which is several leaves, has one index.
 
     Returns:
         The position of each distinct tensor's first leaf; and the number of each leaf, None if it is no tensor.
     """
     key_of = identity if torch.compiler.is_compiling() else id
     positions: list[int] = []
-    numbers: list[int | None] = []
-    number_of: dict[Any, int] = {}
+    indices: list[int | None] = []
+    index_of: dict[Any, int] = {}
     for position, x in enumerate(leaves):
         if not isinstance(x, torch.Tensor):
-            numbers.append(None)
+            indices.append(None)
             continue
-        number = number_of.setdefault(key_of(x), len(positions))
-        if number == len(positions):
+        index = index_of.setdefault(key_of(x), len(positions))
+        if index == len(positions):
             positions.append(position)
-        numbers.append(number)
-    return positions, numbers
+        indices.append(index)
+    return positions, indices
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

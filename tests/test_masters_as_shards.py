@@ -24,7 +24,7 @@ def policies(half: torch.dtype = torch.bfloat16, **options: Any) -> list[fzero.P
     return [fzero.Precision(half, **options), fzero.Precision(half, shard=torch.float32, **options)]
 
 
-def numbers_of(step: Any, precision: fzero.Precision, state: Any) -> Any:
+def codes_to_float32(step: Any, precision: fzero.Precision, state: Any) -> Any:
     """Return the rounded parameters, the masters and the inner state, on one process."""
     params, opt_state = state
     masters = optim.loss_scale(opt_state).inner.master
@@ -64,7 +64,7 @@ def test_numbers_are_those_of_masters_in_the_state(params, half, rule, stage, n,
         for batch in batches:
             *state, loss_value = run(*state, mesh.split(batch))
             losses.append(loss_value)
-        results.append((numbers_of(step, precision, state), losses))
+        results.append((codes_to_float32(step, precision, state), losses))
     assert_trees_close(results[1], results[0], rtol=0.0)
 
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other(tmp_path, to_shards):
             assert_trees_close(converted, tuple(state), rtol=0.0)
             state = converted
         *state, _ = step(*state, mesh.split(torch.full((4,), 2.0)))
-        found[precision is first] = numbers_of(step, precision, state)
+        found[precision is first] = codes_to_float32(step, precision, state)
     assert_trees_close(found[True], found[False], rtol=0.0)
 
 

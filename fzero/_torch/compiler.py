@@ -191,7 +191,7 @@ def _set(settings: _Settings) -> None:
 
 
 class _Line(NamedTuple):
-    """A node without its graph. An operation of torch is stored by name, and other nodes by their numbers."""
+    """A node without its graph. An operation of torch is stored by name, and other nodes by their indices."""
 
     op: str
     name: str
@@ -200,16 +200,16 @@ class _Line(NamedTuple):
     kwargs: Any
 
 
-class _NodeNumber(NamedTuple):
-    number: int
+class _NodeIndex(NamedTuple):
+    index: int
 
 
 def _lines(graph: Graph) -> list[_Line]:
-    number = {n: _NodeNumber(i) for i, n in enumerate(graph.nodes)}
+    indices = {n: _NodeIndex(i) for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> _Line:
         target = ("torch.ops", *str(n.target).split(".")) if isinstance(n.target, OpOverload) else n.target
-        args, kwargs = map_arg((n.args, n.kwargs), number.__getitem__)  # pyright: ignore
+        args, kwargs = map_arg((n.args, n.kwargs), indices.__getitem__)  # pyright: ignore
         return _Line(n.op, n.name, target, args, kwargs)
 
     return [line(n) for n in graph.nodes]
@@ -220,12 +220,12 @@ def _graph(lines: Sequence[_Line]) -> Graph:
     nodes = list[Node]()
 
     def node(x: Any) -> Any:
-        return nodes[x.number] if isinstance(x, _NodeNumber) else x
+        return nodes[x.index] if isinstance(x, _NodeIndex) else x
 
     for line in lines:
         has_name = isinstance(line.target, tuple)
         target: Any = functools.reduce(getattr, line.target[1:], torch.ops) if has_name else line.target
-        args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _NodeNumber))
+        args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _NodeIndex))
         nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
     return graph
 

@@ -127,9 +127,9 @@ def is_backward(node: torch.fx.Node) -> bool:
     return (node.meta.get("custom") or {}).get("backward", False)
 
 
-def in_chunk(number: int) -> AbstractContextManager[None]:
+def in_chunk(index: int) -> AbstractContextManager[None]:
     """Mark the operations of a `with` block as those of a chunk, which is compiled apart from other chunks."""
-    return annotate({"chunk": number})
+    return annotate({"chunk": index})
 
 
 def chunk_of(node: torch.fx.Node) -> int | None:

@@ -145,7 +145,7 @@ def _ls(args: Any) -> int:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
         layout = manifest.layout
-        row = decimal(manifest.nbytes), str(layout.ranks), _mesh(manifest), str(len(layout.number)), "whole"
+        row = decimal(manifest.nbytes), str(layout.ranks), _mesh(manifest), str(len(layout.leaf_index)), "whole"
         table.add_row(str(step), _date(manifest), *row)
     _print(table)
     return 0
@@ -156,7 +156,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
     layout = manifest.layout
     table = _table("path", "dtype", "shape", "bytes", "")
     rows = []
-    for path, i in layout.number.items():
+    for path, i in layout.leaf_index.items():
         leaf = layout.leaves[i]
         note = f"is {layout.ties[path]}" if path in layout.ties else "differs by rank" if leaf.per_rank else ""
         rows.append((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape)), f"{leaf.nbytes:,}", note))
@@ -165,7 +165,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
     for row in rows[:limit]:
         table.add_row(*[Text(x) for x in row])
     ranks = f"{layout.ranks} ranks ({_mesh(manifest)})" if layout.mesh else "1 process"
-    counts = f"{len(layout.number)} leaves and {len(layout.values)} values"
+    counts = f"{len(layout.leaf_index)} leaves and {len(layout.values)} values"
     print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {counts}, whole")
     _print(table)
     if limit is not None and limit < len(rows):

@@ -36,7 +36,7 @@ def leaves(path: Any) -> dict[str, Leaf]:
         [('w', (2, 3))]
     """
     layout = read_complete(files_at(path)).layout
-    return {path: layout.leaves[i] for path, i in sorted(layout.number.items())}
+    return {path: layout.leaves[i] for path, i in sorted(layout.leaf_index.items())}
 
 
 def read(path: Any, name: str) -> Any:
@@ -64,12 +64,12 @@ def read(path: Any, name: str) -> Any:
         value = _within(layout.values[path], inside) if path in layout.values else ABSENT
         if value is not ABSENT:
             return value
-    if name not in layout.number:
-        paths = [*layout.number, *layout.values]
+    if name not in layout.leaf_index:
+        paths = [*layout.leaf_index, *layout.values]
         examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
         raise CheckpointError(f"{files.path!r} has no leaf {name!r}: it has {len(paths)} leaves, such as {examples}")
-    leaf = layout.leaves[layout.number[name]]
-    return fill_leaf(files, manifest, layout.number[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
+    leaf = layout.leaves[layout.leaf_index[name]]
+    return fill_leaf(files, manifest, layout.leaf_index[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
 
 
 def _above(path: str) -> Iterator[str]:
@@ -90,13 +90,13 @@ def _within(value: Any, path: str) -> Any:
     return next((_within(value[key], path[len(key) + 1 :]) for key in keys), ABSENT)
 
 
-def fill_leaf(files: Files, manifest: Manifest, number: int, x: torch.Tensor) -> torch.Tensor:
+def fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) -> torch.Tensor:
     """Read a full leaf into a contiguous tensor of its shape and dtype, and return the tensor."""
     by_file: dict[int, list[ReadRequest]] = {}
     if not x.numel():  # nothing is read, so only the files' sizes show whether the leaf has no elements
         for rank in range(manifest.layout.ranks):
             manifest.base(rank)
-    for writer, request in read_requests(manifest, number, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
+    for writer, request in read_requests(manifest, index, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
         by_file.setdefault(writer, []).append(request)
     for writer, requests in sorted(by_file.items()):
         read_blocks(files, manifest, writer, requests)
@@ -186,12 +186,12 @@ def differences(
     nbytes, total = 0, sum(x.nbytes for x in manifests[0].layout.leaves)
     for path in sorted({*texts[0], *texts[1]}):
         a, b = texts[0].get(path, ""), texts[1].get(path, "")
-        numbers = manifests[0].layout.number.get(path), manifests[1].layout.number.get(path)
-        if a != b or numbers[0] is None or numbers[1] is None:
+        indices = manifests[0].layout.leaf_index.get(path), manifests[1].layout.leaf_index.get(path)
+        if a != b or indices[0] is None or indices[1] is None:
             if a != b:
                 yield Difference(path, a, b)
             continue
-        pair = (numbers[0], numbers[1])
+        pair = (indices[0], indices[1])
         if pair not in results:  # tied leaves are read once
             results[pair] = _compare(files, manifests, pair)
             nbytes += manifests[0].layout.leaves[pair[0]].nbytes
@@ -205,16 +205,16 @@ def _texts(layout: TreeLayout) -> dict[str, str]:
     """Describe each leaf by its dtype and shape and each value in full, by path."""
     leaves = {
         path: f"{layout.leaves[i]}{' per rank' if layout.leaves[i].per_rank else ''}"
-        for path, i in layout.number.items()
+        for path, i in layout.leaf_index.items()
     }
     return {**leaves, **{path: f"the value {value!r}" for path, value in layout.values.items()}}
 
 
 def _compare(
-    files: tuple[Files, Files], manifests: tuple[Manifest, Manifest], numbers: tuple[int, int]
+    files: tuple[Files, Files], manifests: tuple[Manifest, Manifest], indices: tuple[int, int]
 ) -> tuple[int, float]:
     """Return how many elements of two leaves differ in their bits, and the largest difference."""
-    a, b = [_leaf(f, m, i) for f, m, i in zip(files, manifests, numbers, strict=True)]
+    a, b = [_leaf(f, m, i) for f, m, i in zip(files, manifests, indices, strict=True)]
     count, largest = 0, 0.0
     for at in range(0, a.numel(), _AT_ONCE):
         x, y = a[at : at + _AT_ONCE], b[at : at + _AT_ONCE]
@@ -233,9 +233,9 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.to(wide) - y.to(wide)).abs().max())
 
 
-def _leaf(files: Files, manifest: Manifest, number: int) -> torch.Tensor:
-    leaf = manifest.layout.leaves[number]
-    return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
+def _leaf(files: Files, manifest: Manifest, index: int) -> torch.Tensor:
+    leaf = manifest.layout.leaves[index]
+    return fill_leaf(files, manifest, index, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
 
 
 def _nan_last(x: float) -> tuple[bool, float]:
@@ -281,9 +281,9 @@ def export(
     files, target = files_at(path), os.fspath(out)
     manifest = read_complete(files)
     _check_kind(target, as_torch)
-    names = _below(prefix, manifest.layout.number)
+    names = _below(prefix, manifest.layout.leaf_index)
     if not names:
-        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.layout.number})[:3])
+        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.layout.leaf_index})[:3])
         raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}: its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
         _check_outside(files, target)
@@ -352,7 +352,7 @@ def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _order(layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
-    """List names and leaf numbers in file order: larger elements first, so that all are aligned."""
+    """List names and leaf indices in file order: larger elements first, so that all are aligned."""
     return sorted(names.items(), key=lambda item: (-_dtype(layout.leaves[item[1]], dtype).itemsize, item[0]))
 
 

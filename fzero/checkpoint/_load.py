@@ -136,11 +136,14 @@ def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bo
     Raises:
         CheckpointError: if the leaves differ. The message names the first three.
     """
-    theirs = {**{p: str(saved.leaves[i]) for p, i in saved.number.items()}, **dict.fromkeys(saved.values, "a value")}
+    theirs = {
+        **{p: str(saved.leaves[i]) for p, i in saved.leaf_index.items()},
+        **dict.fromkeys(saved.values, "a value"),
+    }
     # None is not a leaf, and may be missing on either side
     items = [(path, x) for path, x in local.values.items() if path in theirs or not is_none(x)]
     parts = [p for path, x in items for p in paths_of(path, x, saved.values)]
-    ours = {**{p: str(local.leaves[i]) for p, i in local.number.items()}, **dict.fromkeys(parts, "a value")}
+    ours = {**{p: str(local.leaves[i]) for p, i in local.leaf_index.items()}, **dict.fromkeys(parts, "a value")}
     theirs = {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}
     problems = []
     for path, text in ours.items():
@@ -157,7 +160,7 @@ def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bo
         [] if partial else [f"the tree has no {_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
     )
     for path, first in local.ties.items():
-        if not problems and saved.number[path] != saved.number[first]:
+        if not problems and saved.leaf_index[path] != saved.leaf_index[first]:
             problems.append(f"leaves {first!r} and {path!r} are one tensor in the tree, and two in the checkpoint")
     if problems:
         more = f"; and {len(problems) - 3} more" if problems[3:] else ""
@@ -168,17 +171,17 @@ def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bo
 
 def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
     """Return the axes along which a `PerRank` leaf differs, or None if its rows are those of all ranks, in order."""
-    number = layout.number.get(path)
-    if number is None or not layout.leaves[number].per_rank:
+    index = layout.leaf_index.get(path)
+    if index is None or not layout.leaves[index].per_rank:
         return None
-    axes = layout.groups[layout.home[number][0]].axes
+    axes = layout.groups[layout.home[index][0]].axes
     if layout.size(axes) == layout.ranks:
         return None
     return tuple([axis for axis in axes if layout.size((axis,)) > 1])
 
 
 def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:
-    one, other = saved.number.get(path), local.number.get(path)
+    one, other = saved.leaf_index.get(path), local.leaf_index.get(path)
     if one is not None and other is not None and saved.leaves[one].per_rank and local.leaves[other].per_rank:
         return (
             f"leaf {path!r} is a PerRank value, {theirs} there and {ours} here: it differs by rank, and cannot be "
@@ -208,7 +211,7 @@ def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest
             if (piece.leaf, x.data_ptr(), first) in seen:
                 continue
             seen.add((piece.leaf, x.data_ptr(), first))
-            leaf = manifest.layout.number[local.layout.leaves[piece.leaf].path]
+            leaf = manifest.layout.leaf_index[local.layout.leaves[piece.leaf].path]
             for writer, request in read_requests(manifest, leaf, piece.range, x, first):
                 requests.setdefault(writer, []).append(request)
     return requests

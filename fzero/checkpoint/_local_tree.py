@@ -36,12 +36,12 @@ class LeafSource(NamedTuple):
     Attributes:
         path: the path in the tree. It differs from the leaf's path if the leaf is a row of a stacked leaf.
         list: the path of the stacked list, if the leaf is an item of one.
-        number: the number of the leaf's item in the full list.
+        item_index: the index of the leaf's item in the full list.
     """
 
     path: str
     list: str | None = None
-    number: int = 0
+    item_index: int = 0
 
 
 class Member(NamedTuple):
@@ -104,12 +104,12 @@ def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) 
                 f"{label} leaf {path!r} is the parameter {spec.paths[index]!r} of the list {stacked.key!r}, which is "
                 f"stacked by rank: expected a tree that holds this list under the key {stacked.key!r}"
             )
-        any_number = next(number for number in item.numbers if number is not None)
-        for part, number in zip(parts, item.numbers, strict=True):
-            item_number, is_copy = (any_number, True) if number is None else (number, False)
+        any_index = next(i for i in item.indices if i is not None)
+        for part, own_index in zip(parts, item.indices, strict=True):
+            item_index, is_copy = (any_index, True) if own_index is None else (own_index, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
-                source = LeafSource(path, item.list, item_number)
-                part.members.append(Member(index, item.path(item_number), source, is_copy))
+                source = LeafSource(path, item.list, item_index)
+                part.members.append(Member(index, item.path(item_index), source, is_copy))
     return parts
 
 
@@ -130,7 +130,7 @@ def in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[st
         source = item[1]
         if source.list is None:
             return position[source.path], 0, 0
-        return first[source.list], source.number, position[source.path]
+        return first[source.list], source.item_index, position[source.path]
 
     return dict(sorted(sources.items(), key=sort_key))
 
@@ -328,26 +328,26 @@ class _LocalTreeBuilder:
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
         parts = list_unit_parts(self.label, spec, members)
-        numbers = [self._add_members(part, shard.dtype) for part in parts]
-        numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}
-        for part, leaf_numbers in zip(parts, numbers, strict=True):
-            copy_paths = {m.index: numbers_by_path[m.path] for m in part.members if m.is_copy}
-            leaves = tuple([leaf_numbers[i] if i in leaf_numbers else copy_paths[i] for i in range(len(spec.paths))])
+        indices = [self._add_members(part, shard.dtype) for part in parts]
+        index_by_path = {self.leaves[i].path: i for leaf_indices in indices for i in leaf_indices.values()}
+        for part, leaf_indices in zip(parts, indices, strict=True):
+            copy_paths = {m.index: index_by_path[m.path] for m in part.members if m.is_copy}
+            leaves = tuple([leaf_indices[i] if i in leaf_indices else copy_paths[i] for i in range(len(spec.paths))])
             copies = tuple(sorted(copy_paths))
             self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.coordinates, copies))
             self.memory.append(memory)
 
     def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
-        """Add the leaves of a part of a unit, and return the number of each leaf by its index in the unit."""
-        numbers: dict[int, int] = {}
+        """Add the leaves of a part of a unit, and return the index of each leaf by its index in the unit."""
+        indices: dict[int, int] = {}
         for m in part.members:
             if m.is_copy:
                 continue
-            if m.index in numbers:
-                self._tie(m.path, self.leaves[numbers[m.index]].path, m.source)
+            if m.index in indices:
+                self._tie(m.path, self.leaves[indices[m.index]].path, m.source)
             else:
-                numbers[m.index] = self._add(m.path, part.shapes[m.index], dtype, source=m.source)
-        return numbers
+                indices[m.index] = self._add(m.path, part.shapes[m.index], dtype, source=m.source)
+        return indices
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]

@@ -349,8 +349,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
     layout = TreeLayout(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    numbers = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
-    _check(sorted(numbers) == [*range(len(leaves))], "a leaf is in no group, or in several")
+    indices = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
+    _check(sorted(indices) == [*range(len(leaves))], "a leaf is in no group, or in several")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
     _check(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
     for r, f in enumerate(files):

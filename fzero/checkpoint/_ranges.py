@@ -54,7 +54,7 @@ class LeafGroup(NamedTuple):
     """Leaves that are concatenated and then sharded into equal parts.
 
     Attributes:
-        leaves: the numbers of the leaves.
+        leaves: the indices of the leaves.
         axes: the axes that the group is sharded over; none if each rank holds the whole group.
         shard: elements of a shard, padding included.
         split: the axes along which each leaf is split before the leaves are concatenated.
@@ -75,8 +75,8 @@ class LeafPiece(NamedTuple):
     """The part of a leaf that a rank holds.
 
     Attributes:
-        leaf: the number of the leaf.
-        group: the number of its group.
+        leaf: the index of the leaf.
+        group: the index of its group.
         range: the range of the leaf's elements.
         offset: where the piece begins in the rank's part of the group, in elements.
     """
@@ -116,10 +116,10 @@ class TreeLayout:
         return math.prod([size for _, size in self.mesh])
 
     @cached_property
-    def number(self) -> dict[str, int]:
-        """The number of the leaf at each path."""
-        numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
+    def leaf_index(self) -> dict[str, int]:
+        """The index of the leaf at each path."""
+        indices = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        return {**indices, **{path: indices[first] for path, first in self.ties.items()}}
 
     @cached_property
     def home(self) -> dict[int, tuple[int, int]]:

@@ -68,7 +68,7 @@ def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, Keys]:
 def _of_item(keys: Keys, source: LeafSource) -> Keys:
     """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
     at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
-    return keys if at is None else (*keys[:at], source.number, *keys[at + 1 :])
+    return keys if at is None else (*keys[:at], source.item_index, *keys[at + 1 :])
 
 
 def _key(key: Any) -> str | int:
@@ -83,8 +83,8 @@ def names_of(layout: TreeLayout, name: Name | None) -> dict[str, str]:
     Raises:
         ValueError: if two of them have one name.
     """
-    names = {path: path if name is None else name(path) for path in [*layout.number, *layout.values]}
-    used = [(names[path], path) for path in layout.number]
+    names = {path: path if name is None else name(path) for path in [*layout.leaf_index, *layout.values]}
+    used = [(names[path], path) for path in layout.leaf_index]
     used += [(part, path) for path, value in layout.values.items() for part, _, _ in flat(names[path], (), value)]
     first: dict[str, str] = {}
     for n, path in used:
@@ -187,7 +187,7 @@ class SavePlanner(DefaultSavePlanner):
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
         chunks = _chunks(local, local.owned_pieces)
-        for path, i in layout.number.items():
+        for path, i in layout.leaf_index.items():
             leaf, leaf_chunks = layout.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in local.ranks:  # the leaf has no elements to write, but needs its name
                 empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
@@ -250,11 +250,11 @@ class LoadPlanner(DefaultLoadPlanner):
         self.metadata: Metadata = metadata
         entries = metadata.state_dict_metadata
         self._local, self._names = local, names
-        self._first = {i: names[path] for path, i in reversed(local.layout.number.items())}
+        self._first = {i: names[path] for path, i in reversed(local.layout.leaf_index.items())}
         self._parts = {path: stored_names(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
         theirs = {name: _describe(name, x) for name, x in entries.items()}
-        ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.number.items()}
+        ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.leaf_index.items()}
         ours |= {part: "a value" for path in local.layout.values for part in self._parts[path] or [names[path]]}
         _check_leaves(folder, theirs, ours, partial)
 

@@ -13,7 +13,7 @@ from fzero.codecs._codec import (
     rounded,
     scale_blocks,
 )
-from fzero.codecs._quantize import KINDS, largest_magnitudes, numbers_of, pack, scales_of, unpack
+from fzero.codecs._quantize import KINDS, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
 
 __all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
 
@@ -24,7 +24,7 @@ INTERNAL = [
     "decode_blocks",
     "encode_blocks",
     "largest_magnitudes",
-    "numbers_of",
+    "codes_to_float32",
     "pack",
     "round_with",
     "rounded",

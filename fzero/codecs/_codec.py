@@ -11,8 +11,8 @@ from fzero._tracebacks import api_boundary
 from fzero.codecs._quantize import (
     KINDS,
     CodeKind,
+    codes_to_float32,
     largest_magnitudes,
-    numbers_of,
     pack,
     quantize,
     scales_of,
@@ -188,7 +188,7 @@ def decode_blocks(codec: Codec, codes: torch.Tensor, magnitudes: torch.Tensor) -
 
     A block that was not finite is nan.
     """
-    return scale_blocks(codec, numbers_of(codec.code_kind, codes), magnitudes)
+    return scale_blocks(codec, codes_to_float32(codec.code_kind, codes), magnitudes)
 
 
 def scale_blocks(codec: Codec, numbers: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from fzero.random import mix_bits
 __all__ = [
     "KINDS",
     "CodeKind",
+    "codes_to_float32",
     "largest_magnitudes",
-    "numbers_of",
     "pack",
     "power_of_two",
     "quantize",
@@ -95,8 +95,8 @@ def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: 
     return codes.view(torch.uint8) if kind.is_float else codes
 
 
-def numbers_of(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:
-    """Return codes as float32 numbers, without their scales."""
+def codes_to_float32(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:
+    """Return codes as float32, without their scales."""
     return (codes.view(kind.dtype) if kind.is_float else codes).to(torch.float32)
 
 

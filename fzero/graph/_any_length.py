@@ -109,10 +109,10 @@ def graph_structure(graph: Graph) -> Hashable:
 
 
 def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
-    number = {n: i for i, n in enumerate(graph.nodes)}
+    index = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
-        args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
+        args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
         storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
         forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
         return n.name, _target(n, memory), args, forms, _metadata(n)

@@ -47,24 +47,24 @@ class _Domain(NamedTuple):
 
     Attributes:
         values: the special values.
-        number: the kind of numbers that it takes, `COUNT` or `AMOUNT`; "" if it takes none.
+        accepts: the kind of numbers that it takes, `COUNT` or `AMOUNT`; "" if it takes none.
     """
 
     values: tuple[Any, ...]
-    number: str
+    accepts: str
 
     def validated(self, name: str, value: Any) -> Any:
         """Return the value if the option takes it, else raise `ValueError`."""
         if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
             return value
-        if self.number == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        if self.accepts == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
             return int(value)
-        if self.number == AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+        if self.accepts == AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
             return int(value) if isinstance(value, Integral) else float(value)
         raise ValueError(f"{name}={value!r}: expected {self}")
 
     def __str__(self) -> str:
-        parts = [self.number] if self.number else []
+        parts = [self.accepts] if self.accepts else []
         parts += [f'"{special}"' if isinstance(special, str) else str(special) for special in self.values]
         return " or ".join([", ".join(parts[:-1]), parts[-1]])
 

@@ -20,9 +20,9 @@ def save_replicas(
 ) -> None:
     """Save each replica in a folder of its own, and then their shared state: only then is the save complete."""
     groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
-    for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
+    for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}
-        save(_folder(path, f"replica-{number}"), own, groups.inner_mesh)
+        save(_folder(path, f"replica-{replica}"), own, groups.inner_mesh)
     numbers = {
         "count": state.count,
         "replicas": groups.count,
@@ -59,8 +59,8 @@ def load_replicas(
     like = {"anchor": state.anchor, "outer": state.outer_states, "sent": tree.map(torch.empty_like, sums)}
     shared = load(folder, like, groups.mesh, partial=True)
     trees = []
-    for number, p, s in zip(groups.numbers, params.trees, state.inner.trees, strict=True):
-        own_folder = _folder(path, f"replica-{number % replicas}")
+    for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
+        own_folder = _folder(path, f"replica-{replica % replicas}")
         own = load(own_folder, {"count": 0, "params": p, "opt_state": s}, groups.inner_mesh)
         if own["count"] != count:
             raise CheckpointError(

@@ -73,7 +73,7 @@ class LocalSteps:
         check_equal("params", anchor, self.mesh)
         parts = parts_of(anchor, self.schedule.parts)
         outer = tuple([self.outer_step.init(select(anchor, part)) for part in parts])
-        copies = [own_memory((first, first_state)) for _ in self.groups.numbers[1:]]
+        copies = [own_memory((first, first_state)) for _ in self.groups.replica_indices[1:]]
         trees = [(first, first_state), *copies]
         inner_state = Replicas(tuple([s for _, s in trees]))
         return Replicas(tuple([p for p, _ in trees])), LocalState(0, inner_state, anchor, outer, (None,) * len(parts))
@@ -117,8 +117,8 @@ class LocalSteps:
     ) -> list[tuple[Any, ...]]:
         """Run the step on each replica; return each of its results as a tuple of the replicas'."""
         outs: list[Any] = []
-        for number, p, s in zip(self.groups.numbers, params.trees, state.inner.trees, strict=True):
-            own_args, own_kwargs = self.groups.argument((args, kwargs), number)
+        for replica, p, s in zip(self.groups.replica_indices, params.trees, state.inner.trees, strict=True):
+            own_args, own_kwargs = self.groups.argument((args, kwargs), replica)
             try:
                 outs.append(self.step(p, s, *own_args, **own_kwargs))
             except tree.LayoutError as error:  # its message names step.partition, which replicas do not have

@@ -83,11 +83,11 @@ class ReplicaGroups:
         return self.mesh[self.inner_axes]
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of the replicas whose trees this process holds."""
+    def replica_indices(self) -> tuple[int, ...]:
+        """The indices of the replicas whose trees this process holds."""
         return tuple(range(self.count)) if self.mesh.simulated else (self.mesh.index(self.over),)
 
-    def argument(self, values: Any, number: int) -> Any:
+    def argument(self, values: Any, replica: int) -> Any:
         """Return an argument of all ranks as one replica takes it: of each `PerRank` value, its own part."""
 
         def of_replica(x: Any) -> Any:
@@ -98,7 +98,7 @@ class ReplicaGroups:
             value = x.value
             if self.mesh.simulated and self.over in names:
                 self._check_rows(value, names)
-                value = tree.map(lambda rows: self._row(rows, names, number), value)
+                value = tree.map(lambda rows: self._row(rows, names, replica), value)
             is_plain = self.over in names and not rest  # one value for all ranks of the replica
             return value if is_plain else PerRank(value, None if rest == self.inner_axes else rest, x.split)
 
@@ -141,10 +141,10 @@ class ReplicaGroups:
                     f"{', '.join(names)} of {self.mesh!r}; split the batch with its split, mesh.split(batch)"
                 )
 
-    def _row(self, x: torch.Tensor, names: Sequence[str], number: int) -> torch.Tensor:
+    def _row(self, x: torch.Tensor, names: Sequence[str], replica: int) -> torch.Tensor:
         """Return one replica's part of a simulated value `[N, ...]`, stacked along axes with `over` among them."""
         sizes = [size for name, size in self.mesh.shape if name in names]
-        part = x.unflatten(0, sizes).select(list(names).index(self.over), number)
+        part = x.unflatten(0, sizes).select(list(names).index(self.over), replica)
         return part.flatten(0, len(sizes) - 2) if len(sizes) > 2 else part
 
     def _joined(self, xs: Sequence[torch.Tensor], names: Sequence[str]) -> PerRank:
@@ -160,7 +160,7 @@ class ReplicaGroups:
     def _axes(self, values: Any) -> list[tuple[str, ...]]:
         """List the axes of a replica's mesh along which each distinct tensor of its tree differs."""
         axes = axes_of(values, self.inner_axes)
-        return [axes[i] for i in tree.number_tensors(tree.flatten(values)[0])[0]]
+        return [axes[i] for i in tree.index_tensors(tree.flatten(values)[0])[0]]
 
     def _with_over(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple([name for name in self.mesh.axis_names if name in names or name == self.over])
@@ -169,14 +169,14 @@ class ReplicaGroups:
 def distinct(values: Any) -> list[torch.Tensor]:
     """List the distinct tensors of a tree: a tied tensor comes once."""
     leaves = tree.flatten(values)[0]
-    return [leaves[i] for i in tree.number_tensors(leaves)[0]]
+    return [leaves[i] for i in tree.index_tensors(leaves)[0]]
 
 
 def rebuild(like: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return a tree like another with other distinct tensors. Tied leaves stay tied."""
     leaves, structure = tree.flatten(like)
-    numbers = tree.number_tensors(leaves)[1]
-    return tree.unflatten(structure, [x if i is None else tensors[i] for x, i in zip(leaves, numbers, strict=True)])
+    indices = tree.index_tensors(leaves)[1]
+    return tree.unflatten(structure, [x if i is None else tensors[i] for x, i in zip(leaves, indices, strict=True)])
 
 
 def own_memory(values: Any) -> Any:

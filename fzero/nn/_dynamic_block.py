@@ -23,13 +23,13 @@ Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Ten
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Records the calls of torch functions, with numbers in place of tensors."""
+    """Records the calls of torch functions, with indices in place of tensors."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.calls: Calls = []
         self.tensors: list[torch.Tensor] = list(inputs)  # kept alive, so that no id is used twice
-        self.numbers = {id(x): i for i, x in enumerate(self.tensors)}
+        self.indices = {id(x): i for i, x in enumerate(self.tensors)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -37,14 +37,14 @@ class _CallRecorder(TorchFunctionMode):
         outputs, out_structure = tree.flatten(out)
         self.calls.append((func, structure, [self.label(x) for x in leaves], out_structure))
         for x in outputs:
-            if isinstance(x, torch.Tensor) and id(x) not in self.numbers:
-                self.numbers[id(x)] = len(self.tensors)
+            if isinstance(x, torch.Tensor) and id(x) not in self.indices:
+                self.indices[id(x)] = len(self.tensors)
                 self.tensors.append(x)
         return out
 
     def label(self, x: Any) -> Any:
-        """Return a tensor's number; a constant or an unknown tensor is returned itself."""
-        return ("tensor", self.numbers[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.numbers else x
+        """Return a tensor's index; a constant or an unknown tensor is returned itself."""
+        return ("tensor", self.indices[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.indices else x
 
 
 def record_calls(f: Callable[..., Any], *args: Any) -> Calls | None:

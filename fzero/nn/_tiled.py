@@ -47,8 +47,8 @@ def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., 
     """
     check_int("chunk", chunk, 1)
 
-    def run_tile(number: int, x: torch.Tensor, *args: Any) -> Any:
-        with in_chunk(number):  # in both passes
+    def run_tile(index: int, x: torch.Tensor, *args: Any) -> Any:
+        with in_chunk(index):  # in both passes
             return f(x, *args)
 
     run_tile_again: Callable[..., Any] = remat(run_tile)

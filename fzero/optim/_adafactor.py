@@ -12,7 +12,7 @@ from fzero._torch import tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.optim._base import Mask, Optimizer, Params, Updates
-from fzero.optim._hyperparams import Number, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
+from fzero.optim._hyperparams import Scalar, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import REMEDIES
@@ -232,12 +232,12 @@ class AdafactorState(NamedTuple):
 
 @torch_hints
 def adafactor(
-    learning_rate: Number | Schedule = 1e-2,
-    decay_rate: Number = 0.8,
-    eps: Number | None = None,
-    eps_scale: Number = 1e-3,
-    clipping_threshold: Number = 1.0,
-    weight_decay: Number = 0.0,
+    learning_rate: Scalar | Schedule = 1e-2,
+    decay_rate: Scalar = 0.8,
+    eps: Scalar | None = None,
+    eps_scale: Scalar = 1e-3,
+    clipping_threshold: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
     """Train in sublinear memory (arXiv:1804.04235): `torch.optim.Adafactor`'s numbers.
@@ -339,11 +339,11 @@ class _Factors(NamedTuple):
 
     rows: torch.Tensor
     columns: torch.Tensor | None
-    min_root: Number
+    min_root: Scalar
 
 
 def _directions(
-    grads: Updates, state: AdafactorState, weight: torch.Tensor, eps: Number | None
+    grads: Updates, state: AdafactorState, weight: torch.Tensor, eps: Scalar | None
 ) -> tuple[Updates, Tree, Tree]:
     """Return gradients divided by the roots of their second moments, and the new means, of rows and of columns.
 
@@ -392,7 +392,7 @@ def _new_means(
     return lerp(rows, row_means, weight), lerp(columns, column_means, weight)
 
 
-def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Number) -> _Factors:
+def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Scalar) -> _Factors:
     wide = at_least_float32(rows)
     if columns is None:
         return _Factors(wide, None, min_root)

@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
-from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
+from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._norms import leaf_norms
@@ -30,10 +30,10 @@ class AdamState(NamedTuple):
 
 @torch_hints
 def adam(
-    learning_rate: Number | Schedule,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
     moments: MomentsLike = None,
 ) -> Optimizer:
     """Adam (arXiv:1412.6980): `torch.optim.Adam`'s numbers.
@@ -51,11 +51,11 @@ def adam(
 
 @torch_hints
 def adamw(
-    learning_rate: Number | Schedule,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 1e-2,
     mask: Mask | None = None,
     moments: MomentsLike = None,
 ) -> Optimizer:
@@ -116,7 +116,7 @@ def _decay_mask(params: Params, mask: Mask | None) -> Tree:
 
 
 @torch_hints
-def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, moments: MomentsLike = None) -> Optimizer:
+def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
 
     Use it in your own chains. The direction points uphill, so end the chain with `scale_by_learning_rate`.
@@ -164,15 +164,15 @@ def _init(params: Params, policy: Moments | None = None) -> AdamState:
 # The formulas of Adam, for a leaf, or on an accelerator for a list of them.
 
 
-def _first_moment(g: Any, m: Any, b1: Number) -> Any:
+def _first_moment(g: Any, m: Any, b1: Scalar) -> Any:
     return (b1 * m + (1 - b1) * g).to(m.dtype)
 
 
-def _second_moment(g: Any, v: Any, b2: Number) -> Any:
+def _second_moment(g: Any, v: Any, b2: Scalar) -> Any:
     return (b2 * v + (1 - b2) * g * g).to(v.dtype)
 
 
-def _bias_corrections(t: torch.Tensor, b1: Number, b2: Number) -> tuple[Any, Any]:
+def _bias_corrections(t: torch.Tensor, b1: Scalar, b2: Scalar) -> tuple[Any, Any]:
     """Return two factors at step t, in float64: for the first moment, and for the root of the second moment.
 
     These are factors rather than divisors, because three divisions per element take longer than the memory traffic.
@@ -180,11 +180,11 @@ def _bias_corrections(t: torch.Tensor, b1: Number, b2: Number) -> tuple[Any, Any
     return 1 / (1 - b1**t), (1 - b2**t).rsqrt()
 
 
-def _direction(m: Any, v: Any, factor: Any, root_factor: Any, eps: Number) -> Any:
+def _direction(m: Any, v: Any, factor: Any, root_factor: Any, eps: Scalar) -> Any:
     return m * factor / (v.sqrt() * root_factor + eps)
 
 
-def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
+def _moments(grads: Updates, state: AdamState, b1: Scalar, b2: Scalar) -> tuple[AdamState, Any, Any]:
     """Return the new state, and the bias corrections."""
     check_moment(state.mu, grads, None)
     count = state.count + 1
@@ -197,10 +197,10 @@ def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[
 class _AdamHyperparams(NamedTuple):
     """The hyperparameters of one update; `decay` is the rate times the weight decay, None without decay."""
 
-    b1: Number
-    b2: Number
-    eps: Number
-    rate: Number
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    rate: Scalar
     decay: Any
 
 
@@ -238,11 +238,11 @@ def _update_by_unit(
 
 @torch_hints
 def lamb(
-    learning_rate: Number | Schedule,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-6,
-    weight_decay: Number = 0.0,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-6,
+    weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
     moments: MomentsLike = None,
 ) -> Optimizer:

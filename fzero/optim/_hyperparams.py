@@ -10,7 +10,7 @@ import torch
 from fzero.optim._schedules import Schedule
 
 __all__ = [
-    "Number",
+    "Scalar",
     "check_fraction",
     "check_nonnegative",
     "check_positive",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
+Scalar = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
 
 
 def check_nonnegative(**values: object) -> None:
@@ -50,17 +50,17 @@ def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], b
             raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
 
 
-def is_zero(value: Number) -> bool:
+def is_zero(value: Scalar) -> bool:
     """Return whether a hyperparameter is the number 0; False for a tensor, since its value may change."""
     return not isinstance(value, torch.Tensor) and value == 0
 
 
-def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
+def rate_at(rate: Scalar | Schedule, count: torch.Tensor) -> Scalar:
     """Return the rate, or the value of a schedule after `count` updates."""
     return rate(count) if callable(rate) else rate
 
 
-def check_rate(learning_rate: Number | Schedule) -> None:
+def check_rate(learning_rate: Scalar | Schedule) -> None:
     """Check that a learning rate is a number >= 0 or a schedule.
 
     Raises:
@@ -70,7 +70,7 @@ def check_rate(learning_rate: Number | Schedule) -> None:
         check_nonnegative(learning_rate=learning_rate)
 
 
-def lerp(x: torch.Tensor, y: torch.Tensor, weight: Number) -> torch.Tensor:
+def lerp(x: torch.Tensor, y: torch.Tensor, weight: Scalar) -> torch.Tensor:
     """Interpolate from `x` to `y` by a weight, in the same operations as torch.optim."""
     if isinstance(weight, torch.Tensor):
         return (x + weight * (y - x)).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, apply_updates
-from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, is_zero
+from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.optim._shapes import check_gradients_like
 from fzero.sharding import per_leaf
@@ -33,7 +33,7 @@ class ScaleByScheduleState(NamedTuple):
     count: torch.Tensor
 
 
-def scale(factor: Number) -> Optimizer:
+def scale(factor: Scalar) -> Optimizer:
     """Multiply gradients by `factor`.
 
     Returns:
@@ -79,7 +79,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     return Optimizer(init, update, exact_on_shards=True)
 
 
-def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
+def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
     """Multiply gradients by minus the learning rate, to descend.
 
     Args:
@@ -122,14 +122,14 @@ def set_to_zero() -> Optimizer:
     return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
-def _times(grads: Updates, factor: Number) -> Updates:
+def _times(grads: Updates, factor: Scalar) -> Updates:
     return tree.elementwise(lambda g: (g * factor).to(g.dtype), grads)
 
 
 # Weight decay.
 
 
-def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optimizer:
+def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optimizer:
     """Add a fraction of the parameters to their gradients.
 
     In a chain before an optimizer this is L2 regularisation. Between an optimizer's direction and its learning rate it
@@ -176,7 +176,7 @@ class EmaState(NamedTuple):
     ema: Tree
 
 
-def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
+def params_ema(decay: Scalar, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Keep a moving average of the parameters, for evaluation; updates pass unchanged.
 
     Put it last in a chain, since it averages the parameters after the update. The average is in the state,
@@ -225,7 +225,7 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
     return Optimizer(init, update, exact_on_shards=True)
 
 
-def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
+def ema(decay: Scalar, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Replace values by their moving average: `optax.ema`'s numbers.
 
     In a chain it averages the gradients or updates. In your own step it averages any tree on the parameters' layout; to

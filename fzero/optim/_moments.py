@@ -168,16 +168,16 @@ def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
             scales[i] = tied[id(x)]
         elif isinstance(x, Shard):
             check_on_device(x, "an 8-bit moment")
-            numbers_id = _numbers_id(x.spec_id, policy)
+            scales_id = _scales_id(x.spec_id, policy)
             scales[i] = box_of(
-                numbers_id, [x.data.new_zeros(traced_spec(numbers_id).shard_numel, dtype=wide_dtype(x.dtype))]
+                scales_id, [x.data.new_zeros(traced_spec(scales_id).shard_numel, dtype=wide_dtype(x.dtype))]
             )
         elif isinstance(x, Slot):
-            scales[i] = Slot(_numbers_id(x.spec_id, policy), x.index)
+            scales[i] = Slot(_scales_id(x.spec_id, policy), x.index)
     return EightBit(codes, tree.unflatten(structure, scales))
 
 
-def _numbers_id(spec_id: int, policy: Moments) -> int:
+def _scales_id(spec_id: int, policy: Moments) -> int:
     return block_spec(spec_id, full_leaves(spec_id, policy.is_full))
 
 

@@ -11,7 +11,7 @@ from fzero._arguments import check_choice
 from fzero.axes import join_axes
 from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain
-from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
+from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
 from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
 from fzero.optim._torch_hints import torch_hints
@@ -103,8 +103,8 @@ def _map_shards(
     matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.spec_id, indices[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
-    number = intern_assignment(ranks, sizes, tuple(matrices))
-    assignment, options = assignment_of(number), AssignmentOptions(number)
+    assignment_id = intern_assignment(ranks, sizes, tuple(matrices))
+    assignment, options = assignment_of(assignment_id), AssignmentOptions(assignment_id)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
         return _along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
@@ -173,9 +173,9 @@ class MuonState(NamedTuple):
 
 @torch_hints
 def muon(
-    learning_rate: Number | Schedule,
-    weight_decay: Number = 0.1,
-    momentum: Number = 0.95,
+    learning_rate: Scalar | Schedule,
+    weight_decay: Scalar = 0.1,
+    momentum: Scalar = 0.95,
     nesterov: bool = True,
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     eps: float = 1e-7,

@@ -11,7 +11,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero.collectives import psum
 from fzero.optim._base import Optimizer, OptState, Params, Updates
-from fzero.optim._hyperparams import Number, check_positive
+from fzero.optim._hyperparams import Scalar, check_positive
 from fzero.optim._torch_hints import torch_hints
 from fzero.sharding import (
     Shard,
@@ -105,7 +105,7 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
 
 
 @torch_hints
-def clip(max_delta: Number) -> Optimizer:
+def clip(max_delta: Scalar) -> Optimizer:
     """Clip each element of the gradients to `[-max_delta, max_delta]`.
 
     Args:
@@ -131,7 +131,7 @@ def clip(max_delta: Number) -> Optimizer:
 
 
 @torch_hints
-def clip_by_global_norm(max_norm: Number) -> Optimizer:
+def clip_by_global_norm(max_norm: Scalar) -> Optimizer:
     """Scale all gradients by `min(1, max_norm / norm)`, where norm is over the whole tree on all ranks.
 
     The norm is exact on every layout: shards are summed over their ranks, replicated leaves count once, and padding
@@ -161,7 +161,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
     return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
-def clip_by_block_rms(threshold: Number) -> Optimizer:
+def clip_by_block_rms(threshold: Scalar) -> Optimizer:
     """Scale each leaf's gradient by `min(1, threshold / rms)`, with its root mean square (arXiv:1804.04235).
 
     The result is exact on every layout. Shards take one psum of one number per leaf.
@@ -198,7 +198,7 @@ _NO_EXPERT_DIM = "leaf {!r} has no dimension of experts: name another part of th
 
 
 @torch_hints
-def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Optimizer:
+def clip_by_expert(max_norm: Scalar, names: Sequence[str] = ("experts",)) -> Optimizer:
     """Scale each expert's gradients by `min(1, max_norm / norm)`, with the norm of the expert in its layer.
 
     An expert that few tokens reach has noisy gradients. With a global norm they would scale down the gradients of all
@@ -264,7 +264,7 @@ def _layer(path: str, names: tuple[str, ...]) -> str | None:
     return ".".join(parts[: indices[0] + 1])
 
 
-def _clip_experts(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> Updates:
+def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> Updates:
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     layers = [_layer(path, names) for path in paths]
     if paths and not any(layers):
@@ -348,7 +348,7 @@ def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.
     return sums
 
 
-def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Number) -> dict[str, torch.Tensor]:
+def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Scalar) -> dict[str, torch.Tensor]:
     """Sum squares over ranks and over the leaves of each layer, and return the factor of each expert, by layer."""
     squares: dict[str, Any] = {}
     for axes, local in sums.items():

@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
-from fzero.optim._hyperparams import Number, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
+from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
@@ -26,7 +26,7 @@ class SgdState(NamedTuple):
 
 
 @torch_hints
-def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool = False) -> Optimizer:
+def sgd(learning_rate: Scalar | Schedule, momentum: Scalar = 0.0, nesterov: bool = False) -> Optimizer:
     """Descend along the gradient, optionally with momentum: `torch.optim.SGD`'s numbers.
 
     Args:
@@ -83,7 +83,7 @@ class AdagradState(NamedTuple):
 
 @torch_hints
 def adagrad(
-    learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
+    learning_rate: Scalar | Schedule, initial_accumulator_value: Scalar = 0.0, eps: Scalar = 1e-10
 ) -> Optimizer:
     """Divide gradients by the root of the sum of all their squares (Duchi et al., JMLR 12, 2011).
 
@@ -139,10 +139,10 @@ class LionState(NamedTuple):
 
 @torch_hints
 def lion(
-    learning_rate: Number | Schedule,
-    b1: Number = 0.9,
-    b2: Number = 0.99,
-    weight_decay: Number = 1e-3,
+    learning_rate: Scalar | Schedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    weight_decay: Scalar = 1e-3,
     mask: Mask | None = None,
     moments: MomentsLike = None,
 ) -> Optimizer:
@@ -180,7 +180,7 @@ def lion(
 
 
 @torch_hints
-def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99, moments: MomentsLike = None) -> Optimizer:
+def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
 
     Example:

@@ -20,10 +20,10 @@ from fzero.sharding import (
     Slot,
     box_of,
     check_on_device,
+    element_ids_of_leaf,
+    element_ids_of_shard,
     empty_shape,
     is_box,
-    numbers_of_elements,
-    numbers_of_leaf,
     read_subset,
     spec_of,
     subset_spec,
@@ -132,7 +132,7 @@ def _update_leaf(
     """Return the update of a full leaf, and the new values and full numbers of each moment."""
     is_full = values[0].shape == full[0].shape
     u, *new = f(g, *(full if is_full else [v.to(x.dtype) for v, x in zip(values, full, strict=True)]), *rest)
-    bits = bits_at(key, numbers_of_leaf(path, g))
+    bits = bits_at(key, element_ids_of_leaf(path, g))
     pairs = zip(_rounded(new, bits), new if is_full else full, strict=True)
     return [u, *[x for pair in pairs for x in pair]]
 
@@ -146,7 +146,7 @@ def _update_unit(
     wide = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
     old = read_subset(wide, spec_id, full)
     u, *new = f(g.data, *old, *[x.data if is_box(x) else x for x in rest])
-    rounded = _rounded(new, bits_at(key, numbers_of_elements(spec_id, g.device)))
+    rounded = _rounded(new, bits_at(key, element_ids_of_shard(spec_id, g.device)))
     pairs = zip([box_of(spec_id, [x]) for x in rounded], write_subset(new, spec_id, full[0].spec_id), strict=True)
     return [box_of(spec_id, [u]), *[x for pair in pairs for x in pair]]
 

@@ -11,7 +11,7 @@ from fzero.optim._master_weights import check_dtypes, difference
 from fzero.optim._precision import Precision
 from fzero.optim._rounding import round_at_random
 from fzero.random import bits_at, check_key, fold_in
-from fzero.sharding import Shard, box_of, is_box, numbers_of_elements, numbers_of_leaf
+from fzero.sharding import Shard, box_of, element_ids_of_leaf, element_ids_of_shard, is_box
 from fzero.tree import Tree
 
 __all__ = ["StochasticRoundingState", "round_tree", "stochastic_rounding"]
@@ -110,11 +110,11 @@ def round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
         if not isinstance(x, torch.Tensor | Shard) or p.dtype != torch.bfloat16:
             continue
         if isinstance(x, Shard):
-            numbers = numbers_of_elements(x.spec_id, x.device)
+            numbers = element_ids_of_shard(x.spec_id, x.device)
             out[i] = box_of(x.spec_id, [round_at_random(x.data, _draw(key, numbers))])
             continue
         if tree.identity(x) not in rounded:
-            rounded[tree.identity(x)] = round_at_random(x, _draw(key, numbers_of_leaf(path, x)))
+            rounded[tree.identity(x)] = round_at_random(x, _draw(key, element_ids_of_leaf(path, x)))
         out[i] = rounded[tree.identity(x)]
     return tree.unflatten(structure, out)
 

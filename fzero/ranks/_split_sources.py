@@ -18,8 +18,8 @@ def note_split(parts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     """Note the tensors that this rank's parts were taken from, as long as the parts live."""
     for part, source in zip(parts, sources, strict=True):
         if len(_SOURCES) < _MOST:
-            number = id(part)
-            _SOURCES[number] = weakref.ref(part, lambda _, number=number: _SOURCES.pop(number, None)), source
+            part_id = id(part)
+            _SOURCES[part_id] = weakref.ref(part, lambda _, part_id=part_id: _SOURCES.pop(part_id, None)), source
 
 
 def source_of(part: torch.Tensor) -> torch.Tensor | None:

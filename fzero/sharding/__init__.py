@@ -28,7 +28,7 @@ from fzero.sharding._flat import (
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
-from fzero.sharding._leaf_positions import numbers_of_elements, numbers_of_leaf
+from fzero.sharding._leaf_positions import element_ids_of_leaf, element_ids_of_shard
 from fzero.sharding._leaf_subset import empty_shape, read_subset, subset_spec, write_subset
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
 from fzero.sharding._segments import (
@@ -128,8 +128,8 @@ INTERNAL = [
     "map_spaces",
     "map_units",
     "mark_donated",
-    "numbers_of_elements",
-    "numbers_of_leaf",
+    "element_ids_of_shard",
+    "element_ids_of_leaf",
     "own_shard",
     "path_on_rank",
     "per_leaf",

@@ -23,10 +23,10 @@ from fzero.axes import Axis, Binding
 from fzero.codecs import (
     Codec,
     CodecKey,
+    codes_to_float32,
     decode_blocks,
     encode_blocks,
     largest_magnitudes,
-    numbers_of,
     pack,
     scale_blocks,
     unpack,
@@ -92,7 +92,7 @@ def decode_unit(
 def sum_payloads(payloads: torch.Tensor, key: CodecKey, parts: int, length: int) -> torch.Tensor:
     """Return the sum of the codes of several ranks' payloads `[n, .., parts bytes]`: float32 `[.., parts length]`."""
     kind = Codec(*key).code_kind
-    return numbers_of(kind, unpack(kind, payloads.unflatten(-1, (parts, -1)), length).flatten(-2)).sum(0)
+    return codes_to_float32(kind, unpack(kind, payloads.unflatten(-1, (parts, -1)), length).flatten(-2)).sum(0)
 
 
 @OneNode

@@ -84,7 +84,7 @@ def _split(s: Split, path: str) -> str:
     item = item_of(path, "", s.stacked) if s.stacked else None
     if item is None:
         return f"part of {s.axis}={s.size}"
-    items = ["none" if n is None else f"{item.list}.{n}" for n in item.numbers]
+    items = ["none" if n is None else f"{item.list}.{n}" for n in item.indices]
     return f"stacked over {s.axis}={s.size} ({', '.join(items)})"
 
 

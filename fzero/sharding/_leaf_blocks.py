@@ -108,7 +108,7 @@ class BlockMap(NamedTuple):
 
     Attributes:
         spec_id: the unit of the elements.
-        numbers_id: the unit of the blocks' numbers.
+        scales_id: the unit of the blocks' numbers.
         blocks: the indices of the blocks among the unit's b blocks, int64 `[t]`; from b on they stand for padding.
         starts: the index of each block's first element in the shard, int64 `[t]`; k for a block of a later rank.
         single: whether each block is one element, bool `[t]`; None if all are alike.
@@ -116,7 +116,7 @@ class BlockMap(NamedTuple):
     """
 
     spec_id: int
-    numbers_id: int
+    scales_id: int
     blocks: torch.Tensor
     starts: torch.Tensor
     single: torch.Tensor | None
@@ -130,7 +130,7 @@ class BlockMap(NamedTuple):
 
     def gather(self, boxes: Sequence[Shard]) -> torch.Tensor:
         """Return the blocks' numbers `[m, t]` from m shards of numbers; 0 for padding."""
-        spec = traced_spec(self.numbers_id)
+        spec = traced_spec(self.scales_id)
         shards = torch.stack([box.data for box in boxes])  # [m, b / N]
         full = all_gather(shards, spec.axes, dim=-1) if spec.ranks > 1 else shards
         full = torch.cat([full[:, : spec.numel], full.new_zeros(len(boxes), 1)], dim=1)
@@ -152,7 +152,7 @@ class BlockMap(NamedTuple):
         """Return the absolute values of elements, but those that are blocks of their own unchanged."""
         if self.single is not None:
             return torch.where(self.single.index_select(0, index), x, x.abs())
-        return x if traced_spec(self.numbers_id).shapes == traced_spec(self.spec_id).shapes else x.abs()
+        return x if traced_spec(self.scales_id).shapes == traced_spec(self.spec_id).shapes else x.abs()
 
     def maxima(self, xs: Sequence[torch.Tensor], index: torch.Tensor, at_borders: torch.Tensor | None) -> torch.Tensor:
         """Return the largest magnitudes in the blocks, `[m, t]`, the other ranks' parts of the blocks included.
@@ -166,7 +166,7 @@ class BlockMap(NamedTuple):
         own = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
         if at_borders is None:
             return own
-        borders = tensor_on(_borders(self.spec_id, self.numbers_id), device=own.device).flatten()  # [2 N], blocks
+        borders = tensor_on(_borders(self.spec_id, self.scales_id), device=own.device).flatten()  # [2 N], blocks
         for block in self.blocks.index_select(0, self.at_borders()[0]).unbind():
             largest = at_borders.masked_fill(borders != block, -math.inf).amax(1, keepdim=True)
             own = torch.where(self.blocks == block, largest, own)
@@ -177,67 +177,67 @@ class BlockMap(NamedTuple):
 
         Of the ranks that hold parts of a block, the last one sends its number.
         """
-        spec = traced_spec(self.numbers_id)
+        spec = traced_spec(self.scales_id)
         own = numbers
         if spec.ranks > 1:
-            ranges = tensor_on(_owned(self.spec_id, self.numbers_id), device=own.device)  # [N, 2]
+            ranges = tensor_on(_owned(self.spec_id, self.scales_id), device=own.device)  # [N, 2]
             first, stop = ranges.index_select(0, unit_index(self.spec_id, own.device).reshape(1))[0]
             own = torch.where((self.blocks >= first) & (self.blocks < stop), own, torch.zeros_like(own))
         length = spec.shard_numel * spec.ranks
         full = own.new_zeros(len(own), length + own.shape[1]).index_add(1, self.blocks, own)[:, :length]
         shards = psum_scatter(full, spec.axes, dim=-1) if spec.ranks > 1 else full
-        return [box_of(self.numbers_id, [x]) for x in shards.unbind()]
+        return [box_of(self.scales_id, [x]) for x in shards.unbind()]
 
 
-def map_of_blocks(spec_id: int, numbers_id: int, device: torch.device) -> BlockMap:
+def map_of_blocks(spec_id: int, scales_id: int, device: torch.device) -> BlockMap:
     """Return the blocks of this rank's shard of a unit.
 
     Args:
         spec_id: the unit of the elements.
-        numbers_id: the unit of the blocks' numbers, by `block_spec`.
+        scales_id: the unit of the blocks' numbers, by `block_spec`.
         device: the device of the elements.
     """
     k, rank = traced_spec(spec_id).shard_numel, unit_index(spec_id, device).reshape(1)
-    borders = _borders(spec_id, numbers_id)
+    borders = _borders(spec_id, scales_id)
     t = max([last - first for first, last in borders]) + 2
     first_and_last = tensor_on(borders, device=device).index_select(0, rank)  # [1, 2]
     blocks = first_and_last[:, 0] + torch.arange(t, device=device)
-    rows = _leaf_rows(spec_id, numbers_id)
+    rows = _leaf_rows(spec_id, scales_id)
     leaf = torch.bucketize(blocks, tensor_on([first for _, _, first in rows[1:]], device=device), right=True)
     offset, size, first = tensor_on(list(zip(*rows, strict=True)), device=device)[:, leaf]
     starts = (offset + (blocks - first) * size - rank * k).clamp(0, k)
     is_mixed = len({row[1] for row in rows[:-1]}) > 1
     last = first_and_last[:, 1] - first_and_last[:, 0]
-    return BlockMap(spec_id, numbers_id, blocks, starts, size == 1 if is_mixed else None, last)
+    return BlockMap(spec_id, scales_id, blocks, starts, size == 1 if is_mixed else None, last)
 
 
-def _leaf_rows(spec_id: int, numbers_id: int) -> list[tuple[int, int, int]]:
+def _leaf_rows(spec_id: int, scales_id: int) -> list[tuple[int, int, int]]:
     """Return for each leaf its offset in the unit, the size of its blocks, and its first block; then for padding."""
-    spec, numbers = traced_spec(spec_id), traced_spec(numbers_id)
+    spec, numbers = traced_spec(spec_id), traced_spec(scales_id)
     sizes = [1 if a == b else BLOCK for a, b in zip(spec.shapes, numbers.shapes, strict=True)]
     padding = spec.shard_numel * spec.ranks + 1
     return list(zip(spec.offsets, [*sizes, padding], numbers.offsets, strict=True))
 
 
-def _block_at(spec_id: int, numbers_id: int, position: int) -> int:
+def _block_at(spec_id: int, scales_id: int, position: int) -> int:
     """Return the index of the block of an element of a unit; the count of blocks for padding."""
     spec = traced_spec(spec_id)
     leaf = bisect.bisect_right(spec.offsets[1:], position)
-    offset, size, first = _leaf_rows(spec_id, numbers_id)[leaf]
+    offset, size, first = _leaf_rows(spec_id, scales_id)[leaf]
     return first + (position - offset) // size
 
 
 @assume_constant_result
-def _borders(spec_id: int, numbers_id: int) -> tuple[tuple[int, int], ...]:
+def _borders(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the blocks of the first and of the last element of its shard, padding left out."""
     spec = traced_spec(spec_id)
     starts = [min(r * spec.shard_numel, spec.numel) for r in range(spec.ranks + 1)]
     pairs = [(a, max(b - 1, a)) for a, b in itertools.pairwise(starts)]
-    return tuple([(_block_at(spec_id, numbers_id, a), _block_at(spec_id, numbers_id, b)) for a, b in pairs])
+    return tuple([(_block_at(spec_id, scales_id, a), _block_at(spec_id, scales_id, b)) for a, b in pairs])
 
 
 @assume_constant_result
-def _owned(spec_id: int, numbers_id: int) -> tuple[tuple[int, int], ...]:
+def _owned(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the range of blocks whose last elements lie in its shard."""
-    firsts = [first for first, _ in _borders(spec_id, numbers_id)]
-    return tuple(itertools.pairwise([*firsts, traced_spec(numbers_id).numel]))
+    firsts = [first for first, _ in _borders(spec_id, scales_id)]
+    return tuple(itertools.pairwise([*firsts, traced_spec(scales_id).numel]))

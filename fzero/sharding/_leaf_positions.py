@@ -1,6 +1,6 @@
-"""A number for each element of a leaf: equal on any layout, so that draws by it are, too.
+"""An id for each element of a leaf: equal on any layout, so that draws by it are, too.
 
-It consists of a number of the leaf, the CRC of its path, and the element's position in the full leaf. So it depends on
+It consists of the leaf's id, the CRC of its path, and the element's position in the full leaf. So it depends on
 no unit, number of ranks or split.
 """
 
@@ -14,54 +14,54 @@ from fzero.axes import axis_index
 from fzero.sharding._segments import segment_ids
 from fzero.sharding._spec import item_of, spec_of, stacked_of, traced_spec, unit_index
 
-__all__ = ["numbers_of_elements", "numbers_of_leaf"]
+__all__ = ["element_ids_of_leaf", "element_ids_of_shard"]
 
 _BITS = 32  # of the position; the CRC has as many
 
 
-def _number(path: str) -> int:
-    """Return the number of a leaf, an int64 whose lowest 32 bits are 0."""
+def _leaf_id(path: str) -> int:
+    """Return the id of a leaf, an int64 whose lowest 32 bits are 0."""
     return (binascii.crc32(path.encode()) - 2**31) << _BITS
 
 
-def numbers_of_leaf(path: str, leaf: torch.Tensor) -> torch.Tensor:
-    """Return a number for each element of a full leaf: int64, of the shape of the leaf."""
-    return torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) ^ _number(path)
+def element_ids_of_leaf(path: str, leaf: torch.Tensor) -> torch.Tensor:
+    """Return an id for each element of a full leaf: int64, of the shape of the leaf."""
+    return torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) ^ _leaf_id(path)
 
 
-def numbers_of_elements(spec_id: int, device: torch.device) -> torch.Tensor:
-    """Return a number for each element of this rank's shard of a unit: int64 `[k]`, those of its full leaves."""
+def element_ids_of_shard(spec_id: int, device: torch.device) -> torch.Tensor:
+    """Return an id for each element of this rank's shard of a unit: int64 `[k]`, those of its full leaves."""
     spec = traced_spec(spec_id)
     k = spec.shard_numel
     leaf = segment_ids(spec_id, device)
     unit_position = unit_index(spec_id, device) * k + torch.arange(k, device=device)
     position = unit_position - tensor_on([*spec.offsets[:-1], spec.numel], device=device)[leaf]
-    axis, rows = _leaf_numbers(spec_id)  # a row for each rank along the axis of a stacked list, else one
-    numbers = tensor_on(rows, device=device)
+    axis, rows = _leaf_ids(spec_id)  # a row for each rank along the axis of a stacked list, else one
+    leaf_ids = tensor_on(rows, device=device)
     row = axis_index(axis, device=device).reshape(1) if axis else torch.zeros(1, dtype=torch.int64, device=device)
     if any(not split.stacked for split in spec.split):
         position = _position_in_full_leaf(spec_id, position, leaf)
-    return position ^ numbers.index_select(0, row).squeeze(0)[leaf]
+    return position ^ leaf_ids.index_select(0, row).squeeze(0)[leaf]
 
 
 @assume_constant_result
-def _leaf_numbers(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """Return an axis, and for each rank along it the numbers of a unit's leaves; "" if all ranks have the same leaves.
+def _leaf_ids(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """Return an axis, and for each rank along it the ids of a unit's leaves; "" if all ranks have the same leaves.
 
-    The padding, and a slot of a stacked list that holds no item, have the number 0.
+    The padding, and a slot of a stacked list that holds no item, have the id 0.
     """
     spec = spec_of(spec_id)
     along, stacked = stacked_of(spec) or (None, None)
     if along is None or stacked is None:
-        return "", ((*[_number(path) for path in spec.paths], 0),)
+        return "", ((*[_leaf_id(path) for path in spec.paths], 0),)
     rows = []
     for rank in range(along.size):
         row = []
         for path in spec.paths:
             item = item_of(path, "", stacked)
-            number = None if item is None else item.numbers[rank]
-            full_path = path if item is None else None if number is None else item.path(number)
-            row.append(0 if full_path is None else _number(full_path))
+            index = None if item is None else item.indices[rank]
+            full_path = path if item is None else None if index is None else item.path(index)
+            row.append(0 if full_path is None else _leaf_id(full_path))
         rows.append((*row, 0))
     return along.axis, tuple(rows)
 

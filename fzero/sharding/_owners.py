@@ -32,7 +32,7 @@ class Matrix(NamedTuple):
     """A matrix that a rank will own: its unit, its offset there, its shape and its split.
 
     Attributes:
-        unit: the number of its unit in the assignment.
+        unit: the index of its unit in the assignment.
         start: the index of its first element in the flat unit.
         rows: its height.
         columns: its width.
@@ -55,7 +55,7 @@ class _OwnedRange(NamedTuple):
     """The piece of a matrix that one rank holds.
 
     Attributes:
-        matrix: the matrix's number in the assignment.
+        matrix: the matrix's index in the assignment.
         start: the piece's first element in the rank's shard.
         size: elements of the piece.
         offset: the piece's first element in the part that the rank sends to the owner.
@@ -143,13 +143,13 @@ _ASSIGNMENTS = Registry[OwnerAssignment]()
 
 @assume_constant_result
 def intern_assignment(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
-    """Intern an assignment, and return its number: equal assignments have one number."""
-    return _ASSIGNMENTS.number(OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices])))
+    """Intern an assignment, and return its id: equal assignments have one id."""
+    return _ASSIGNMENTS.id_of(OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices])))
 
 
-def assignment_of(number: int) -> OwnerAssignment:
-    """Return the assignment with this number."""
-    return _ASSIGNMENTS.value(number)
+def assignment_of(assignment_id: int) -> OwnerAssignment:
+    """Return the assignment with this id."""
+    return _ASSIGNMENTS.value(assignment_id)
 
 
 # ---------------------------------------------------------------- what one rank does

@@ -56,7 +56,7 @@ def _unused_items(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
     if along is None or stacked is None:
         return "", ()
     items = [item_of(path, "", stacked) for path in spec.paths]
-    rows = [tuple([item is not None and item.numbers[rank] is None for item in items]) for rank in range(along.size)]
+    rows = [tuple([item is not None and item.indices[rank] is None for item in items]) for rank in range(along.size)]
     return (along.axis, tuple(rows)) if any(map(any, rows)) else ("", ())
 
 

@@ -239,7 +239,7 @@ _SPECS = Registry[Spec]()
 
 def intern(spec: Spec) -> int:
     """Return the spec_id of a spec. Equal specs have equal spec_ids."""
-    return _SPECS.number(spec)
+    return _SPECS.id_of(spec)
 
 
 def spec_of(spec_id: int) -> Spec:
@@ -358,17 +358,17 @@ class Item(NamedTuple):
 
     Attributes:
         list: the path of the list in the tree.
-        numbers: for each rank along the axis, the number of its item in the full list; None if it holds no item.
+        indices: for each rank along the axis, the index of its item in the full list; None if it holds no item.
         subpath: the path of the leaf within an item; empty if the item is the leaf.
     """
 
     list: str
-    numbers: tuple[int | None, ...]
+    indices: tuple[int | None, ...]
     subpath: str
 
-    def path(self, number: int) -> str:
+    def path(self, index: int) -> str:
         """Return the path of the leaf in an item of the full list."""
-        return ".".join([self.list, str(number), *([self.subpath] if self.subpath else [])])
+        return ".".join([self.list, str(index), *([self.subpath] if self.subpath else [])])
 
 
 def stacked_of(spec: Spec) -> tuple[Split, StackedList] | None:
@@ -395,7 +395,7 @@ def item_of(path: str, prefix: str, stacked: StackedList) -> Item | None:
         stacked: the list.
 
     Example:
-        >>> item_of("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).numbers
+        >>> item_of("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).indices
         (1, None)
     """
     start = f"{prefix}{stacked.key}."
@@ -416,5 +416,5 @@ def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str,
     """
     path, stacks = prefix + spec.paths[index], stacked_of(spec)
     item = None if stacks is None else item_of(path, prefix, stacks[1])
-    number = None if item is None or stacks is None else item.numbers[rank_indices[stacks[0].axis]]
-    return path if item is None or number is None else item.path(number)
+    item_index = None if item is None or stacks is None else item.indices[rank_indices[stacks[0].axis]]
+    return path if item is None or item_index is None else item.path(item_index)

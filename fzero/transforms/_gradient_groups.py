@@ -227,7 +227,7 @@ def open_argument(
         check_inputs_replicated(name, axes, paths, entries)
         groups += _of_replicated(arg, entries, axes, precision)
     else:
-        positions, indices = tree.number_tensors(entries)
+        positions, indices = tree.index_tensors(entries)
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
         groups += _of_tensors(members, [entries[i] for i in positions], precision)
     return Argument(entries, structure, groups)
@@ -283,7 +283,7 @@ def _of_shard(
 
 def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> GradientGroup:
     entries, structure = tree.flatten(box.value)
-    positions, indices = tree.number_tensors(entries)
+    positions, indices = tree.index_tensors(entries)
     variables: list[torch.Tensor] = [entries[i] for i in positions]
     copy_axes = [a for a in axes if box.axes is not None and a.name not in box.axes]
     members, dtypes = [(index, 0)], [x.dtype for x in variables]

@@ -82,7 +82,7 @@ def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target
     ]
     for rank in range(mine.ranks):
         for piece in mine.local_pieces(rank):
-            i = saved.number[mine.leaves[piece.leaf].path]
+            i = saved.leaf_index[mine.leaves[piece.leaf].path]
             found = [(r, at, run) for r, at, here in saved.writers(i, piece.range) for run in runs(here, piece.range)]
             wanted = []
             for r in range(saved.ranks):

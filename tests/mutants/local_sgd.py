@@ -42,13 +42,13 @@ MUTANTS = [
         Fault(
             "each replica gets the first one's batch",
             "ReplicaGroups._row",
-            becomes("A.select(B, number)", "A.select(B, 0)"),
+            becomes("A.select(B, replica)", "A.select(B, 0)"),
         ),
         Fault("rows of replicas lie first on any mesh", "ReplicaGroups._joined", becomes("A.movedim(0, B)", "A")),
-        Fault("tied leaves are two", "distinct", becomes("tree.number_tensors(leaves)[0]", "range(len(leaves))")),
+        Fault("tied leaves are two", "distinct", becomes("tree.index_tensors(leaves)[0]", "range(len(leaves))")),
     ),
     *File("local_sgd/_checkpoint.py", LOCAL).faults(
-        Fault("replicas load the first one's state", "load_replicas", becomes("number % replicas", "0")),
+        Fault("replicas load the first one's state", "load_replicas", becomes("replica % replicas", "0")),
         Fault("a save of mixed replicas serves any number", "load_replicas", becomes("mix == 0 or A", "True")),
         Fault("a cut save is loaded", "load_replicas", never("own['count'] != count")),
         Fault("a save between averages serves any number of replicas", "load_replicas", never("not is_same and A")),

@@ -60,8 +60,8 @@ MUTANTS = [
         Fault("a rank reads the first rank's numbers", "read_subset", becomes("unit_index(...) * k", "0")),
     ),
     *File("sharding/_leaf_positions.py", ROUNDING).faults(
-        Fault("all leaves have the same draws", "numbers_of_leaf", bare("A ^ B")),
-        Fault("all ranks have the same draws", "numbers_of_elements", becomes("unit_index(...) * k", "0")),
+        Fault("all leaves have the same draws", "element_ids_of_leaf", bare("A ^ B")),
+        Fault("all ranks have the same draws", "element_ids_of_shard", becomes("unit_index(...) * k", "0")),
         Fault(
             "parts of split leaves have the draws of the first part",
             "_position_in_full_leaf",

@@ -47,7 +47,7 @@ MUTANTS = [
         Fault(
             "each row of a stacked leaf has the first item's name",
             "list_unit_parts",
-            becomes("(A, False)", "(any_number, False)"),
+            becomes("(A, False)", "(any_index, False)"),
         ),
         Fault(
             "the value of an idle slot is saved as a leaf of its own",

@@ -28,13 +28,13 @@ class NamedLeaf(NamedTuple):
     """A leaf and its names in the folder.
 
     Attributes:
-        number: the number of the leaf in the sharded tree.
+        index: the index of the leaf in the sharded tree.
         leaf: the leaf.
         paths: all paths of the leaf in the tree; a tied leaf has several.
         names: the name of each path.
     """
 
-    number: int
+    index: int
     leaf: Leaf
     paths: tuple[str, ...]
     names: tuple[str, ...]
@@ -62,8 +62,8 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
             )
     paths_of_leaf: dict[int, list[str]] = {}
     for path in local.sources:
-        if path in layout.number:
-            paths_of_leaf.setdefault(layout.number[path], []).append(path)
+        if path in layout.leaf_index:
+            paths_of_leaf.setdefault(layout.leaf_index[path], []).append(path)
     return [
         NamedLeaf(i, layout.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
         for i, paths in paths_of_leaf.items()
@@ -348,7 +348,7 @@ class _FileRange(NamedTuple):
 
 
 def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
-    """Yield the ranges that this process holds, each with its leaf's number. Memory that ranks share counts once."""
+    """Yield the ranges that this process holds, each with its leaf's index. Memory that ranks share counts once."""
     seen: set[tuple[int, int, int]] = set()
     for rank in local.ranks:
         for piece, x, start in local.local_pieces(rank):
@@ -363,10 +363,10 @@ def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
 
 def _fill(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]) -> None:
     """Read all ranges that this process holds."""
-    names = {leaf.number: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
+    names = {leaf.index: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:
-        for number, part in _parts(local):
-            name, *rest = names[number]
+        for index, part in _parts(local):
+            name, *rest = names[index]
             _read_part(files, stored[name], part)
             for other in rest:
                 if not _is_read(files, stored[other], part):

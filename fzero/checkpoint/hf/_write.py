@@ -36,7 +36,7 @@ class _File(NamedTuple):
         name: its final name.
         head: its header.
         size: its bytes, header included.
-        tensors: the range of each leaf in the file, by the leaf's number.
+        tensors: the range of each leaf in the file, by the leaf's index.
     """
 
     name: str
@@ -148,12 +148,12 @@ def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
         entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        ranges.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
+        ranges.append((leaf.index, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    tensors = {number: stored._replace(offset=stored.offset + len(head)) for number, stored in ranges}
+    tensors = {index: stored._replace(offset=stored.offset + len(head)) for index, stored in ranges}
     return _File(name, head, len(head) + at, tensors)
 
 
@@ -190,12 +190,12 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
 
 def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, local: LocalTree) -> None:
     """Write this process's ranges of all files. They are durable on return."""
-    file_numbers = {number: i for i, file in enumerate(plan) for number in file.tensors}
+    file_indices = {index: i for i, file in enumerate(plan) for index in file.tensors}
     fds: dict[int, int] = {}
     try:
         for rank in local.ranks:
             for piece, x, start in local.owned_pieces(rank):
-                i, leaf = file_numbers[piece.leaf], local.layout.leaves[piece.leaf]
+                i, leaf = file_indices[piece.leaf], local.layout.leaves[piece.leaf]
                 if i not in fds:
                     fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
                 for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):

@@ -39,10 +39,10 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
         rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
         for i in range(loop.iterations):
-            number = torch.tensor(i, device="cpu") if first_argument.users else None
+            iteration = torch.tensor(i, device="cpu") if first_argument.users else None
             slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
-            args = [number, *slices, *sums, *rest, *carried]
-            del number, slices, carried
+            args = [iteration, *slices, *sums, *rest, *carried]
+            del iteration, slices, carried
             out = body(args)
             _write_rows(i, rows, out[loop.sum_count : end_of_rows])
             carried = list(out[end_of_rows:])

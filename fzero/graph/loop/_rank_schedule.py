@@ -36,7 +36,7 @@ __all__ = [
     "end_shapes_only",
     "is_marker",
     "mark_pipeline",
-    "rank_schedule_number",
+    "rank_schedule_id",
     "rank_schedule_of",
     "receive",
     "regions_of",
@@ -70,14 +70,14 @@ class RankSchedule:
 _RANK_SCHEDULES = Registry[RankSchedule]()
 
 
-def rank_schedule_number(rank_schedule: RankSchedule) -> int:
-    """Return the number of a rank's schedule, which a graph can carry; equal schedules have the same number."""
-    return _RANK_SCHEDULES.number(rank_schedule)
+def rank_schedule_id(rank_schedule: RankSchedule) -> int:
+    """Return the id of a rank's schedule, which a graph can carry; equal schedules have the same id."""
+    return _RANK_SCHEDULES.id_of(rank_schedule)
 
 
-def rank_schedule_of(number: int) -> RankSchedule:
-    """Return the rank's schedule that has this number."""
-    return _RANK_SCHEDULES.value(number)
+def rank_schedule_of(schedule_id: int) -> RankSchedule:
+    """Return the rank's schedule that has this id."""
+    return _RANK_SCHEDULES.value(schedule_id)
 
 
 class LoopRegion(NamedTuple):

@@ -349,11 +349,11 @@ def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
 def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
     """Return the ranges that begin in an iteration, and end them with the iteration at the latest."""
     end = len(loop.body.nodes) - 1
-    number = next(iter(loop.body.nodes))
-    number_range = (
-        [Range(0, end, nbytes(*stand_ins_of(number)), "inputs", "the iteration's number")] if number.users else []
+    iteration = next(iter(loop.body.nodes))
+    iteration_range = (
+        [Range(0, end, nbytes(*stand_ins_of(iteration)), "inputs", "the iteration's number")] if iteration.users else []
     )
-    return number_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
+    return iteration_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 
 
 def iteration_peak_bytes(loop: Loop) -> int:

@@ -157,17 +157,17 @@ def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
 
 def _key(graph: Graph) -> Hashable:
     """Describe a graph so that equal descriptions mean equal code."""
-    number = {n: i for i, n in enumerate(graph.nodes)}
+    index = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
         if is_input(n):
             return signature(n.meta["val"])
-        return str(n.target), repr(map_arg((n.args, n.kwargs), lambda a: _Number(number[a])))  # pyright: ignore
+        return str(n.target), repr(map_arg((n.args, n.kwargs), lambda a: _NodeLabel(index[a])))  # pyright: ignore
 
     return tuple([line(n) for n in graph.nodes])
 
 
-class _Number(int):
+class _NodeLabel(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
 
@@ -234,12 +234,12 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
 
 def segment_structure(code: Code) -> Hashable:
     """Describe a segment without its integers."""
-    number = {n: i for i, n in enumerate(code.graph.nodes)}
+    index = {n: i for i, n in enumerate(code.graph.nodes)}
 
     def line(n: Node) -> Hashable:
         if is_input(n):
             return "input"
-        return str(n.target), repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
+        return str(n.target), repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
 
     forms = [(x.dim(), x.dtype, x.device) for x in (*code.fakes, *code.outputs)]
     return tuple([line(n) for n in code.graph.nodes]), tuple(forms), len(code.fakes)

@@ -187,7 +187,7 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
         DonatedError: if an argument was donated to an earlier call.
     """
     leaves, structure = tree.flatten((args, kwargs))
-    return Arguments(leaves, structure, *tree.number_tensors(leaves))
+    return Arguments(leaves, structure, *tree.index_tensors(leaves))
 
 
 def _per_rank_nodes(structure: Any, indices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -269,7 +269,7 @@ def call_key(arguments: Arguments) -> Key:
         TypeError: if an argument is neither a tensor nor hashable. The message names it.
     """
     tensors = tuple([(x.shape, x.dtype, x.stride(), x.device, x.requires_grad) for x in arguments.tensors])
-    rest = [x for x, number in zip(arguments.leaves, arguments.tensor_indices, strict=True) if number is None]
+    rest = [x for x, index in zip(arguments.leaves, arguments.tensor_indices, strict=True) if index is None]
     values = tuple([(type(x), x.hex() if isinstance(x, float) else x) for x in rest])  # -0.0 == 0.0, and nan != nan
     key = Key(arguments.structure, tuple(arguments.tensor_indices), tensors, arguments.buffers, values, _settings())
     try:
@@ -318,16 +318,16 @@ class _LeafText(NamedTuple):
 def _leaves(key: Key) -> list[_LeafText]:
     values = iter(key.values)
     texts: list[_LeafText] = []
-    known_numbers: set[int] = set()
-    for number in key.tensor_indices:
-        if number is None:
+    known_indices: set[int] = set()
+    for index in key.tensor_indices:
+        if index is None:
             kind, value = next(values)
             texts.append(_LeafText(repr(float.fromhex(value) if kind is float else value)))
             continue
-        shape, dtype, strides, device, requires_grad = key.tensors[number]
+        shape, dtype, strides, device, requires_grad = key.tensors[index]
         details = f", strides {list(strides)}, on {device}{', requires grad' if requires_grad else ''}"
         texts.append(
-            _LeafText(f"{dtype} {list(shape)}", details + (", tied to another leaf" if number in known_numbers else ""))
+            _LeafText(f"{dtype} {list(shape)}", details + (", tied to another leaf" if index in known_indices else ""))
         )
-        known_numbers.add(number)
+        known_indices.add(index)
     return texts

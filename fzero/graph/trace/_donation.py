@@ -21,7 +21,7 @@ def check_separate(arguments: Arguments, donated: Sequence[int], captured: Seque
 
     Args:
         arguments: the arguments of the call.
-        donated: the numbers of the donated tensors.
+        donated: the indices of the donated tensors.
         captured: the tensors and other values that the step captures.
 
     Raises:
@@ -47,7 +47,7 @@ def _check_writable(arguments: Arguments, donated: Sequence[int]) -> None:
 
 def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
     """Check that no argument and no captured tensor overlaps with a donated one."""
-    donated_numbers = set(donated)
+    donated_indices = set(donated)
     spans = []
     for i, x in enumerate(tensors):
         if x.numel():
@@ -56,7 +56,7 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
     spans.sort()
     reach, owner = 0, 0
     for start, stop, i in spans:
-        if start < reach and (i in donated_numbers or owner in donated_numbers):
+        if start < reach and (i in donated_indices or owner in donated_indices):
             a, b = [_name_of(arguments, k) for k in sorted((owner, i))]
             raise ValueError(
                 f"{a} and {b} share memory, and one is donated to fzero.jit: a write into one would change the other. "
@@ -66,9 +66,9 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
             reach, owner = stop, i
 
 
-def _name_of(arguments: Arguments, number: int) -> str:
+def _name_of(arguments: Arguments, index: int) -> str:
     names = arguments.tensor_names
-    return str(names[number]) if number < len(names) else "a tensor that the step captures"
+    return str(names[index]) if index < len(names) else "a tensor that the step captures"
 
 
 def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:

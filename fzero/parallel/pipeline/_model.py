@@ -106,7 +106,7 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
     return BlockPlacement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
 
 
-Number = int | torch.Tensor
+Index = int | torch.Tensor
 BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
 
 
@@ -145,13 +145,13 @@ class Model:
             return run_gathered
         return remat(run_gathered, save=None if self.remat is True else self.remat)
 
-    def run_block(self, p: Any, x: Any, index: Number, call: "MicroBatchCall", stacked: bool) -> Any:
+    def run_block(self, p: Any, x: Any, index: Index, call: "MicroBatchCall", stacked: bool) -> Any:
         """Run one block.
 
         Args:
             p: its parameters, full or in boxes.
             x: its input.
-            index: its number.
+            index: its index.
             call: the micro-batch.
             stacked: whether leaves of `p` are `[1, ...]`, this rank's part of stacked leaves.
         """
@@ -201,10 +201,10 @@ class Model:
         return out
 
     @staticmethod
-    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", number: Number) -> Callable[..., Any]:
+    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", index: Index) -> Callable[..., Any]:
         if call.key is None:
             return f
-        key = random.fold_in(call.key, number)
+        key = random.fold_in(call.key, index)
         return lambda *args: random.seeded(f)(key, *args)
 
 
@@ -214,17 +214,17 @@ class MicroBatchCall:
 
     Attributes:
         batch: the micro-batch.
-        number: its number; a tensor if it differs by rank, or is not known while tracing.
+        index: its index; a tensor if it differs by rank, or is not known while tracing.
         key: the key of the whole loss's random numbers, or None.
     """
 
     batch: Any
-    number: Number
+    index: Index
     key: torch.Tensor | None
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
         """Call `f(*args)` as part of this micro-batch's loss."""
-        return call_in_micro_batch(self.number, f, *args)
+        return call_in_micro_batch(self.index, f, *args)
 
 
 def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
@@ -242,14 +242,14 @@ def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
     return w[0]
 
 
-def micro_batch_of(batch: Any, count: int, number: Number, in_loop: bool = False) -> Any:
+def micro_batch_of(batch: Any, count: int, index: Index, in_loop: bool = False) -> Any:
     """Return one micro-batch: one of equal parts of all leaves along dimension 0. Leaves of shape [] are in each part.
 
     Args:
         batch: all micro-batches.
         count: the number of micro-batches.
-        number: the number of the micro-batch to return.
-        in_loop: whether `number` is the number of an iteration in a traced loop.
+        index: the index of the micro-batch to return.
+        in_loop: whether `index` is the index of an iteration in a traced loop.
 
     Raises:
         ValueError: if a leaf does not divide by `count`. The message names the leaf.
@@ -264,16 +264,16 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_loop: bool = False
                 f"fzero.pipeline: {tree.leaf_name('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
                 f"must divide by micro_batches={count}; drop or pad the last batch, or change micro_batches"
             )
-        if isinstance(number, torch.Tensor):
-            return loop.loop_slice(x, number, 0, size) if in_loop else _at(x, number, count)
-        return x.narrow(0, number * size, size)
+        if isinstance(index, torch.Tensor):
+            return loop.loop_slice(x, index, 0, size) if in_loop else _at(x, index, count)
+        return x.narrow(0, index * size, size)
 
     return tree.map_with_path(part, batch)
 
 
-def _at(x: torch.Tensor, number: torch.Tensor, count: int) -> torch.Tensor:
-    """Return one of `count` equal parts of a tensor. The part's number is a tensor, which may differ by rank."""
-    return x.unflatten(0, (count, -1)).index_select(0, number.reshape(1)).squeeze(0)
+def _at(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Return one of `count` equal parts of a tensor. The part's index is a tensor, which may differ by rank."""
+    return x.unflatten(0, (count, -1)).index_select(0, index.reshape(1)).squeeze(0)
 
 
 def call_without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:

@@ -141,13 +141,13 @@ def check_untied(params: Mapping[str, Any], name: str) -> None:
     """
     owners: dict[int, tuple[str, int | None]] = {}  # by the id of a leaf: its path, and the block that holds it
     items = [(f"{name}.{i}", i, block) for i, block in enumerate(params[name])]
-    for prefix, number, values in [*items, *[(key, None, x) for key, x in params.items() if key != name]]:
+    for prefix, index, values in [*items, *[(key, None, x) for key, x in params.items() if key != name]]:
         for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
             if not isinstance(x, torch.Tensor):
                 continue
             label = f"{prefix}.{path}" if path else prefix
-            first_label, block = owners.setdefault(id(x), (label, number))
-            if block != number:
+            first_label, block = owners.setdefault(id(x), (label, index))
+            if block != index:
                 raise ValueError(
                     f"fzero.pipeline: leaves {first_label!r} and {label!r} are tied, one parameter: blocks are stacked "
                     "by rank, and each would train its own copy. Move a parameter that several blocks use out of them"

@@ -294,8 +294,8 @@ class Pipeline:
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
-        def call_of(number: int | torch.Tensor, in_loop: bool = False) -> MicroBatchCall:
-            return MicroBatchCall(micro_batch_of(batch, self.micro_batches, number, in_loop), outer + number, key)
+        def call_of(index: int | torch.Tensor, in_loop: bool = False) -> MicroBatchCall:
+            return MicroBatchCall(micro_batch_of(batch, self.micro_batches, index, in_loop), outer + index, key)
 
         if self.axis not in axis_names():
             return on_one_rank(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])

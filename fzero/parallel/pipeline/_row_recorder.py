@@ -37,7 +37,7 @@ class RowRecorder:
         iteration = loop.iteration(self.stages.schedule.micro_batches)
         loop.mark_pipeline(
             iteration,
-            loop.rank_schedule_number(rank_schedule),
+            loop.rank_schedule_id(rank_schedule),
             tensors if self.scale is None else [*tensors, self.scale],
         )
         shares: dict[int, list[loop.LoopSum]] = {index: [] for index in range(len(tensors))}

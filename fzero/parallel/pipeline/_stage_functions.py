@@ -119,7 +119,7 @@ class Stages:
         schedule: the schedule, which assigns stages to ranks.
         placement: the blocks of each stage.
         axis: the axis along which the stages lie.
-        call_of: `(number, in_loop) -> call` of a micro-batch. The number may be that of a traced loop's iteration.
+        call_of: `(index, in_loop) -> call` of a micro-batch. The index may be that of a traced loop's iteration.
         cache: the pipeline's cache.
     """
 
@@ -137,7 +137,7 @@ class Stages:
 
     @cached_property
     def rank_stages(self) -> list[int]:
-        """The numbers of this rank's stages."""
+        """The indices of this rank's stages."""
         return self.schedule.stages_on(self.axis.rank)
 
     def uses(self, stage: int) -> tuple[Sequence[int], bool]:
@@ -158,14 +158,14 @@ class Stages:
             `-> (total, weight)`. The first stage takes no tensors of x.
         """
         slots, rest = self.uses(stage)
-        numbers = [self.placement.blocks[self.schedule.rank_of_stage[stage]][s] for s in slots]
+        indices = [self.placement.blocks[self.schedule.rank_of_stage[stage]][s] for s in slots]
 
         def run(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
             trees, rest_params = params.trees(slots, rest, weights)
             x = self.model.run_first(rest_params, call) if stage == 0 else tree.unflatten(structure, list(inputs))
-            for p, number in zip(trees, numbers, strict=True):
-                assert number is not None
-                x = self.model.run_block(p, x, number, call, stacked=True)
+            for p, index in zip(trees, indices, strict=True):
+                assert index is not None
+                x = self.model.run_block(p, x, index, call, stacked=True)
             if stage == self.last:
                 return self.model.run_last(rest_params, x, call, self.placement.depth)
             return tree.flatten(x)[0], ()
