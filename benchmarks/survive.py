@@ -123,6 +123,39 @@ if mesh.rank == 0:
     mine = sum(x.nbytes for x in fzero.tree.tensors(state))
     print(*times[False], *times[True], *cpu[False], *cpu[True], *pauses, mine)
 """
+DISK = """
+import json, os, pathlib, signal, sys, time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+root, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+
+def say(**what):
+    with open(root / "log", "a") as f:
+        f.write(json.dumps({"time": time.time(), "rank": rank, **what}) + "\\n")
+
+torch.set_num_threads(1)
+say(start=True)
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+opt, begin, file = torch.optim.AdamW(net.parameters()), 0, root / "checkpoint.pt"
+if file.exists():
+    saved = torch.load(file)
+    net.load_state_dict(saved["net"]), opt.load_state_dict(saved["opt"])
+    begin = saved["step"]
+model = DistributedDataParallel(net)
+for i in range(begin, 8):
+    if rank == 1 and i == 5 and not (root / "died").exists():
+        (root / "died").touch()
+        say(died=i)
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(6, 5).double()).square().mean().backward()
+    opt.step(), opt.zero_grad()
+    say(step=i)
+    if i % 2 and rank == 0:
+        torch.save({"net": net.state_dict(), "opt": opt.state_dict(), "step": i + 1}, root / "new")
+        (root / "new").rename(file)
+"""
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # else torch's own restart meets an address of the dead
 PLACE = """
 import tempfile, timeit
 from fzero._liveness._beats import Config
@@ -161,7 +194,7 @@ def faults(timeout: float, at_once: int) -> list[str]:
     wrong = [f"`{kind}`: {' '.join(what['wrong'])[:500]}" for kind, what in found.items() if what["wrong"]]
     return [
         f"From the fault to the `LostRankError` of the last rank that lives, with `fzero.mesh(timeout={timeout:g})`. "
-        f"Two ranks on each of two hosts, {at_once} worlds at once on this machine.",
+        f"Two ranks on each host, {at_once} worlds at once on this machine.",
         table(["fault", "seconds", f"goal: ≤ {GOAL:g} s", "the error says"], rows),
         *wrong,
     ]
@@ -216,27 +249,44 @@ def copies(every: int, rounds: int, rows: int) -> list[str]:
 
 
 def going_on(times: int) -> list[str]:
-    """Measure how long an elastic run takes from the death of a rank to its next step, and how many it does again."""
-    found: dict[str, list[float]] = {"the script begins again": [], "the first step ends": [], "steps done again": []}
-    for _ in range(times):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            words = ["--max-restarts=1", "-m", "tests.elastic.on_processes", folder, "--dies", "1:forward:5"]
-            subprocess.run([*command, *words], cwd=ROOT, env=environment(), capture_output=True, check=True)
-            lines = [json.loads(line) for line in (pathlib.Path(folder) / "log").read_text().splitlines()]
-        died = next(i for i, line in enumerate(lines) if "died" in line)
-        start = next(line for line in lines[died:] if "start" in line)
-        step = next(line for line in lines[died:] if "step" in line)
-        last = max(line["step"] for line in lines[:died] if "step" in line)
-        values = (start["time"] - lines[died]["time"], step["time"] - lines[died]["time"], last + 1 - step["step"])
-        for numbers, value in zip(found.values(), values, strict=True):
-            numbers.append(value)
+    """Measure from the death of a rank to the next step: elastic runs from memory, and torch's DDP from disk."""
+    whats = ("the script begins again", "the first step ends", "steps done again")
+    systems = {"fzero.elastic, from memory": elastic_words, "torch's DDP, from disk": disk_words}
+    found = {name: {what: list[float]() for what in whats} for name in systems}
+    for i in range(times):
+        for name, words_of in [*systems.items()][:: 1 if i % 2 else -1]:
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+                words = [*command, "--max-restarts=3", *words_of(folder)]
+                subprocess.run(words, cwd=ROOT, env=environment(**OWN_STORE), capture_output=True, check=True)
+                lines = [json.loads(line) for line in (pathlib.Path(folder) / "log").read_text().splitlines()]
+            for what, value in zip(whats, until_next(lines), strict=True):
+                found[name][what].append(value)
+    rows = [[name, *[quartiles(x[what]) for what in whats[:2]], f"{max(x[whats[2]]):g}"] for name, x in found.items()]
     return [
-        f"`fzero.elastic.run` under torchrun, two ranks of one host, of which one is killed in a forward pass; a small "
-        f"model, eager, kept each 2 steps. From the death, in seconds: the median and the quartiles of {times}.",
-        table(["from the death until", "seconds"], [[name, quartiles(x)] for name, x in [*found.items()][:2]]),
-        f"Steps done again: {max(found['steps done again']):g} at most.",
+        "Two ranks of one host under torchrun, of which one is killed in its step 5; a small model, kept each 2 steps, "
+        f"in memory or in a file. From the death, in seconds: the median and the quartiles of {times}, in turns.",
+        table(["", *whats[:2], "steps done again, at most"], rows),
     ]
+
+
+def elastic_words(folder: str) -> list[str]:
+    return ["-m", "tests.elastic.on_processes", folder, "--dies", "1:forward:5"]
+
+
+def disk_words(folder: str) -> list[str]:
+    script = pathlib.Path(folder) / "train.py"
+    script.write_text(DISK)
+    return [str(script), folder]
+
+
+def until_next(lines: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Return the seconds from a death to the next start and to the next step, and how many steps were done again."""
+    died = next(i for i, line in enumerate(lines) if "died" in line)
+    start = next(line for line in lines[died:] if "start" in line)
+    step = next(line for line in lines[died + 1 :] if "step" in line and line["time"] > start["time"])
+    last = max(line["step"] for line in lines[:died] if "step" in line)
+    return start["time"] - lines[died]["time"], step["time"] - lines[died]["time"], last + 1 - step["step"]
 
 
 def main() -> None:

@@ -292,11 +292,13 @@ class Heartbeat:
                 self.reply(rank, 0.0, now)
 
     def end_rank(self, now: float) -> None:
-        """Kill the rank if it knows the verdict, and neither raises the error nor does anything else."""
+        """Kill the rank if it knows the verdict, and neither raises the error nor works, or works without end."""
         if self.verdict is None or self.raised or self.process.end:
             return
-        place = self.process.place(now)
-        if place.process == "stopped" or min(place.idle, now - self.verdict_at) > max(self.config.limit / 2, 2.0):
+        place, known = self.process.place(now), now - self.verdict_at
+        is_endless = self.verdict.rank == self.config.rank and place.seconds - known > 2 * self.config.stall
+        quiet = known if is_endless else min(place.idle, known)
+        if place.process == "stopped" or quiet > max(self.config.limit / 2, 2.0):
             text = f"fzero: rank {self.config.rank} is killed, since it did not leave {place}: {self.verdict}\n"
             os.write(2, text.encode())
             if os.getppid() == self.process.pid:  # else it has ended, and another process may have its number

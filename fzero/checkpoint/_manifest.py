@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from fzero.checkpoint._bounded_json import parse_json
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
 from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, TreeLayout
@@ -307,8 +308,8 @@ def parse(data: bytes) -> Manifest:
     if not frame or int(frame[1], 16) != zlib.crc32(frame[2]):
         raise FormatError("its checksum differs")
     try:
-        body = json.loads(frame[2])
-    except (ValueError, RecursionError) as error:
+        body = parse_json(frame[2])
+    except ValueError as error:
         raise FormatError(str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise FormatError(f"its format is not {FORMAT!r}")

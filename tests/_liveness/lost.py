@@ -48,6 +48,9 @@ def main() -> None:
                     sum(range(10**7))
             elif "child" in what:  # which compiles, for instance
                 subprocess.run(["timeout", str(timeout / 3), "sh", "-c", "while :; do :; done"], check=False)
+            elif "spins" in what:
+                while not os.path.exists("/never"):
+                    pass
             elif "polls" in what:
                 while not os.path.exists("/never"):
                     time.sleep(0.05)

@@ -108,6 +108,9 @@ LOST = LostRank(0, "h", "reason", "seen", "")
         (Place(idle=20.0), LOST, False, 200.0, False),  # it works: it writes its files, for instance
         (Place(idle=50.0), LOST, True, 140.0, False),
         (Place(idle=50.0), None, False, 140.0, False),
+        (Place(seconds=650.0), LOST._replace(rank=1), False, 140.0, True),  # it is the one that works without end
+        (Place(seconds=650.0), LOST, False, 140.0, False),
+        (Place(seconds=500.0), LOST._replace(rank=1), False, 140.0, False),
         (Place(process="stopped"), LOST, False, 101.0, True),  # else it would go on later, without the others
     ],
 )

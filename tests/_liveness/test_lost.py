@@ -63,6 +63,14 @@ def test_a_rank_that_hangs_is_named_after_the_limit(what):
 
 
 @pytest.mark.slow
+def test_a_rank_that_works_without_end_is_named_after_twice_the_timeout():
+    start = time.monotonic()
+    done = world(2, SCRIPT, "jitted, spins", "8")
+    assert 16 < time.monotonic() - start < 120  # a busy machine may take long to start
+    assert re.search(f"{LOST}it has worked at one place for 1. s, and the others wait for it{SEEN}", done.stderr), done
+
+
+@pytest.mark.slow
 def test_ranks_that_call_different_collectives_are_named_after_the_limit():
     done = world(2, SCRIPT, "calls another", "30")
     text = r"it has not gone on for .* s, and the ranks wait for one another; last seen in step 5, waiting in psum"

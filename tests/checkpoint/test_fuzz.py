@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 import fzero
-from fzero.checkpoint import _files, _manifest
+from fzero.checkpoint import _bounded_json, _files, _manifest
 from tests.checkpoint.fuzz import FORMATS
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.helpers import cases
@@ -58,6 +59,20 @@ def test_a_manifest_is_not_read_beyond_its_limit(tmp_path):
     file = saved_own(tmp_path)
     os.truncate(file, 1 << 40)
     refused(r"manifest.json has 1,099,511,627,776 bytes: expected at most", fzero.checkpoint.verify, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "[0"])
+def test_a_manifest_of_many_lists_is_not_parsed(text, tmp_path, monkeypatch):
+    """A few MB of empty lists take thirty times as much memory."""
+    file = saved_own(tmp_path)
+    monkeypatch.setattr(_bounded_json, "MOST", 1000)
+    body = f'{{"format":"x","bomb":[{",".join([text] * 1000)}]}}'.encode()
+    file.write_bytes(b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(body), body))
+    refused(r"it has 1,002 lists and objects: expected at most 1,000", fzero.checkpoint.verify, tmp_path)
+    fzero.checkpoint.hf.write(tmp_path / "hf", {"w": torch.ones(3)})
+    (weights,) = (tmp_path / "hf").glob("*.safetensors")
+    weights.write_bytes(len(body).to_bytes(8, "little") + body)
+    refused(r"it has 1,002 lists", fzero.checkpoint.hf.read, tmp_path / "hf", {"w": torch.zeros(3)})
 
 
 def test_no_manifest_is_written_that_a_load_would_refuse(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ KINDS = (
     "30% loss",
     "2 s delay",
     "1 MB/s",
-    "clock stepped",
+    "host clock stepped",
     "host disk slow",
     *DISKS,
 )
@@ -54,7 +54,7 @@ HARMLESS = {
     "30% loss": 8,
     "2 s delay": 5,
     "1 MB/s": 8,
-    "clock stepped": 12,
+    "host clock stepped": 12,
     "host disk slow": 12,
 }  # and how many steps a run of each makes
 FAULT_AT = 3  # the step in which it goes wrong
@@ -223,7 +223,7 @@ def train(case: Case, root: Path, trigger: Trigger) -> None:
             trigger.at("any")
             if i == FAULT_AT and not lives(case, mesh.rank):
                 hang(case.kind)
-            if i == FAULT_AT and case.kind == "clock stepped" and mesh.rank // case.ranks == case.host:
+            if i == FAULT_AT and case.kind == "host clock stepped" and mesh.rank // case.ranks == case.host:
                 step_clock((case.seed - 500) * 3600.0)
             *state, _ = run(*state, mesh.split(batch_at(i)))
             if i % 3 == 0:

@@ -10,7 +10,7 @@ from tests.faults.hosts import missing
 from tests.faults.on_hosts import Case, run_case
 
 LACKS = missing()
-SLOW = ("rank polls", "host disk full", "host disk read-only", "host disk slow", "clock stepped")
+SLOW = ("rank polls", "host disk full", "host disk read-only", "host disk slow", "host clock stepped")
 
 
 @pytest.mark.skipif(bool(LACKS), reason=f"hosts need {LACKS}, which this machine lacks")

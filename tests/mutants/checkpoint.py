@@ -255,6 +255,9 @@ MUTANTS = [
         Fault("a manifest is written that no load reads", "Manifest.encode", never("len(A) > B")),
         Fault("a leaf may have a million dimensions", "_leaf", always("len(A) <= B")),
     ),
+    *File("checkpoint/_bounded_json.py", FUZZ).faults(
+        Fault("a small text takes all memory", "parse_json", never("count > MOST")),
+    ),
     *File("checkpoint/_files.py", FUZZ).faults(
         Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),
     ),

@@ -42,6 +42,10 @@ MUTANTS = [
         Fault("a rank that works is idle", "Process._idle", never("used - self._uses[0][1] > A")),
         Fault("a link is silent at the next place", "Process.place", skipped("self.links.silent = {}")),
         Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
+        Fault(
+            "a rank that works without end lives on", "Heartbeat.end_rank", becomes("known if is_endless else A", "A")
+        ),
+        Fault("a rank that works long is killed", "Heartbeat.end_rank", dropped("self.verdict.rank == A")),
     ),
     *File("_liveness/_system.py", SYSTEM).faults(
         Fault("the children of a rank do not work", "_tree", skipped("found += A")),

@@ -1,6 +1,5 @@
 """Reading: each rank reads its own ranges of Hugging Face's files straight into its shards."""
 
-import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ import torch
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import BlockRange, full_block, is_direct, materialize, runs, view_bytes
+from fzero.checkpoint._bounded_json import parse_json
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, local_tree
@@ -159,8 +159,8 @@ def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
 
 def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        body = parse_json(data)
+    except ValueError as error:
         raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is invalid: {str(error)[:80]}") from None
     if not isinstance(body, dict):
         raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is not an object")
