@@ -107,9 +107,9 @@ def is_message(error: Exception, trace: TracebackType | None) -> bool:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause's cause, and so on."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -104,10 +104,10 @@ class StandInCache:
                 table.clear()
             table[key] = _forms_of(out, operands)
             return out
-        known = table[key]
-        if known is None:
+        entry = table[key]
+        if entry is None:
             return func(*args, **kwargs)
-        kind, forms = known
+        kind, forms = entry
         results = [None if form is None else _made(form, operands) for form in forms]
         return results[0] if kind is FakeTensor else kind(results)
 

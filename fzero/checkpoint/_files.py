@@ -134,14 +134,14 @@ class LocalFolder:
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""
         try:
-            found = os.stat(self._at(name))
+            status = os.stat(self._at(name))
         except UnicodeEncodeError:
             return None
         except OSError as error:
             if error.errno in _MISSING:
                 return None
             raise
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def free(self) -> int | None:
         """Return the free bytes on the disk of the folder, or of its nearest existing parent."""

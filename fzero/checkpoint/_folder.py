@@ -281,9 +281,9 @@ class Checkpoints:
             else:
                 files = self._files
             try:
-                found = load_files(files.subfolder(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                checkpoint = load_files(files.subfolder(step_name(step)), like, self._mesh, partial)  # pyright: ignore
                 resume_at(step)  # so that an error that names a lost rank says the run's step
-                return found
+                return checkpoint
             except DamagedError as error:
                 damaged |= {step: str(error)} if files is self._files else {}
                 failure = failure or str(error)

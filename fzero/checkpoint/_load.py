@@ -205,12 +205,12 @@ class ReadRequest(NamedTuple):
 def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest]]:
     """List the reads of this process by file. Memory that simulated ranks share is read once."""
     requests: dict[int, list[ReadRequest]] = {}
-    seen: set[tuple[int, int, int]] = set()
+    visited: set[tuple[int, int, int]] = set()
     for rank in local.ranks:
         for piece, x, first in local.local_pieces(rank):
-            if (piece.leaf, x.data_ptr(), first) in seen:
+            if (piece.leaf, x.data_ptr(), first) in visited:
                 continue
-            seen.add((piece.leaf, x.data_ptr(), first))
+            visited.add((piece.leaf, x.data_ptr(), first))
             leaf = manifest.layout.leaf_index[local.layout.leaves[piece.leaf].path]
             for writer, request in read_requests(manifest, leaf, piece.range, x, first):
                 requests.setdefault(writer, []).append(request)

@@ -153,14 +153,14 @@ def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, 
 def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
     """Yield the nodes that results depend on, up to rematerialised blocks and collectives that make one value."""
     stack = [edge for edge in start if edge[0] is not None]
-    seen = set(stack)
+    visited = set(stack)
     while stack:
         node, output = stack.pop()
         yield node, output
         row = _row_over(node, axis)
         if not hasattr(node, "deferred_checks") and (row is None or row.output is not INVARIANT):
-            new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
-            seen.update(new)
+            new = [edge for edge in node.next_functions if edge[0] is not None and edge not in visited]
+            visited.update(new)
             stack += new
 
 

@@ -217,11 +217,11 @@ def views_and_users(value: Node, decoded: bool = False) -> tuple[list[Node], lis
     """
     views = [value]
     users = []
-    seen = {value}
+    visited = {value}
     for view in views:  # grows as it goes
         for user in view.users:
-            if user not in seen:
-                seen.add(user)
+            if user not in visited:
+                visited.add(user)
                 (views if is_view(user) or (decoded and decodes(user)) else users).append(user)
     return views, users
 

@@ -27,7 +27,7 @@ def planned_mesh(shape: Shape, coordinates: Shape = ()) -> Mesh:
         coordinates: the rank's coordinate along each axis; 0 along an axis that is left out.
     """
     names = [name for name, _ in shape]
-    joint = [",".join(chosen) for k in range(2, len(names) + 1) for chosen in combinations(names, k)]
+    joint = [",".join(subset) for k in range(2, len(names) + 1) for subset in combinations(names, k)]
     device_mesh = _PlannedDeviceMesh(coordinates=coordinates)
     return Mesh(shape, device_mesh, tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
 

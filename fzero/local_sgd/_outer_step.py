@@ -64,15 +64,23 @@ class OuterStep:
         with torch.no_grad():
             return self.step.program(program)(select(anchor, part), self.groups.join(replicas))
 
-    def wait(self, part: frozenset[int], anchor: Any, sent: Any) -> Any:
+    def wait(self, part: frozenset[int], anchor: Any, pending_sum: Any) -> Any:
         """Wait for the result of `start_average`, and return it as a tree like the part's anchor; None stays None."""
-        if sent is None:
+        if pending_sum is None:
             return None
-        program = self.step.program(lambda sent, like: wait_sum(sent, like, self.groups.count, self.codec))
-        return program(sent, select(anchor, part))
+        program = self.step.program(
+            lambda pending_sum, like: wait_sum(pending_sum, like, self.groups.count, self.codec)
+        )
+        return program(pending_sum, select(anchor, part))
 
     def apply_average(
-        self, part: frozenset[int], anchor: Any, state: Any, sent: Any, params: Sequence[Any], states: Sequence[Any]
+        self,
+        part: frozenset[int],
+        anchor: Any,
+        state: Any,
+        pending_sum: Any,
+        params: Sequence[Any],
+        states: Sequence[Any],
     ) -> tuple[Any, Any]:
         """Update a part of the anchor, and write it into the replicas' parameters and master weights.
 
@@ -80,7 +88,7 @@ class OuterStep:
             part: the part.
             anchor: the whole anchor.
             state: the outer optimizer's state for the part.
-            sent: the result of `start_average`.
+            pending_sum: the result of `start_average`.
             params: the parameters of each replica here, which no one else holds.
             states: the inner optimizer's state of each replica here, likewise.
 
@@ -89,9 +97,9 @@ class OuterStep:
         """
         replicas = self._replicas(params, states)
 
-        def program(anchor: Any, state: Any, sent: Any, tensors: list[torch.Tensor]) -> Any:
+        def program(anchor: Any, state: Any, pending_sum: Any, tensors: list[torch.Tensor]) -> Any:
             params, masters = rebuild(replicas[0], tensors)
-            mean = wait_sum(sent, anchor, self.groups.count, self.codec)
+            mean = wait_sum(pending_sum, anchor, self.groups.count, self.codec)
             updates, state = self.optimizer.update(mean, state, params=anchor)
             anchor = apply_updates(anchor, updates)
             new = anchor
@@ -103,7 +111,7 @@ class OuterStep:
 
         with torch.no_grad():
             new, state, boxes = self.step.program(program)(
-                select(anchor, part), state, sent, self.groups.join(replicas)
+                select(anchor, part), state, pending_sum, self.groups.join(replicas)
             )
             self.groups.write(boxes, [(select(p, part), select(m, part)) for p, m in replicas])
             return merge(anchor, own_memory(new)), own_memory(state)
@@ -136,8 +144,8 @@ def _is_master_state(x: Any) -> bool:
 
 def masters_of(state: Any) -> Any:
     """Return the tree of master weights in an optimizer's state, None if it has none."""
-    found = [x.master for x in tree.flatten(state, _is_master_state)[0] if _is_master_state(x)]
-    return found[0] if found else None
+    masters = [x.master for x in tree.flatten(state, _is_master_state)[0] if _is_master_state(x)]
+    return masters[0] if masters else None
 
 
 def _like_masters(new: Any, masters: Any) -> Any:

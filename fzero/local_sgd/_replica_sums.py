@@ -53,19 +53,19 @@ def start_sum(values: Any, over: str, codec: Codec | None) -> Any:
     return coded
 
 
-def wait_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
+def wait_sum(pending_sum: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
     """Return the sum that `start_sum` started, in a rank program.
 
     Args:
-        sent: its result, without boxes around values that differ by rank.
+        pending_sum: its result, without boxes around values that differ by rank.
         like: a tree in the layout of the sum.
         replicas: the number of replicas.
         codec: the codec.
     """
-    if codec is None or not isinstance(sent, CodedSum):  # a loaded sum is decoded already
-        return tree.map(wait_tensor, sent)
+    if codec is None or not isinstance(pending_sum, CodedSum):  # a loaded sum is decoded already
+        return tree.map(wait_tensor, pending_sum)
     sums: dict[int, torch.Tensor] = {}
-    for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *sent, strict=True):
+    for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *pending_sum, strict=True):
         parts = zip(
             *[wait_tensor(y).unflatten(-1, (replicas, -1)).unbind(-2) for y in (payload, magnitudes)], strict=True
         )
@@ -78,12 +78,12 @@ def wait_sum(sent: Any, like: Any, replicas: int, codec: Codec | None) -> Any:
 def _units(values: Any, codec: Codec) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each unit's shard, and each distinct plain leaf, with the spec of its message."""
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, entry in zip(paths, entries, strict=True):
         x = entry.data if isinstance(entry, Shard) else entry
-        if not isinstance(x, torch.Tensor) or id(x) in seen or not x.numel():
+        if not isinstance(x, torch.Tensor) or id(x) in visited or not x.numel():
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         spec_id = (
             entry.spec_id
             if isinstance(entry, Shard)

@@ -102,19 +102,19 @@ def check_functions(module: torch.nn.Module) -> None:
             _check_function(f, f"module {prefix!r}" if prefix else "the module", tensors, part_ids)
 
 
-def _functions(values: Any, seen: set[int]) -> Iterator[FunctionType]:
+def _functions(values: Any, visited: set[int]) -> Iterator[FunctionType]:
     """Yield the functions in values, in their containers, and in the closures and defaults of these functions."""
     for x in values:
-        if isinstance(x, torch.Tensor | torch.nn.Module) or id(x) in seen:
+        if isinstance(x, torch.Tensor | torch.nn.Module) or id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if isinstance(x, FunctionType):
             yield x
-            yield from _functions(_references(x), seen)
+            yield from _functions(_references(x), visited)
         elif isinstance(x, functools.partial):
-            yield from _functions([x.func, *x.args, *x.keywords.values()], seen)
+            yield from _functions([x.func, *x.args, *x.keywords.values()], visited)
         elif type(x) in (list, tuple, dict):
-            yield from _functions(x.values() if isinstance(x, dict) else x, seen)
+            yield from _functions(x.values() if isinstance(x, dict) else x, visited)
 
 
 def _references(f: FunctionType) -> list[Any]:

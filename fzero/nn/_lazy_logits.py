@@ -187,8 +187,8 @@ def _cross_entropy(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.cross_entropy` of logits `[v]` or `[n, v]`."""
     other = {"weight": weight, "size_average": size_average, "reduce": reduce}
-    if given := [name for name, x in other.items() if x is not None]:
-        raise input._error(f"cross_entropy({given[0]}=)")
+    if names := [name for name, x in other.items() if x is not None]:
+        raise input._error(f"cross_entropy({names[0]}=)")
     if input.ndim > 2:  # there the classes are dimension 1
         raise input._error(f"cross_entropy of {list(input.shape)}")
     options = LossOptions(ignore_index, reduction, label_smoothing, axis=input.axis)
@@ -216,8 +216,8 @@ def check_head(model: torch.nn.Module) -> str:
         )
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not torch.nn.Linear:
-        found = "no output embedding" if head is None else f"a {type(head).__name__} as its output embedding"
-        raise ValueError(f"chunked_loss=True: {name} has {found}, expected a torch.nn.Linear: {BY_HAND}")
+        actual = "no output embedding" if head is None else f"a {type(head).__name__} as its output embedding"
+        raise ValueError(f"chunked_loss=True: {name} has {actual}, expected a torch.nn.Linear: {BY_HAND}")
     return next(path for path, module in model.named_modules() if module is head)
 
 

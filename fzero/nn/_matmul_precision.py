@@ -60,17 +60,17 @@ class MatmulPrecision:
             ValueError: if the rule names no layer, or one whose sizes are no multiples of 16.
         """
         weights = {path: _weight(m) for path, m in linear_layers(module).items()}
-        chosen = (
+        names = (
             _default(module, weights) if self.layers is None else [p for p, w in weights.items() if self.layers(p, w)]
         )
-        for path in chosen if self.layers is not None else ():
+        for path in names if self.layers is not None else ():
             if not _divides(weights[path]):
                 raise ValueError(
                     f"matmul_precision: {path!r} has the shape {list(weights[path].shape)}: float8 products need "
                     f"multiples of {SIZE_MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in "
                     "weight.shape)"
                 )
-        if not chosen:
+        if not names:
             usable = [path for path, w in weights.items() if _divides(w)]
             advice = (
                 f"choose some of {usable}: fzero.nn.MatmulPrecision({self.kind!r}, layers=lambda path, weight: ...)"
@@ -80,7 +80,7 @@ class MatmulPrecision:
                 else "it has no linear layers; leave matmul_precision= out"
             )
             raise ValueError(f"matmul_precision: no layer of {type(module).__name__} is chosen: {advice}")
-        return tuple(chosen)
+        return tuple(names)
 
     def linears(self, module: torch.nn.Module) -> dict[str, Linear]:
         """Return the function that replaces `torch.nn.functional.linear`, by the name of the layer."""
@@ -140,8 +140,8 @@ def _divides(weight: torch.Tensor) -> bool:
 def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     blocks = tuple([f"{name}." for name in repeated_blocks(module)])
     within = [path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks]
-    chosen = [path for path in within if path.split(".")[-2] not in ROUTERS] if within else list(weights)[1:-1]
-    return [path for path in chosen if _divides(weights[path])]
+    names = [path for path in within if path.split(".")[-2] not in ROUTERS] if within else list(weights)[1:-1]
+    return [path for path in names if _divides(weights[path])]
 
 
 def install_matmuls(module: torch.nn.Module, linears: Mapping[str, Linear]) -> None:

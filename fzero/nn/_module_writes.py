@@ -162,22 +162,22 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
 _NOT_PLAIN = object()
 
 
-def _plain(x: object, seen: set[int]) -> Any:
+def _plain(x: object, visited: set[int]) -> Any:
     """Copy the numbers, strings and flags of a value, which may be a container; anything else is left out."""
     if x is None or isinstance(x, PLAIN):
         return x
-    if id(x) in seen:
+    if id(x) in visited:
         return _NOT_PLAIN
-    seen.add(id(x))
+    visited.add(id(x))
     if isinstance(x, SimpleNamespace) or (is_dataclass(x) and not isinstance(x, type)):
         x = vars(x)
     if isinstance(x, dict):
-        copied = {key: _plain(y, seen) for key, y in x.items()}
+        copied = {key: _plain(y, visited) for key, y in x.items()}
         return {key: y for key, y in copied.items() if y is not _NOT_PLAIN}
     if isinstance(x, set):
         return {y for y in x if isinstance(y, PLAIN)}
     if isinstance(x, CONTAINERS):
-        return [y for y in [_plain(y, seen) for y in x] if y is not _NOT_PLAIN]
+        return [y for y in [_plain(y, visited) for y in x] if y is not _NOT_PLAIN]
     return _NOT_PLAIN
 
 

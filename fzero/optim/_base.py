@@ -234,9 +234,9 @@ def chain(*opts: OptimizerLike) -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         new = []
         if hasattr(state, "_fields") or len(state) != len(opts):
-            given = type(state).__name__ if hasattr(state, "_fields") else f"a tuple of {len(state)} states"
+            actual = type(state).__name__ if hasattr(state, "_fields") else f"a tuple of {len(state)} states"
             raise TypeError(
-                f"chain was given {given}: expected a tuple of {len(opts)} states, one a link; make it with "
+                f"chain was given {actual}: expected a tuple of {len(opts)} states, one a link; make it with "
                 "step.init(params, opt) of the same optimizer"
             )
         for opt, s in zip(opts, state, strict=True):

@@ -67,9 +67,9 @@ def _convert(state: Any, like: Any) -> Any:
 
 
 def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
-    found, expected = kind_of(moment), kind_of(like)
-    if found is not None:
-        if found == expected and _shapes(moment[1]) == _shapes(like[1]):
+    actual, expected = kind_of(moment), kind_of(like)
+    if actual is not None:
+        if actual == expected and _shapes(moment[1]) == _shapes(like[1]):
             return moment  # a second rounding would lose more
 
         def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:

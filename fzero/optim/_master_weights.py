@@ -109,8 +109,8 @@ def _distinct_masters(masters: Params, like: Params) -> Params:
     expected = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
     is_narrow = [to is not None and to != _dtype(x) for x, to in zip(entries, expected, strict=True)]
     narrow_units = {x.spec_id for x, narrow in zip(entries, is_narrow, strict=True) if isinstance(x, Shard) and narrow}
-    kept = [x.spec_id in narrow_units if isinstance(x, Slot) else n for x, n in zip(entries, is_narrow, strict=True)]
-    return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, kept, strict=True)])
+    is_kept = [x.spec_id in narrow_units if isinstance(x, Slot) else n for x, n in zip(entries, is_narrow, strict=True)]
+    return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, is_kept, strict=True)])
 
 
 def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

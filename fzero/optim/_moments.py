@@ -135,10 +135,10 @@ def check_moment(moment: Tree, grads: Tree, policy: Moments | None) -> None:
         TypeError: if it is stored in another way.
         ValueError: if the gradients have another structure or other shapes.
     """
-    found, expected = kind_of(moment), None if policy is None else policy.kind
-    if found != expected:
+    actual, expected = kind_of(moment), None if policy is None else policy.kind
+    if actual != expected:
         raise TypeError(
-            f"opt_state holds moments {_KINDS[found]}, and the optimizer stores them {_KINDS[expected]}: convert the "
+            f"opt_state holds moments {_KINDS[actual]}, and the optimizer stores them {_KINDS[expected]}: convert the "
             "state, inside the mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
         )
     check_gradients_like(elements_of(moment), grads, "state")

@@ -291,7 +291,7 @@ def _device_of(entries: Sequence[Any]) -> torch.device:
 
 def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[UnitLeaf | None]:
     unit_leaves: list[UnitLeaf | None] = []
-    seen: dict[Any, UnitLeaf] = {}
+    visited: dict[Any, UnitLeaf] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), 0, True, None))
@@ -299,14 +299,14 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
             unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the optimizer, such as its rate
-        elif tree.identity(x) in seen:
-            unit_leaves.append(seen[tree.identity(x)]._replace(has_shard=False))
+        elif tree.identity(x) in visited:
+            unit_leaves.append(visited[tree.identity(x)]._replace(has_shard=False))
         else:
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
             spec_id = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
             unit_leaves.append(UnitLeaf(spec_id, 0, True, shape))
-            seen[tree.identity(x)] = UnitLeaf(spec_id, 0, True, shape)
+            visited[tree.identity(x)] = UnitLeaf(spec_id, 0, True, shape)
     return unit_leaves
 
 

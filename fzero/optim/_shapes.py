@@ -96,9 +96,9 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
     Raises:
         ValueError: if they differ. The message names the first path.
     """
-    found = _first_of_another_shape(grads, like)
-    if found is not None:
-        path, shape, expected = found
+    mismatch = _first_of_another_shape(grads, like)
+    if mismatch is not None:
+        path, shape, expected = mismatch
         raise ValueError(
             f"opt.update: {tree.leaf_name('gradient', path)} is {shape}, and its {kind} is {expected}: {REMEDIES[kind]}"
         )
@@ -120,9 +120,9 @@ def check_updates(params: Tree, updates: Tree) -> None:
         )
     if isinstance(updates, tuple) and not isinstance(params, tuple):
         raise ValueError(f"apply_updates was given a tuple of {len(updates)} as updates: {order}")
-    found = _first_of_another_shape(params, updates)
-    if found is not None:
-        path, expected, shape = found
+    mismatch = _first_of_another_shape(params, updates)
+    if mismatch is not None:
+        path, expected, shape = mismatch
         raise ValueError(
             f"leaf {path!r} is {expected}, and its update is {shape}: an update has the shape of its "
             "parameter; pass the updates that opt.update returned for gradients of these parameters"

@@ -270,9 +270,9 @@ def make_engine(
 def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:
     """Give all ranks the first rank's weights, as DDP does: their random numbers may differ."""
     for x in [*module.parameters(), *module.buffers()] if mesh.distributed else ():
-        sent = x.detach().to(mesh.device)
-        torch.distributed.broadcast(sent, 0)
-        x.data.copy_(sent)
+        on_device = x.detach().to(mesh.device)
+        torch.distributed.broadcast(on_device, 0)
+        x.data.copy_(on_device)
 
 
 def _by_block(module: torch.nn.Module) -> nn.Functional:

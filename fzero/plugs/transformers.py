@@ -132,8 +132,8 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     """Put the model, other models among the trainer's attributes, and the optimizer on the mesh."""
     model: Any = trainer.model
     remat = disable_checkpointing(trainer)
-    chosen: Any = trainer.args.optim
-    source = f"TrainingArguments(optim={str(chosen.value)!r})" if trainer.optimizer is None else "optimizers="
+    optim_name: Any = trainer.args.optim
+    source = f"TrainingArguments(optim={str(optim_name.value)!r})" if trainer.optimizer is None else "optimizers="
     opt: Any = trainer.create_optimizer()
     attributes = {name: x for name, x in vars(trainer).items() if isinstance(x, torch.nn.Module)}
     others = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}

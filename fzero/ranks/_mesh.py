@@ -145,8 +145,8 @@ class Mesh:
             >>> mesh(replica=2, dp=4)["dp"]
             Mesh(dp=4, simulated)
         """
-        chosen = self.names(axis)
-        names = tuple([name for name in self.axis_names if name in chosen])
+        unordered = self.names(axis)
+        names = tuple([name for name in self.axis_names if name in unordered])
         if names == self.axis_names:
             return self
         shape = tuple([(name, size) for name, size in self.shape if name in names])

@@ -103,9 +103,9 @@ def sums_to_bytes(sums: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @OneNode
-def sums_of_bytes(sent: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
+def sums_of_bytes(payload: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
     """Return the sums `[.., ranks k]`, float32, that `ranks` ranks sent as bytes `[.., ranks count k]`."""
-    parts = sent.unflatten(-1, (ranks, count, -1)).to(torch.int32)
+    parts = payload.unflatten(-1, (ranks, count, -1)).to(torch.int32)
     whole = torch.stack([parts[..., i, :] << (8 * i) for i in range(count)]).sum(0)
     return (whole - (1 << (8 * count - 1))).to(torch.float32).flatten(-2)
 
@@ -213,10 +213,10 @@ def _own_sum(spec: Spec, rank: int, ranks: int, sums: torch.Tensor, magnitudes: 
     return decode_sum(sums, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key)
 
 
-def _unit_sum(options: UnitSumOptions, ranks: int, sent: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+def _unit_sum(options: UnitSumOptions, ranks: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     spec = spec_of(options.spec_id)
     codec = _codec_of(spec, "reduce")
-    sums = sent if codec.code_kind.is_float else sums_of_bytes(sent, _bytes_of_sum(codec, options.ranks), ranks)
+    sums = payload if codec.code_kind.is_float else sums_of_bytes(payload, _bytes_of_sum(codec, options.ranks), ranks)
     return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).as_lists(), codec.key)
 
 
@@ -336,8 +336,8 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
     sums = _run("sum_of_payloads", first, unit, payload)
     for a in rest:
         (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
-    sent = _run("gather_flat", first, unit, _run("sum_bytes", first, in_sum, sums))
-    return view_leaves(spec, to_gradient_dtype(spec, _run("unit_sum", first, in_sum, sent, magnitudes)))
+    payload = _run("gather_flat", first, unit, _run("sum_bytes", first, in_sum, sums))
+    return view_leaves(spec, to_gradient_dtype(spec, _run("unit_sum", first, in_sum, payload, magnitudes)))
 
 
 def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

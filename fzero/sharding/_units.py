@@ -95,12 +95,12 @@ def assign_units(
     rules = current_rules() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     split: dict[int, dict[str, int]] = {}  # position -> axis -> dimension
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or tree.identity(leaf) in seen:
+        if not isinstance(leaf, torch.Tensor) or tree.identity(leaf) in visited:
             continue
-        seen.add(tree.identity(leaf))
+        visited.add(tree.identity(leaf))
         split[position] = _split_of(path, leaf, rules)
         if not leaf.is_floating_point():
             continue

@@ -251,11 +251,11 @@ def _of_tensors(members: Members, variables: list[torch.Tensor], precision: Prec
         return [GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None)]
     groups = []
     for dtype in dict.fromkeys([x.dtype for x in variables]):
-        chosen = [i for i, x in enumerate(variables) if x.dtype == dtype]
-        of_dtype = [(at, chosen.index(i)) for at, i in members if i in chosen]
-        xs = [variables[i] for i in chosen]
+        of_dtype = [i for i, x in enumerate(variables) if x.dtype == dtype]
+        members_of_dtype = [(at, of_dtype.index(i)) for at, i in members if i in of_dtype]
+        xs = [variables[i] for i in of_dtype]
         dtypes = [_grad_dtype(dtype, precision)] * len(xs)
-        groups.append(GradientGroup(of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
+        groups.append(GradientGroup(members_of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
     return groups
 
 

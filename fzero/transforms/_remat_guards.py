@@ -98,14 +98,14 @@ def check_sources(ys: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     """
     input_ids = {id(x) for x in inputs}
     todo = [y.grad_fn for y in ys if y.grad_fn is not None]
-    seen = set(todo)
+    visited = set(todo)
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in input_ids:
             raise ValueError(_capture_message(leaf))
-        sources = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= sources
+        sources = {n for n, _ in node.next_functions if n is not None} - visited
+        visited |= sources
         todo += sources
 
 

@@ -62,7 +62,7 @@ class _InProcess(Executor):
 
 @contextmanager
 def open_pool(
-    count: int, run: Callable[[Any], Any], known: Callable[[Any], Any] = lambda value: None
+    count: int, run: Callable[[Any], Any], lookup: Callable[[Any], Any] = lambda value: None
 ) -> Iterator[Callable[[Any], Future[Any]]]:
     """Yield a function that starts `run` on a value, in this process or a forked one, and returns the future.
 
@@ -74,13 +74,13 @@ def open_pool(
     Args:
         count: the number of processes; with 1 this process runs all calls.
         run: the function. Processes inherit it by the fork, since a user's function may not pickle.
-        known: returns the result for a value if it is known already, else None.
+        lookup: returns the result for a value if it is known already, else None.
     """
     with ExitStack() as stack:
         processes: list[Callable[[Any], Future[Any]]] = []
 
         def start(value: Any) -> Future[Any]:
-            result = known(value)
+            result = lookup(value)
             if result is not None:
                 return _InProcess().submit(lambda: result)
             if not processes:

@@ -287,13 +287,13 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
 def _what_fails(args: argparse.Namespace) -> Reliability | None:
     """Return the failures of a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
-    given = {name: value for name, value in times.items() if value is not None}
-    options = [*[f"--{name}-time" for name in given], *(["--days"] if args.days is not None else [])]
+    known_times = {name: value for name, value in times.items() if value is not None}
+    options = [*[f"--{name}-time" for name in known_times], *(["--days"] if args.days is not None else [])]
     if args.mtbf is None and options:
         raise ValueError(f"{options[0]} needs --mtbf, the time between failures of one device: --mtbf 45000h")
     if args.days is not None and not 0 < args.days < math.inf:
         raise ValueError(f"--days {args.days:g}: expected a number above 0")
-    return None if args.mtbf is None else Reliability(args.mtbf, **given)
+    return None if args.mtbf is None else Reliability(args.mtbf, **known_times)
 
 
 def _goodput_line(args: argparse.Namespace, table: Table, what_fails: Reliability) -> str:

@@ -41,7 +41,7 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     """
     check_choice("space", space, ("device", "host", None))
     total = 0
-    seen = set()
+    visited = set()
     for x in tree.flatten(values, is_box)[0]:
         leaves = tree.flatten(x)[0]
         pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", leaves)]
@@ -52,8 +52,8 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
                 continue
             n = math.prod([size for name, size in mesh.shape if name in axes]) if mesh.simulated else 1
             for tensor in tree.tensors(leaf):
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if id(tensor) not in visited:
+                    visited.add(id(tensor))
                     total += tensor.nbytes // n
     return total
 

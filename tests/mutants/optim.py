@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     *File("optim/_moments.py", EIGHT_BIT).faults(
         Fault("small leaves are in 8 bits", "_is_small", returns("False")),
-        Fault("an optimizer takes moments of another kind", "check_moment", never("found != expected")),
+        Fault("an optimizer takes moments of another kind", "check_moment", never("actual != expected")),
         Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
     ),
     *File("optim/_stochastic_rounding.py", ROUNDING).faults(

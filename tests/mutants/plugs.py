@@ -77,7 +77,7 @@ MUTANTS = [
         Fault(
             "each rank keeps its own first weights",
             "_copy_from_first_rank",
-            skipped("torch.distributed.broadcast(sent, 0)"),
+            skipped("torch.distributed.broadcast(on_device, 0)"),
         ),
     ),
     *File("plugs/accelerate.py", ACCELERATE).faults(

@@ -349,13 +349,13 @@ class _FileRange(NamedTuple):
 
 def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
     """Yield the ranges that this process holds, each with its leaf's index. Memory that ranks share counts once."""
-    seen: set[tuple[int, int, int]] = set()
+    visited: set[tuple[int, int, int]] = set()
     for rank in local.ranks:
         for piece, x, start in local.local_pieces(rank):
             key = (piece.leaf, x.data_ptr(), start)
-            if key in seen:  # a simulation holds replicated values once
+            if key in visited:  # a simulation holds replicated values once
                 continue
-            seen.add(key)
+            visited.add(key)
             leaf = local.layout.leaves[piece.leaf]
             for run in runs(BlockRange(full_block(leaf.shape), 0, leaf.numel), piece.range):
                 yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)

@@ -121,11 +121,13 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
     """
     parts: list[list[tuple[NamedLeaf, torch.dtype]]] = [[]]
     size = 0
-    seen = dict[str, str]()
+    visited = dict[str, str]()
     for leaf in leaves:
         path, name = leaf.paths[0], leaf.names[0]
-        if seen.setdefault(name, path) != path:
-            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: expected two names")
+        if visited.setdefault(name, path) != path:
+            raise ValueError(
+                f"params leaves {visited[name]!r} and {path!r} have one name, {name!r}: expected two names"
+            )
         kind = dtype if dtype is not None and leaf.leaf.dtype.is_floating_point else leaf.leaf.dtype
         if kind == torch.complex128:
             raise TypeError(f"params leaf {path!r} is {kind}, a dtype that safetensors does not have: give real pairs")

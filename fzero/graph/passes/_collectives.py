@@ -174,12 +174,12 @@ def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
 
 def _needs(node: Node, group: Sequence[Node], index: Mapping[Node, int]) -> bool:
     """Return whether a node depends on the result of one of `group`."""
-    first, seen, stack = index[group[0]], {node}, [node]
+    first, visited, stack = index[group[0]], {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
             if a in group:
                 return True
-            if a not in seen and index.get(a, -1) > first:
-                seen.add(a)
+            if a not in visited and index.get(a, -1) > first:
+                visited.add(a)
                 stack.append(a)
     return False

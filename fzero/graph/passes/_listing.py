@@ -99,11 +99,11 @@ def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> s
     return {n for part in _connected_parts(nodes, postponed) if _grows(part, late) for n in part}
 
 
-def _connected_parts(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
+def _connected_parts(nodes: Sequence[Node], members: set[Node]) -> list[set[Node]]:
     """Divide nodes into parts that share no values except 0-d ones."""
     part: dict[Node, set[Node]] = {}
     for n in nodes:
-        if n in chosen:
+        if n in members:
             group = {n}
             for a in n.all_input_nodes:
                 if a in part and a not in group and any(x.dim() for x in stand_ins_of(a)):

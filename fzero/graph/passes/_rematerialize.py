@@ -224,12 +224,12 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
 def _reload_from_host(graph: Graph) -> None:
     """Copy a shard on the host to the device again for each of its gathers, so that the copy is freed in between."""
     index = {n: i for i, n in enumerate(graph.nodes)}
-    seen = set()
+    visited = set()
     for gather in parameter_gathers(graph):
         chain = _host_chain(gather, index)
-        if seen.intersection(chain):
+        if visited.intersection(chain):
             duplicate(graph, chain, chain[-1:], [gather], index)
-        seen.update(chain)
+        visited.update(chain)
 
 
 def _host_chain(gather: Node, index: Mapping[Node, int]) -> list[Node]:

@@ -51,11 +51,11 @@ def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) 
     In a pipeline, only gathers of the same region start ahead. The graph lists the regions in the order of the stages,
     but a later stage's forward pass runs before an earlier stage's backward pass.
     """
-    chosen, regions = set(gathers), list[list[Node]]([[]])
+    gather_set, regions = set(gathers), list[list[Node]]([[]])
     for n in order:
         if n.target is BEGIN_REGION:
             regions.append([])
-        elif n in chosen:
+        elif n in gather_set:
             regions[-1].append(n)
     return {
         min(g.users, key=str, default=g): region_gathers[i + 1 : i + 1 + prefetch]

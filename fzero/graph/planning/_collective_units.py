@@ -69,11 +69,11 @@ def _parameter_unit(node: Node) -> dict[Node, str]:
 
 def _nearest_unit(node: Node, applied: Mapping[Node, str]) -> str:
     """Search outward from a node in both directions; return the unit of the first node that applies a parameter."""
-    before, after, seen = [node], [node], {node}
+    before, after, visited = [node], [node], {node}
     while before or after:
-        before = [m for n in before for m in n.all_input_nodes if m not in seen]
-        after = [m for n in after for m in n.users if m not in seen]
-        seen.update(before, after)
+        before = [m for n in before for m in n.all_input_nodes if m not in visited]
+        after = [m for n in after for m in n.users if m not in visited]
+        visited.update(before, after)
         for n in [*after, *before]:
             if n in applied:
                 return applied[n]

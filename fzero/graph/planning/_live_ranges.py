@@ -283,13 +283,13 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
 
 def _repeated_waits(order: Iterable[Node]) -> set[Node]:
     """Return the waits whose collective an earlier wait has ended, as `recompute` makes them: they hold no operands."""
-    seen: set[tuple[Node, object]] = set()
+    visited: set[tuple[Node, object]] = set()
     repeated: set[Node] = set()
     for node in order:
         if is_wait(node):
             source = node.all_input_nodes[0]
             key = (collective_of(source), source.args[1] if source.target is operator.getitem else None)
-            (repeated.add(node) if key in seen else seen.add(key))
+            (repeated.add(node) if key in visited else visited.add(key))
     return repeated
 
 

@@ -334,12 +334,12 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
     """List the values that nodes are or alias; `parts` count as values."""
     values: dict[Node, None] = {}
     stack = list(reversed(nodes))
-    seen = set()
+    visited = set()
     while stack:
         n = stack.pop()
-        if n in seen:
+        if n in visited:
             continue
-        seen.add(n)
+        visited.add(n)
         if is_alias(n) and n not in parts:
             stack += n.all_input_nodes
         else:

@@ -93,13 +93,13 @@ class Arguments:
 
     def splits(self, nodes: Sequence[tuple[int, ...]]) -> tuple[BatchSplit | None, ...]:
         """List how the boxes at some nodes of the structure were split. It is no part of the trace's key."""
-        found = []
+        splits = []
         for indices in nodes:
             node = self.structure
             for i in indices:
                 node = node.child(i)
-            found.append(node.context.split)
-        return tuple(found)
+            splits.append(node.context.split)
+        return tuple(splits)
 
     @cached_property
     def leaf_names(self) -> list[LeafName]:

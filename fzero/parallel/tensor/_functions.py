@@ -430,8 +430,8 @@ def loss_of_sums(
 def logits_of(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Look up the targets' logits in `[.., k]`; 0 for a target that is not from 0 to k - 1."""
     k = logits.shape[-1]
-    found = logits.gather(-1, targets.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
-    return torch.where((targets >= 0) & (targets < k), found, 0.0)
+    target_logits = logits.gather(-1, targets.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.where((targets >= 0) & (targets < k), target_logits, 0.0)
 
 
 def _sums(

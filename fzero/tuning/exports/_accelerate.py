@@ -70,21 +70,23 @@ def _yaml(fields: dict[str, Any], indent: str = "") -> str:
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
     c, is_fsdp = run.config, _is_fsdp(run)
-    found = [f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program."]
+    differences = [
+        f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program."
+    ]
     if c.accumulation > 1:
         each = ", sync_each_batch=True" if c.stage > 1 else ""
-        found.append(
+        differences.append(
             f"So does Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={c.accumulation}"
             f"{each}))."
         )
     if run.hosts > 1:
-        found.append("Each of the machines starts with its own --machine_rank, and all with --main_process_ip.")
+        differences.append("Each of the machines starts with its own --machine_rank, and all with --main_process_ip.")
     if is_fsdp:
-        found.append(
+        differences.append(
             "A model that is none of transformers' needs fsdp_transformer_layer_cls_to_wrap: the class of a block."
         )
     if is_fsdp and c.stage < 3:
-        found.append(
+        differences.append(
             f"Stage {c.stage}: FSDP2 shards parameters between steps, and keeps them gathered from the forward to the "
             "backward pass."
         )
@@ -106,7 +108,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["remat"] = "recomputes all of each block, since accelerate checkpoints no chosen ones"
     if c.remat and not is_fsdp:
         rules["remat"] = "the model recomputes: model.gradient_checkpointing_enable() of transformers"
-    found += without(c, rules)
+    differences += without(c, rules)
     if c.precision != "float32":
-        found.append(f"Gradients are summed over ranks in {c.precision if is_fsdp else 'float32'}.")
-    return tuple(found)
+        differences.append(f"Gradients are summed over ranks in {c.precision if is_fsdp else 'float32'}.")
+    return tuple(differences)

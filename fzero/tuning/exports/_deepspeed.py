@@ -60,13 +60,15 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["offload"] = "left out, since DeepSpeed offloads at stages 1 to 3 only, and not with both ep and tp"
     elif c.offload < 1 and c.stage < 3:
         rules["offload"] = "DeepSpeed offloads all of the state at stages 1 and 2"
-    found = list(without(c, rules))
+    differences = list(without(c, rules))
     if c.remat == "matmuls":
-        found.append(f"To save the products, pass context_fn=functools.partial({SELECTIVE}, ops) to its checkpoints.")
+        differences.append(
+            f"To save the products, pass context_fn=functools.partial({SELECTIVE}, ops) to its checkpoints."
+        )
     if c.ep > 1:
-        found.append('The experts are found by the preset "mixtral"; replace it by the one of your model.')
+        differences.append('The experts are found by the preset "mixtral"; replace it by the one of your model.')
     if run.shape is not None and run.shape.experts[0]:
-        found.append("No token is dropped: DeepSpeed's AutoEP has no capacity, where the row counts 1.25.")
+        differences.append("No token is dropped: DeepSpeed's AutoEP has no capacity, where the row counts 1.25.")
     if c.precision != "float32":
-        found.append(f"Gradients are summed in {c.precision}; the row sums them in float32.")
-    return tuple(found)
+        differences.append(f"Gradients are summed in {c.precision}; the row sums them in float32.")
+    return tuple(differences)

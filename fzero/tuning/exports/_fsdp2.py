@@ -147,14 +147,16 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
             "fully_shard offloads all or nothing, and here all of parameters, gradients and state. Make the process "
             "group with 'cpu:gloo,cuda:nccl', since the norm of gradients is summed on hosts"
         )
-    found = list(without(c, rules))
+    differences = list(without(c, rules))
     if c.stage in (1, 2):
-        found.append(
+        differences.append(
             f"Stage {c.stage}: fully_shard shards parameters between steps, and gathers them in the first forward "
             "pass; they stay so until the last backward pass."
         )
     if c.precision != "float32" and not c.policy.has_master_shards:
-        found.append(f"Parameters are float32 between steps and {c.precision} in gathers, and have no second copy.")
+        differences.append(
+            f"Parameters are float32 between steps and {c.precision} in gathers, and have no second copy."
+        )
     if c.precision == "float16":
-        found.append("float16 needs a loss scale: torch.amp.GradScaler.")
-    return tuple(found)
+        differences.append("float16 needs a loss scale: torch.amp.GradScaler.")
+    return tuple(differences)

@@ -132,16 +132,16 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["remat"] = "Megatron-LM recomputes the norms (and activations of experts), and keeps those of an MLP"
     if c.remat == EVERY_SECOND:
         rules["remat"] = "Megatron-LM recomputes the first half of the blocks"
-    found = []
+    differences = []
     if run.shape is None:
-        found.append("The sizes of the model are left out: the row is of your own make_step.")
+        differences.append("The sizes of the model are left out: the row is of your own make_step.")
     elif run.shape.task != "causal":
-        found.append(f"The sizes are left out: {run.shape.name} is no language model of pretrain_gpt.py.")
-    found += without(c, rules)
+        differences.append(f"The sizes are left out: {run.shape.name} is no language model of pretrain_gpt.py.")
+    differences += without(c, rules)
     if c.precision == "bfloat16" and c.stage < 2:
-        found.append("Gradients are float32 and as large as the model on each rank, through all micro-batches.")
+        differences.append("Gradients are float32 and as large as the model on each rank, through all micro-batches.")
     if c.stage in STRATEGIES:
-        found.append("Leave CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP demands.")
+        differences.append("Leave CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP demands.")
     elif max(c.cp, c.tp) > 1:
-        found.append("Set CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM demands before Blackwell.")
-    return tuple(found)
+        differences.append("Set CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM demands before Blackwell.")
+    return tuple(differences)

@@ -58,12 +58,12 @@ def _policy(run: PlannedRun) -> str:
 
 
 def _imports(run: PlannedRun) -> str:
-    policy, known = _policy(run), _known(run)
+    policy, model = _policy(run), _known(run)
     lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
     lines += [f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []
-    if known:
-        lines += [f"from torchtitan.models.{known.module} import model_registry"] if known.flavor else []
-        lines += [f"from torchtitan.models.{known.module}.config_registry import {known.function}"]
+    if model:
+        lines += [f"from torchtitan.models.{model.module} import model_registry"] if model.flavor else []
+        lines += [f"from torchtitan.models.{model.module}.config_registry import {model.function}"]
     return "\n".join([*lines, "from torchtitan.trainer import Trainer", ""])
 
 
@@ -114,18 +114,18 @@ def _apply_plan(run: PlannedRun) -> str:
 
 def _planned(run: PlannedRun) -> str:
     """Write the function that `--config` names."""
-    known = _known(run)
-    assert known is not None and run.shape is not None
+    model = _known(run)
+    assert model is not None and run.shape is not None
     lines = [
         "def planned() -> Trainer.Config:",
         f'    """Return the configuration of {run.shape.name}: NGPU={min(run.config.world, run.machine.ranks)} '
         'MODULE=torchtitan_plan CONFIG=planned ./run_train.sh"""',
-        f"    config = {known.function}()",
+        f"    config = {model.function}()",
     ]
-    if known.flavor:
+    if model.flavor:
         lines += [
-            f'    config.model_spec = model_registry("{known.flavor}")',
-            f'    config.hf_assets_path = "./assets/hf/{known.assets}"',
+            f'    config.model_spec = model_registry("{model.flavor}")',
+            f'    config.hf_assets_path = "./assets/hf/{model.assets}"',
         ]
     return "\n".join([*lines, "    return apply_plan(config)", ""])
 
@@ -145,21 +145,23 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["remat"] = "FullAC recomputes all of each block; what it is expected to hold counts every second one"
     if c.pp > 1 and c.schedule == "zb":
         rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
-    found = []
+    differences = []
     if not _known(run):
-        found.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
+        differences.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
     if run.length:
-        found.append("A micro-batch is counted in tokens, and documents are packed into it.")
-    found += without(c, rules)
+        differences.append("A micro-batch is counted in tokens, and documents are packed into it.")
+    differences += without(c, rules)
     if c.stage in (1, 2):
-        found.append(
+        differences.append(
             f"Stage {c.stage}: torchtitan shards parameters between steps, and keeps them gathered from the forward to "
             "the backward pass of each micro-batch."
         )
     if run.shape is not None and run.shape.experts[0]:
-        found.append("No token is dropped: torchtitan's experts have no capacity, where the row counts 1.25.")
+        differences.append("No token is dropped: torchtitan's experts have no capacity, where the row counts 1.25.")
     if c.precision == "float16":
-        found.append("float16: bfloat16 stands in its place, since torchtitan has no loss scale.")
+        differences.append("float16: bfloat16 stands in its place, since torchtitan has no loss scale.")
     if c.precision != "float32":
-        found.append(f"Parameters are float32 between steps and {_precision(run)} in gathers, and have no second copy.")
-    return tuple(found)
+        differences.append(
+            f"Parameters are float32 between steps and {_precision(run)} in gathers, and have no second copy."
+        )
+    return tuple(differences)
