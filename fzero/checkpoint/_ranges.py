@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint._blocks import Block, BlockRange, full_block
+from fzero.ranks import index_along
 from fzero.sharding import Split
 
 __all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "TreeLayout"]
@@ -152,10 +153,7 @@ class TreeLayout:
         coordinates: dict[str, int] = {}
         for name, size in reversed(self.mesh):
             rank, coordinates[name] = divmod(rank, size)
-        at = 0
-        for name in axes:
-            at = at * self._sizes[name] + coordinates[name]
-        return at
+        return index_along(self._sizes, coordinates, axes)
 
     def rank(self, *positions: tuple[tuple[str, ...], int]) -> int:
         """Return the rank at an index along each of several groups of axes: the inverse of `index`."""
@@ -163,10 +161,7 @@ class TreeLayout:
         for axes, index in positions:
             for name in reversed(axes):
                 index, coordinates[name] = divmod(index, self._sizes[name])
-        at = 0
-        for name, size in self.mesh:
-            at = at * size + coordinates[name]
-        return at
+        return index_along(self._sizes, coordinates, self._sizes)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:

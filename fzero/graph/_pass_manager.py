@@ -182,7 +182,7 @@ class PassResult(NamedTuple):
     graph: Graph
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # it keeps the graphs of settings that it has run
 class PassManager:
     """The passes over one traced graph. Settings that begin alike share the results of the first passes.
 

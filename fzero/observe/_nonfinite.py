@@ -56,7 +56,7 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
             ".".join([name for name in (path, inner.partition(".")[2]) if name]) if isinstance(box, PerRank) else path
         )
         ranks = [mesh.rank] if mesh.distributed else range(mesh.size)
-        rows = [(_row(mesh, axes, rank), rank) for rank in ranks]
+        rows = [(mesh.index(axes, rank) if axes else 0, rank) for rank in ranks]
         for row, pairs in itertools.groupby(sorted(rows), key=lambda item: item[0]):
             group_ranks = tuple([rank for _, rank in pairs])
             part = x if mesh.distributed or not axes else x[row]
@@ -65,19 +65,10 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
             yield NonFiniteLeaf(leaf_path, part, group_ranks)
 
 
-def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:
-    """Return the row of a rank along axes; the first axis changes slowest."""
-    sizes, row = dict(mesh.shape), 0
-    coordinates = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
-    for name in axes:
-        row = row * sizes[name] + coordinates[name]
-    return row
-
-
 def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
     """Return a shard without its padding, and the path of the leaf with its first non-finite element."""
     unit, paths = traced_spec(box.spec_id), box.spec.paths
-    start = _row(mesh, unit.axes, rank) * unit.shard_numel
+    start = (mesh.index(unit.axes, rank) if unit.axes else 0) * unit.shard_numel
     x = x[..., : max(unit.numel - start, 0)]
     if not nonfinite_kind(x):
         return x, path

@@ -10,7 +10,7 @@ from fzero.ranks._agreement import (
 )
 from fzero.ranks._launch import TIMEOUT, MissingRankError, World, connect_store, find_world
 from fzero.ranks._mesh import Mesh, device_put, is_leader, mesh
-from fzero.ranks._mesh_shape import check_axes
+from fzero.ranks._mesh_shape import check_axes, index_along
 from fzero.ranks._spmd import Spmd
 
 __all__ = [
@@ -34,5 +34,6 @@ INTERNAL = [
     "device_put",
     "find_world",
     "gather_texts",
+    "index_along",
     "is_leader",
 ]

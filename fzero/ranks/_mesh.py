@@ -17,7 +17,7 @@ from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName, BatchSplit
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
-from fzero.ranks._mesh_shape import check_axes, fill_shape
+from fzero.ranks._mesh_shape import check_axes, fill_shape, index_along
 from fzero.ranks._split_sources import note_split
 from fzero.ranks._spmd import Spmd, check_rank_dimension
 from fzero.sharding import PerRank, is_box
@@ -203,10 +203,7 @@ class Mesh:
             by_axis = {name: self.device_mesh.get_local_rank(name) for name in names}
         else:
             by_axis = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
-        position, sizes = 0, dict(self.shape)
-        for name in names:
-            position = position * sizes[name] + by_axis[name]
-        return position
+        return index_along(dict(self.shape), by_axis, names)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's index along each axis."""

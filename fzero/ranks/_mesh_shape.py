@@ -1,16 +1,30 @@
 """The sizes of a mesh's axes: the sizes given, and the size of the axis that takes the rest of the world."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from fzero._arguments import is_int
 
-__all__ = ["Shape", "check_axes", "fill_shape"]
+__all__ = ["Shape", "check_axes", "fill_shape", "index_along"]
 
 Shape = tuple[tuple[str, int], ...]
 
 ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
+
+
+def index_along(sizes: Mapping[str, int], coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Return the index along several axes together, the first one the slowest; 0 along none.
+
+    Args:
+        sizes: the number of ranks along each axis.
+        coordinates: the index along each axis.
+        axes: the names of the axes.
+    """
+    index = 0
+    for name in axes:
+        index = index * sizes[name] + coordinates[name]
+    return index
 
 
 def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: Sequence[str] = ARGUMENTS) -> None:

@@ -28,6 +28,7 @@ from fzero.axes import (
     differs_message,
     lockstep,
 )
+from fzero.ranks._mesh_shape import index_along
 from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
 
 if TYPE_CHECKING:
@@ -216,10 +217,8 @@ def _rank_value(x: Any, axes: Names, bound: tuple[Axis, ...], copies: dict[Any, 
         if id(x) not in copies:
             copies[id(x)] = x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
         return copies[id(x)]
-    row = 0
-    for a in bound:
-        if a.name in axes:
-            row = row * a.size + a.rank
+    sizes, coordinates = {a.name: a.size for a in bound}, {a.name: a.rank for a in bound}
+    row = index_along(sizes, coordinates, [name for name in sizes if name in axes])
     return x[row].clone() if isinstance(x, torch.Tensor) else x
 
 
