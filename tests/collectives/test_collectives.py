@@ -120,7 +120,7 @@ def test_per_sample_gradients(name, n):
 
 @examples(10, 20)
 @given(names, st.integers(1, 4))
-def test_grad_of_grad(name, n):
+def test_a_gradient_of_a_gradient_is_that_of_stacked_ranks(name, n):
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, *shape(n))
 
@@ -175,7 +175,7 @@ def test_collectives_of_constants_and_of_replicated_values(n):
     assert mesh.spmd(lambda: torch.tensor(fzero.axes.axis_size()))().item() == n
 
 
-def test_trees_and_none():
+def test_a_collective_takes_trees_and_keeps_none():
     out = fzero.mesh(dp=2).spmd(fzero.collectives.psum)({"a": torch.ones(2), "b": [None, torch.tensor(3)]})
     assert out["a"].tolist() == [2, 2] and out["b"][0] is None and out["b"][1].item() == 6
 

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, int], float]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_seconds_by_hand(name):
+def test_seconds_of_a_collective_are_those_computed_by_hand(name):
     kind, axes, expected = CASES[name]
     assert takes(kind, **axes) == pytest.approx(5 + expected)
 

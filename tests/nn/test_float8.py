@@ -120,7 +120,7 @@ def test_second_derivatives_are_near_those_of_the_exact_layer(scaling, m):
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_zeros_and_nothing(scaling):
+def test_zeros_stay_zero_and_empty_products_are_empty(scaling):
     w = spread((16, 32), 0)
     take = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), torch.zeros(3, 32), w)
     assert not take[0].any()

@@ -49,7 +49,7 @@ def test_every_step_is_written_once(steps, every):
     assert len(rates) == max(len(kept.calls) - (every == 1 or steps == 1), 0) and all(rate > 0 for rate in rates)
 
 
-def test_nothing_waits_between(monkeypatch):
+def test_a_log_waits_for_no_tensor_between_its_writes(monkeypatch):
     """Tensors are read in one copy, and only when all are written."""
     reads = []
     tolist = torch.Tensor.tolist

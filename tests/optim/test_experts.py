@@ -114,7 +114,7 @@ def test_what_clips_nothing_or_something_else_is_refused():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_awkward_leaves_of_experts(sharded):
+def test_leaves_of_experts_without_a_dimension_are_refused_and_empty_ones_pass(sharded):
     """Those without a dimension are refused by name, with a box or without; empty ones pass."""
 
     def clipped(tree_of: Any) -> Any:

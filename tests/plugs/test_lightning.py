@@ -117,7 +117,7 @@ def test_statistics_metrics_frozen_and_tied_weights(tmp_path, stage):
     assert int(module.norm.num_batches_tracked) == 60
 
 
-def test_callbacks_of_lightning(tmp_path):
+def test_callbacks_of_lightning_see_the_values_of_a_plain_run(tmp_path):
     def run(strategy: Any, name: str) -> Any:
         logger = CSVLogger(tmp_path, name)
         stopping = EarlyStopping("val_loss", patience=1, min_delta=0.05)

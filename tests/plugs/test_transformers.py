@@ -77,7 +77,7 @@ def test_micro_batches_of_different_lengths(tmp_path, backend):
     assert_trains_alike(tmp_path, 3, backend, data_collator=pad, gradient_accumulation_steps=2)
 
 
-def test_losses_of_other_kinds(tmp_path):
+def test_losses_of_other_kinds_train_as_in_the_plain_trainer(tmp_path):
     def shifted_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         flat = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         return torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
@@ -142,7 +142,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", cases(["AdamW", "Adam", "SGD"], OPTIMIZERS))
-def test_optimizers_with_groups(tmp_path, name):  # masks select the groups within a unit
+def test_optimizers_with_groups_train_as_in_the_plain_trainer(tmp_path, name):  # masks select the groups within a unit
     def options() -> dict[str, Any]:
         model = llama()
         named = dict(model.named_parameters())

@@ -211,7 +211,7 @@ def test_stochastic_sums_are_equal_at_every_stage():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_units_over_two_axes(simulate):
+def test_units_over_two_axes_have_the_numbers_of_one_axis(simulate):
     """Over two axes a gather gives the numbers of one axis, and a sum too: scales are shared along both."""
     params = {"w": torch.randn(333), "b": torch.randn(5)}
     batch = values_like(params, 4)

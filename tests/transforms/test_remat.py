@@ -152,7 +152,7 @@ def test_plain_autograd(save):
 @pytest.mark.parametrize(
     "outer,inner", cases(zip(SAVES, reversed(SAVES), strict=True), itertools.product(SAVES, SAVES))
 )
-def test_nests(outer, inner):
+def test_nested_remat_has_the_gradient_of_the_plain_function(outer, inner):
     def two(f):
         return lambda p, x, scale: f(p, f(p, x, scale)["y"], scale)
 

@@ -80,7 +80,7 @@ def test_a_rank_whose_tokens_go_nowhere():
         assert_equivalent(train_step, params_of(), OPT, [batch], (0, 3), meshes=[mesh], split=SPLIT)
 
 
-def test_beside_tensor_parallel_experts():
+def test_a_layer_of_tensor_parallel_experts_trains_like_the_unsharded_one():
     """dp x ep x tp: the experts are split over ep, and their hidden units over tp."""
 
     def tensor_parallel(p: Any, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
