@@ -103,9 +103,7 @@ def news(root: Path) -> list[dict[str, Any]]:
 def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
     """Run a world until a rank has ended, and end the others, as torchrun does; return whether it hung."""
     ranks, first, last, count = world(start, root), 0.0, time.monotonic(), seen
-    limit = (
-        rng.uniform(0.1, 1.0) if start.fault.kind in ("killed", "a flipped bit", "slow rank", "clock stepped") else 1.5
-    )
+    limit = rng.uniform(0.1, 1.0) if start.fault.kind in SOON else 1.5
     hung = is_broken = False
     while all(r.is_alive() for r in ranks) and not hung:
         time.sleep(0.01)
