@@ -11,7 +11,7 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._clocks import LIMITS, Interval
-from fzero.graph.planning._cost import Hardware
+from fzero.graph.planning._cost import Hardware, product_seconds, transfer_seconds
 from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.planning._views import phase_spans, short_path
@@ -44,10 +44,12 @@ INTERNAL = [
     "other_memory",
     "phase_spans",
     "paused_collector",
+    "product_seconds",
     "record_operations",
     "refuse_writes_into",
     "short_path",
     "stand_ins_of",
     "as_step",
     "step_of_rank",
+    "transfer_seconds",
 ]

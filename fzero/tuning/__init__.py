@@ -1,5 +1,7 @@
 """Tuning: the memory and the time of a step at each setting, and the setting that fits, before anything runs."""
 
+from fzero.tuning._best_first import Unplanned
+from fzero.tuning._bounds import Bounds
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import Goodput, goodput, save_interval
 from fzero.tuning._hint import Hint
@@ -25,6 +27,7 @@ __all__ = [
     "H100",
     "H200",
     "Best",
+    "Bounds",
     "Configuration",
     "Constant",
     "Export",
@@ -41,6 +44,7 @@ __all__ = [
     "StepMeasurement",
     "Table",
     "TableRow",
+    "Unplanned",
     "WatchedStep",
     "calibrate",
     "deepspeed_zero2",

@@ -43,6 +43,7 @@ __all__ = [
     "check_mesh",
     "fullest_of",
     "in_order",
+    "is_surely_too_large",
     "open_pool",
     "refine",
     "search_rows",
@@ -397,7 +398,7 @@ def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -
                 yield Skipped(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
-                too_large[c] = _surely_too_large(row, budget)
+                too_large[c] = is_surely_too_large(row, budget)
                 yield row
         undecided = [c for c in undecided if c not in too_large]
         fresh = [c for c in undecided if c not in started]
@@ -415,12 +416,12 @@ def in_order(
     order_in_space = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
-    large = [r.config for r in rows if _surely_too_large(r, budget)]
+    large = [r.config for r in rows if is_surely_too_large(r, budget)]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]
     return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
-def _surely_too_large(row: TableRow, budget: float) -> bool:
+def is_surely_too_large(row: TableRow, budget: float) -> bool:
     """Return whether the least peak of a row exceeds the budget, that of an extrapolated row by a margin."""
     return row.min_peak_bytes > budget * (1 if row.in_full else NEAR)
 

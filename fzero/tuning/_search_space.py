@@ -25,6 +25,7 @@ __all__ = [
     "SearchSpace",
     "TuneOptions",
     "make_search_space",
+    "min_stages_of",
 ]
 
 CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
@@ -335,6 +336,12 @@ def _schedule_of(setting: str) -> tuple[str, int | None]:
     """Return the name of a schedule, and the number of stages on a rank; None if the setting leaves it open."""
     name, _, stages = setting.partition(":")
     return name, int(stages) if stages else None
+
+
+def min_stages_of(setting: str) -> int:
+    """Return the number of pipeline stages that a rank has at least with a schedule such as "interleaved:4"."""
+    name, stages = _schedule_of(setting)
+    return stages or (NAMES[name].min_stages if name in NAMES else 1)
 
 
 def _is_schedule(setting: str) -> bool:

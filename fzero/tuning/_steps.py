@@ -19,6 +19,8 @@ from fzero.parallel import tensor as tp
 from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
+from fzero.tuning._bounds import Bounds, bounds_of
+from fzero.tuning._machines import Machine
 from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_batch, shape_of
 from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.zero import shard
@@ -310,6 +312,10 @@ class ModelStep:
     def cache_key(self) -> str:
         """All that the steps depend on besides the configuration: the key under which `fzero.tune` caches rows."""
         return repr(self)
+
+    def bounds(self, config: Configuration, machine: Machine) -> Bounds:
+        """Return what a step of the configuration takes and holds at least, without a plan."""
+        return bounds_of(self.shape, self.length, config, machine.as_hardware())
 
     def __call__(self, config: Configuration) -> Any:
         """Return the step of a configuration, and its arguments on the meta device.

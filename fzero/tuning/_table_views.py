@@ -76,7 +76,7 @@ def render(table: "Table") -> Any:
 def headline(table: "Table") -> str:
     """Return a line on how many configurations fit the budget."""
     remark = f" ({format_bytes(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
-    total = len(table.rows) + len(table.skipped)
+    total = len(table.rows) + len(table.skipped) + len(table.unplanned)
     budget = format_bytes(table.budget)
     return f"{len(table.fitting)} of {total} configurations fit {budget}{remark} of {table.machine.name}"
 
@@ -86,6 +86,7 @@ def notes(table: "Table") -> list[str]:
     lines = []
     if table.skipped:
         lines.append(f"not planned: {len(table.skipped)}, since each holds no less than another that does not fit")
+    lines += _notes_on_unplanned(table)
     rough = sum([not r.in_full for r in table.rows])
     if rough:
         lines.append(f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third proves the line")
@@ -97,6 +98,20 @@ def notes(table: "Table") -> list[str]:
     constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
     lines.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
     return lines
+
+
+def _notes_on_unplanned(table: "Table") -> list[str]:
+    """Return lines on the configurations that a search by bounds did not plan, and how fast they may be."""
+    count, left = len(table.unplanned), table.left_out
+    if not count:
+        return []
+    large = sum([x.bounds.bytes > table.budget for x in table.unplanned])
+    lines = [f"not planned: {large} that surely do not fit, and {count - large - len(left)} that are surely slower"]
+    if not left:
+        return lines
+    fastest = min(left, key=lambda x: x.bounds.seconds)
+    least = f"at least {duration(fastest.bounds.seconds)} a step: {fastest.config}"
+    return [*lines, f"left out: {len(left)} that may be faster, since no more rows were asked for; {least}"]
 
 
 def _rows(table: "Table") -> Any:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,6 +14,8 @@ from fzero._format import format_bytes
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
 from fzero.tuning import _table_views
+from fzero.tuning._best_first import Unplanned, search_by_bounds
+from fzero.tuning._bounds import Bounds
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
@@ -64,6 +67,7 @@ class Table(FigureReport):
         machine: the machine that the rows are planned for.
         memory: the argument `memory` of `fzero.tune`: bytes of a device, or None.
         budget: the bytes of a device that a plan may use.
+        unplanned: with `max_rows`, configurations that were not planned, with what they take and hold at least.
     """
 
     rows: tuple[TableRow, ...]
@@ -71,6 +75,13 @@ class Table(FigureReport):
     machine: Machine
     memory: float | None
     budget: float
+    unplanned: tuple[Unplanned, ...] = ()
+
+    @property
+    def left_out(self) -> list[Unplanned]:
+        """The configurations of `unplanned` that may fit and may be faster than the best row, by their bounds."""
+        fastest = self.fitting[0].seconds if self.fitting else math.inf
+        return [x for x in self.unplanned if x.bounds.bytes <= self.budget and x.bounds.seconds < fastest]
 
     @property
     def fitting(self) -> list[TableRow]:
@@ -195,7 +206,7 @@ class Table(FigureReport):
     @property
     def _select_settings(self) -> SettingsFilter:
         """Return a function that drops the axes that no configuration uses from a dict of settings."""
-        configs = [x.config for x in (*self.rows, *self.skipped)]
+        configs = [x.config for x in (*self.rows, *self.skipped, *self.unplanned)]
         axes = {name for name, default in AXES.items() if any(getattr(c, name) != default for c in configs)}
         return lambda settings: {k: v for k, v in settings.items() if k not in AXES or k in axes}
 
@@ -215,7 +226,8 @@ class Table(FigureReport):
         skipped = [{name: select(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
         best = {"config": select(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
         rows = [{**r.record(), "config": select(asdict(r.config))} for r in self.rows]
-        return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped})
+        unplanned = [{"config": select(asdict(x.config)), **x.bounds._asdict()} for x in self.unplanned]
+        return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped, "unplanned": unplanned})
 
     @classmethod
     def from_json(cls, text: str) -> "Table":
@@ -228,7 +240,12 @@ class Table(FigureReport):
             data = json.loads(text)
             rows = [row_from(r) for r in data["rows"]]
             skipped = [Skipped(Configuration(**s["config"]), Configuration(**s["smaller"])) for s in data["skipped"]]
-            return cls(tuple(rows), tuple(skipped), Machine(**data["machine"]), data["memory"], data["budget"])
+            unplanned = [
+                Unplanned(Configuration(**x["config"]), Bounds(x["seconds"], x["bytes"]))
+                for x in data.get("unplanned", ())
+            ]
+            machine = Machine(**data["machine"])
+            return cls(tuple(rows), tuple(skipped), machine, data["memory"], data["budget"], tuple(unplanned))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
 
@@ -290,6 +307,7 @@ def tune(
     moments: Literal["int8", "bfloat16"] | None = None,
     float8: Literal["tensorwise", "rowwise"] | None = None,
     compiled: bool = False,
+    max_rows: int | None = None,
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
@@ -338,6 +356,9 @@ def tune(
             `fzero.nn.float8_linear` of this scaling. Routers, experts, heads and embeddings keep their dtype.
         compiled: whether seconds are those of the kernels that Inductor makes of a step of the default backend. What it
             may fuse is one kernel, and no value within a kernel is written or read. Nothing is compiled.
+        max_rows: the number of configurations to plan. Those come first whose steps have the least bound of seconds, by
+            formulas; the search ends early when no other can be faster. Only models by name have bounds. By default all
+            are planned.
         on_result: called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are read from the user's cache folder, and stored there. This needs an attribute `cache_key`
             of `make_step`: a string that covers all that its steps depend on. The result of `model_step` has one.
@@ -389,18 +410,41 @@ def tune(
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)
+    bounds = None if max_rows is None else _bounds_of(make_step, check_int("max_rows", max_rows))
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
     with open_pool(workers, planner, planner.cached) as start:
         results: list[TableRow | Skipped] = []
-        for x in search_rows(space, start, workers, budget):
+        unplanned: list[Unplanned] = []
+        if max_rows is None or bounds is None:
+            found = search_rows(space, start, workers, budget)
+        else:
+            found = search_by_bounds(space, start, budget, lambda config: bounds(config, machine), max_rows)
+        for x in found:
+            if isinstance(x, Unplanned):
+                unplanned.append(x)
+                continue
             results.append(x)
             if on_result is not None:
                 on_result(x)
         rows, skipped = in_order(space, results, budget)
         rows = refine(rows, start, budget)
-    return Table(tuple(rows), tuple(skipped), machine, memory, budget)
+    return Table(tuple(rows), tuple(skipped), machine, memory, budget, tuple(unplanned))
+
+
+def _bounds_of(make_step: Any, max_rows: int) -> Callable[[Configuration, Machine], Bounds]:
+    """Return the function from a configuration to its bounds.
+
+    Raises:
+        ValueError: if the step has none: then no configuration is known to be slower than another.
+    """
+    if isinstance(make_step, ModelStep):
+        return make_step.bounds
+    raise ValueError(
+        f"max_rows={max_rows}: only models by name, from fzero.tuning.model_step, have bounds of their time: leave "
+        "max_rows out, or give fewer values of each dimension"
+    )
 
 
 def budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._format import format_bytes
+from fzero.tuning._axis_sizes import largest_sizes, powers_of_two, usable_sizes
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import goodput
 from fzero.tuning._machines import MACHINES, machine_of, save
@@ -23,7 +24,7 @@ from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
-from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS
+from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS, min_stages_of
 from fzero.tuning._simulated_run import Reliability
 from fzero.tuning._steps import model_step
 from fzero.tuning._sweep import case_arguments, choices_of, render_cases
@@ -36,6 +37,8 @@ __all__ = ["run"]
 UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
 UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
 TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+AUTO = "auto"
+ROWS = 12  # of a search over all sizes of an axis
 REMAT = {"no": False, "matmuls": "matmuls", EVERY_SECOND: EVERY_SECOND, "yes": True}
 
 
@@ -102,11 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--ep", type=_list_of(int), metavar="1,8", help="ranks that experts are split over; by default 1, and up to 8"
     )
-    group.add_argument("--cp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each sequence")
-    group.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
-    group.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
+    group.add_argument("--cp", type=_sizes, default=(1,), metavar="1,8 or auto", help="ranks that share each sequence")
+    group.add_argument("--tp", type=_sizes, default=(1,), metavar="1,8 or auto", help="ranks that share each matrix")
+    group.add_argument("--pp", type=_sizes, default=(1,), metavar="1,4 or auto", help="ranks along a pipeline")
     group.add_argument(
         "--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4", help="pipeline schedules"
+    )
+    group.add_argument(
+        "--rows",
+        type=int,
+        metavar="12",
+        help=f"how many to plan, those first that may be fastest; by default all, or {ROWS} if an axis is auto",
     )
     group = plan.add_argument_group("the step")
     group.add_argument(
@@ -192,6 +201,15 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return values
 
 
+def _sizes(text: str) -> tuple[int, ...] | str:
+    if text == AUTO:
+        return AUTO
+    try:
+        return _list_of(int)(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected sizes such as 1,8, or auto") from error
+
+
 def _export(text: str) -> tuple[str, pathlib.Path | None]:
     system, _, path = text.partition("=")
     if system not in EXPORTS:
@@ -251,6 +269,7 @@ def _case_of(args: argparse.Namespace) -> tuple[Case, ModelShape | None]:
     make_step, shape = _make_step_of(args)
     depth = shape.depth if shape and args.depth is None else args.depth
     args.ep = _usual_ep(shape, args.world) if args.ep is None else args.ep
+    _set_sizes(args, shape)
     table = _tune_with_progress(args, make_step, depth)
     return Case(choices_of(args), table, make_step), shape
 
@@ -326,6 +345,28 @@ def _usual_ep(shape: ModelShape | None, world: int) -> tuple[int, ...]:
     return (1,) if size == 1 else (1, size)
 
 
+def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
+    """Replace "auto" by the sizes that the model, the ranks and the batch allow, and set the number of rows.
+
+    Raises:
+        ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
+    """
+    given = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
+    searched = [name for name, values in given.items() if values == AUTO]
+    if not searched:
+        return
+    if shape is None:
+        raise ValueError(f"--{searched[0]} auto: only models by name say what divides them: give sizes, such as 1,8")
+    depth = (args.depth or shape.depth) // min(map(min_stages_of, args.schedule))
+    largest = largest_sizes(shape, args.length, int(machine_of(args.machine).ranks), depth)
+    if args.explicit_attention:
+        largest["cp"] = 1
+    sizes = {name: powers_of_two(largest[name]) if name in searched else given[name] for name in given}
+    for name, values in usable_sizes(sizes, args.world, args.batch).items():
+        setattr(args, name, values)
+    args.rows = args.rows or ROWS
+
+
 def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
     """Tune, with a progress bar. Each row is printed above it as soon as it is planned."""
     from rich.console import Console
@@ -366,6 +407,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             moments=args.moments,
             float8=args.float8,
             compiled=args.compile,
+            max_rows=args.rows,
             workers=args.workers,
             cache=not args.no_cache,
             on_result=on_result,

@@ -17,9 +17,22 @@ PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
 EXTRAPOLATION = ("tests/tuning/test_extrapolation.py",)
 GOODPUT = ("tests/tuning/test_goodput.py",)
 COMMAND = ("tests/tuning/test_command.py",)
+BOUNDS = ("tests/tuning/test_bounds.py",)
 EXPORTS = ("tests/tuning/exports/test_exports.py",)
 
 MUTANTS = [
+    *File("tuning/_bounds.py", BOUNDS).faults(
+        Fault("a bound repeats the last product of a block", "_Step.block", becomes("sum(A[:-1])", "sum(A)")),
+        Fault("a bound counts a pipeline's bubble twice", "_Step.seconds", becomes("A.pp - 1", "2 * A.pp - 2")),
+    ),
+    *File("tuning/_best_first.py", BOUNDS).faults(
+        Fault("a search by bounds ends at the first row", "search_by_bounds", becomes("A.B.C >= D", "D < math.inf")),
+        Fault("a search by bounds plans all rows", "search_by_bounds", becomes("min(A, B - len(C))", "A")),
+        Fault("a configuration is skipped by a row that fits", "search_by_bounds", dropped("A(B, C)", at="1 of 1")),
+    ),
+    *File("tuning/_tune.py", BOUNDS).faults(
+        Fault("configurations that may be faster are not named", "Table.left_out", returns("[]")),
+    ),
     *File("tuning/_tune.py", TUNE).faults(
         Fault("the best configuration may exceed the budget", "Table.fitting", always("A.B <= self.budget")),
         Fault(
@@ -45,8 +58,8 @@ MUTANTS = [
             never("A is not None"),
             ("tests/tuning/test_search.py",),
         ),
-        Fault("a configuration that fits is skipped", "_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
-        Fault("configurations that cannot fit are planned", "_surely_too_large", returns("False")),
+        Fault("a configuration that fits is skipped", "is_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
+        Fault("configurations that cannot fit are planned", "is_surely_too_large", returns("False")),
         Fault("the schedule of few blocks is used for many", "_FewerBlocks.extrapolate", never("replans")),
         Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
         Fault(
@@ -197,7 +210,7 @@ MUTANTS = [
         ),
         Fault("a link of another axis is used", "collective_seconds", dropped("A in B")),
         Fault("float32 is as fast as half", "_compute_seconds", skipped("A *= B.slow"), TUNE),
-        Fault("a product reaches its rate at any depth", "_rate", becomes("A + B.half_depth", "A"), COST),
+        Fault("a product reaches its rate at any depth", "_product_rate", becomes("A + B.half_depth", "A"), COST),
         Fault(
             "the last wave of tiles counts as full",
             "_filled",

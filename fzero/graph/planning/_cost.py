@@ -26,7 +26,9 @@ __all__ = [
     "Work",
     "collective_seconds",
     "message_seconds",
+    "product_seconds",
     "route_of",
+    "transfer_seconds",
     "work_of",
 ]
 
@@ -169,6 +171,13 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
     )
 
 
+def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: Hardware) -> float:
+    """Return the seconds that the bytes of a collective over some axes of the mesh take, without any latency."""
+    route = route_of(axes, hardware.axes, hardware.ranks_per_machine)
+    limit = min([speed for name, speed in hardware.links if name in axes], default=0.0)
+    return 0.0 if route.ranks == 1 else _transfer_seconds(kind, total, route, hardware, limit)
+
+
 def message_seconds(size: int, axis: str, hardware: Hardware) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
     is_known = axis in dict(hardware.axes)
@@ -265,7 +274,18 @@ def _rate(node: Node, hardware: Hardware) -> float:
         return hardware.attention_flops if "attention" in str(packet) else hardware.product_flops
     factors = [a for a in node.args if isinstance(a, Node)][PRODUCTS[packet] :]
     (*batch, m, k), (*_, n) = [stand_ins_of(a)[0].shape for a in factors[:2]]
-    return hardware.product_flops * k / (k + hardware.half_depth) * _filled(math.prod(batch), m, n, hardware.processors)
+    return _product_rate(math.prod(batch), m, k, n, hardware)
+
+
+def product_seconds(m: int, k: int, n: int, hardware: Hardware) -> float:
+    """Return the seconds of a product of `[m, k]` and `[k, n]` in half precision, by its floating-point operations."""
+    rate = _product_rate(1, m, k, n, hardware) if hardware.product_flops else hardware.flops
+    return 2 * m * k * n / rate
+
+
+def _product_rate(batch: int, m: int, k: int, n: int, hardware: Hardware) -> float:
+    """Return the floating-point operations per second of `batch` products of `[m, k]` and `[k, n]`."""
+    return hardware.product_flops * k / (k + hardware.half_depth) * _filled(batch, m, n, hardware.processors)
 
 
 def _packet(node: Node) -> Any:
