@@ -1,5 +1,6 @@
 """Bounds of a configuration of a model by name: what its step takes and holds at least, without a plan."""
 
+import math
 from typing import NamedTuple
 
 from fzero.graph import Hardware, product_seconds, transfer_seconds
@@ -142,15 +143,18 @@ class _Step(NamedTuple):
         """
         config, block, k = self.config, self.block(), self.config.accumulation
         forward, backward, weights = [self.blocks * x for x in block]
+        head_forward, head_backward = self._head_seconds()
         sent, gathered = self._wire_seconds()
         updated = 0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory
         end = max(updated, gathered) if config.stage in (1, 2) else updated
         if config.pp > 1:
             splits = NAMES[config.schedule].splits_backward
             bubble = forward + (0.0 if splits else backward - weights)
-            chain = k * (forward + backward) + (config.pp - 1) * bubble / config.pipeline_stages
+            # a rank has the most blocks, and the last rank has the head
+            most = math.ceil((config.depth or self.shape.depth) / config.pp) * (block.forward + block.backward)
+            busiest = max(most, forward + backward + head_forward + head_backward)
+            chain = k * busiest + (config.pp - 1) * bubble / config.pipeline_stages
             return max(chain + end, sent + gathered)
-        head_forward, head_backward = self._head_seconds()
         chain = k * (forward + backward + head_forward + head_backward)
         exposed = max(sent - backward - head_backward, 0.0)  # sums of a micro-batch hide behind its backward pass
         return max(chain + exposed + end, sent + gathered)
@@ -208,4 +212,6 @@ class _Step(NamedTuple):
         products = sum([n for _, n in self.widths()[:3]]) + sum([n for _, n in self.widths()[4:-1]])
         kept = {True: stream, EVERY_SECOND: (stream + products) / 2}.get(config.remat, products)
         logits = 0 if config.chunked_loss or config.pp > 1 or shape.task == "image" else shape.vocab / config.tp
-        return self.rows * (self.blocks * kept + logits) * self.width_bytes
+        # the first rank has run so many micro-batches forward when its first backward pass begins
+        in_flight = {"gpipe": config.accumulation, "1f1b": min(config.pp, config.accumulation)}.get(config.schedule, 1)
+        return self.rows * ((in_flight if config.pp > 1 else 1) * self.blocks * kept + logits) * self.width_bytes

@@ -45,6 +45,8 @@ MORE = [
     ("causal", replace(ONE, stage=3, float8="rowwise"), 0.95),
     ("causal", replace(ONE, stage=2, **CODED), 0.95),
     ("causal", replace(PIPELINE, schedule="zb"), 0.85),
+    ("causal", replace(PIPELINE, schedule="gpipe"), 0.85),
+    ("causal", replace(PIPELINE, pp=4, depth=6), 0.8),
     ("causal", replace(PIPELINE, schedule="interleaved", remat=True), 0.85),
     ("gpt2", replace(ONE, stage=0), 0.9),
     ("masked", replace(ONE, stage=2, remat=True), 0.9),
