@@ -3,9 +3,20 @@
 import json
 from typing import Any
 
-__all__ = ["parse_json"]
+__all__ = ["check_containers", "parse_json"]
 
 MOST = 1 << 20  # lists and objects, of some 64 bytes each: a checkpoint of a hundred thousand leaves has fewer
+
+
+def check_containers(data: bytes) -> None:
+    """Check that a JSON text has no more lists and objects than `parse_json` takes.
+
+    Raises:
+        ValueError: if it has more.
+    """
+    count = data.count(b"[") + data.count(b"{")
+    if count > MOST:
+        raise ValueError(f"it has {count:,} lists and objects: expected at most {MOST:,}")
 
 
 def parse_json(data: bytes) -> Any:
@@ -14,9 +25,7 @@ def parse_json(data: bytes) -> Any:
     Raises:
         ValueError: if the text is no JSON, has too many lists and objects, or nests them too deep.
     """
-    count = data.count(b"[") + data.count(b"{")
-    if count > MOST:
-        raise ValueError(f"it has {count:,} lists and objects: expected at most {MOST:,}")
+    check_containers(data)
     try:
         return json.loads(data)
     except RecursionError as error:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fzero.checkpoint._bounded_json import parse_json
+from fzero.checkpoint._bounded_json import check_containers, parse_json
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
 from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, TreeLayout
@@ -187,6 +187,12 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the bytes of the manifest file: the JSON text and its checksum."""
         text = self.text()
+        try:
+            check_containers(text)
+        except ValueError as error:
+            raise CheckpointError(
+                f"a load would refuse {MANIFEST}: {error}; save fewer leaves, and make lists of numbers tensors"
+            ) from None
         data = b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
         if len(data) > _LONGEST:
             raise CheckpointError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.docs.pages import PAGES, ROOT
 
-LATER = ("models", "context", "survive")  # a script writes the first one; the others change elsewhere just now
+LATER = ("models",)  # a script writes it
 WRITTEN = [*[page for page in PAGES if page.stem not in LATER], ROOT / "CHANGELOG.md"]  # the README has 120 lines
 
 _MARKER = re.compile(r"(?:[-*]|\d+\.) +")
