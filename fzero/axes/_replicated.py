@@ -86,8 +86,14 @@ class _Replicated(torch.autograd.Function):
 
 
 @allow_in_graph
-def _as_replicated(x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> torch.Tensor:
-    return _Replicated.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
+def _as_replicated(
+    x: torch.Tensor, token: torch.Tensor, group: str, message: str, result_path: str | None = None
+) -> torch.Tensor:
+    try:
+        return _Replicated.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
+    except DiffersByRankError as error:
+        error.result_path = result_path
+        raise
 
 
 def assume_replicated(x: Tree) -> Tree:
@@ -124,17 +130,10 @@ def check_replicated(
             for axis in axes:
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
-                    checked[key] = _check_result(checked[key], axis, path, differs_message(path, names, along))
+                    message = differs_message(path, names, along)
+                    checked[key] = _as_replicated(checked[key], axis.token, axis.group, message, path)
         results.append(checked[key])
     return results
-
-
-def _check_result(x: torch.Tensor, axis: Axis, path: str, message: str) -> torch.Tensor:
-    try:
-        return _as_replicated(x, axis.token, axis.group, message)
-    except DiffersByRankError as error:
-        error.result_path = path
-        raise
 
 
 def _gradient_would_be_summed(where: str, axis: str) -> str:
