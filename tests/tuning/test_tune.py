@@ -89,7 +89,7 @@ def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
 
 @pytest.mark.parametrize(
     "stage,remat,depth",
-    cases(((3, True, 15),), ((1, False, 18), (1, True, 15), (3, False, 18))),
+    cases(((3, True, 15),), ((1, False, 18), (1, True, 15), (3, False, 40))),
 )
 def test_few_blocks_say_what_many_take(stage, remat, depth):
     config = Configuration(stage, 8, 8, remat, ranks=4, depth=depth)
