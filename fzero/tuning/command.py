@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--rows",
-        type=int,
+        type=_count,
         metavar="12",
         help=f"how many to plan, those first that may be fastest; by default all, or {ROWS} if an axis is auto",
     )
@@ -208,6 +208,12 @@ def _sizes(text: str) -> tuple[int, ...] | str:
         return _list_of(int)(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: expected sizes such as 1,8, or auto") from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an int, at least 1")
+    return int(text)
 
 
 def _export(text: str) -> tuple[str, pathlib.Path | None]:
@@ -364,7 +370,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     sizes = {name: powers_of_two(largest[name]) if name in searched else given[name] for name in given}
     for name, values in usable_sizes(sizes, args.world, args.batch).items():
         setattr(args, name, values)
-    args.rows = args.rows or ROWS
+    args.rows = ROWS if args.rows is None else args.rows
 
 
 def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:

@@ -157,6 +157,13 @@ def test_sizes_that_cannot_be_searched_are_refused(monkeypatch):
     assert code == 2 and "--tp auto: only models by name say what divides them" in error
 
 
+@pytest.mark.parametrize("words", [("--rows", "0"), ("--rows", "few"), ("--tp", "many")])
+def test_counts_that_are_none_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        run(["plan", "gpt2", *words])
+    assert f"argument {words[0]}: '{words[1]}': expected" in capsys.readouterr().err
+
+
 def test_the_sizes_of_axes_divide_what_they_split():
     shape = replace(TINY["causal"], heads=24, kv_heads=24, mlp=96)
     assert largest_sizes(shape, 48, 8, 5) == {"cp": 8, "tp": 8, "pp": 5}
