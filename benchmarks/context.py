@@ -54,10 +54,10 @@ NOTES = [
     "as one call. A ring sends 72 MB a rank where all_to_all sends 40: steps that left the messages out took 5 to "
     "9% less.",
     "The rest were copies: a rank chose its halves of queries and keys by `torch.where`. Since then processes slice"
-    " them. In the same rounds the ring now takes 1.10 and 1.14 times the processor time of all_to_all, medians of "
-    "8 rounds at a load of 8 to 18, where it took 1.16 to 1.23. The rows above are older. Parts and messages are "
-    "the floor: they alone are more than the goal of 0.95 leaves. A ring is for heads that do not divide, where no "
-    "system of heads runs.",
+    " them. The ring now takes 1.10 and 1.14 times the processor time of all_to_all, where it took 1.16 to 1.23 in "
+    "the same rounds. These are medians of 8 rounds at a load of 8 to 18. The rows above are older. Parts and "
+    "messages are the floor: they alone are more than the goal of 0.95 leaves. A ring is for heads that "
+    "do not divide, where no system of heads runs.",
 ]
 HEAD = [
     "system",

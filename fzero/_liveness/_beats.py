@@ -101,8 +101,8 @@ class Process:
         words = text.rstrip(b"\0").decode(errors="ignore")
         since = self._ended_at or self._since
         host, reason, broken = self._config.host, self.reason, self.broken
-        work, known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
-        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, known, cut)
+        work, is_known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
+        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, is_known, cut)
 
     def _idle(self, now: float) -> float:
         """Return for how long the rank used at most the share `BUSY` at its place."""
@@ -295,9 +295,9 @@ class Heartbeat:
         """Kill the rank if it knows the verdict, and neither raises the error nor works, or works without end."""
         if self.verdict is None or self.raised or self.process.end:
             return
-        place, known = self.process.place(now), now - self.verdict_at
-        is_endless = self.verdict.rank == self.config.rank and place.seconds - known > 2 * self.config.stall
-        quiet = known if is_endless else min(place.idle, known)
+        place, seconds = self.process.place(now), now - self.verdict_at
+        is_endless = self.verdict.rank == self.config.rank and place.seconds - seconds > 2 * self.config.stall
+        quiet = seconds if is_endless else min(place.idle, seconds)
         if place.process == "stopped" or quiet > max(self.config.limit / 2, 2.0):
             text = f"fzero: rank {self.config.rank} is killed, since it did not leave {place}: {self.verdict}\n"
             os.write(2, text.encode())

@@ -6,7 +6,7 @@ rank at the other end, and the two heartbeats send each other datagrams along th
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Link", "LinkEnds", "LinkWatch"]
 
@@ -47,12 +47,12 @@ class LinkEnds:
     _asked: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
     _found: dict[Link, int] = field(default_factory=dict)
 
-    def hear(self, rank: int, sought: Iterable[Sequence[str | int]], owned: Iterable[Sequence[str | int]], now: float):
+    def hear(self, rank: int, sought: Iterable[Sequence[Any]], owned: Iterable[Sequence[Any]], now: float) -> None:
         """Take in which links a rank asks for, each from its own end, and which asked ones are its own."""
         for link in sought:
-            self._asked[Link(*link)] = (rank, now)  # pyright: ignore[reportArgumentType]
+            self._asked[Link(*link)] = (rank, now)
         for link in owned:
-            self._found[Link(*link).turned()] = rank  # pyright: ignore[reportArgumentType]
+            self._found[Link(*link).turned()] = rank
         self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * LASTING}
         self._found = {k: v for k, v in self._found.items() if k in self._asked}
 
@@ -83,9 +83,9 @@ class LinkWatch:
         """Return the links whose other ends are to be found."""
         return [k for k, seconds in self.silent.items() if seconds > self.limit / SHARE][:MOST]
 
-    def find(self, link: Sequence[str | int], rank: int, port: int, now: float) -> None:
+    def find(self, link: Sequence[Any], rank: int, port: int, now: float) -> None:
         """Take in which rank is at the other end of a link, and the port of its heartbeat."""
-        key = Link(*link)  # pyright: ignore[reportArgumentType]
+        key = Link(*link)
         self._peers[key] = (rank, port)
         self._echoed.setdefault(key, now)
 
@@ -95,9 +95,9 @@ class LinkWatch:
         self._echoed = {k: v for k, v in self._echoed.items() if k in self._peers}
         return [(k, port) for k, (_, port) in self._peers.items()]
 
-    def echo(self, link: Sequence[str | int], now: float) -> None:
+    def echo(self, link: Sequence[Any], now: float) -> None:
         """Take in that a datagram came back."""
-        key = Link(*link)  # pyright: ignore[reportArgumentType]
+        key = Link(*link)
         if key in self._echoed:
             self._echoed[key] = now
 

@@ -43,7 +43,7 @@ MUTANTS = [
         Fault("a link is silent at the next place", "Process.place", skipped("self.links.silent = {}")),
         Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
         Fault(
-            "a rank that works without end lives on", "Heartbeat.end_rank", becomes("known if is_endless else A", "A")
+            "a rank that works without end lives on", "Heartbeat.end_rank", becomes("seconds if is_endless else A", "A")
         ),
         Fault("a rank that works long is killed", "Heartbeat.end_rank", dropped("self.verdict.rank == A")),
     ),
