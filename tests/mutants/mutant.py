@@ -26,6 +26,7 @@ SHARD_MASTERS = ("tests/test_masters_as_shards.py",)
 STEP = ("tests/axes/test_lockstep.py",)
 RANDOM = ("tests/random/test_random.py",)
 REMAT = ("tests/transforms/test_remat.py",)
+REMAT_SHARDED = ("tests/transforms/test_remat_sharded.py",)
 OWN = ("tests/transforms/test_own_gradients.py",)
 WRITES = ("tests/zero/test_writes.py",)
 

@@ -1,7 +1,7 @@
 """Faults in fzero/nn."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped
-from tests.mutants.mutant import REMAT, STEP, Fault, File
+from tests.mutants.mutant import STEP, Fault, File
 
 WRITTEN = ("tests/nn/test_writes.py",)
 LEFT = ("tests/nn/test_leftovers.py",)
@@ -101,7 +101,7 @@ MUTANTS = [
             "functional returns the module's own buffers, not copies",
             "functional",
             becomes("x.clone()", "x"),
-            ("tests/nn/test_nn.py",),
+            ("tests/nn/test_functional.py",),
         ),
     ),
     *File("nn/_apply.py", STEP).faults(
@@ -140,7 +140,7 @@ MUTANTS = [
             "a function's globals are not searched for the module", "_globals_of", never("A.opname == 'LOAD_GLOBAL'")
         ),
     ),
-    *File("nn/_remat_blocks.py", REMAT).faults(
+    *File("nn/_remat_blocks.py", ("tests/nn/test_remat_blocks.py",)).faults(
         Fault("remat updates statistics twice", "_Forward.body", bare("A.clone()")),
     ),
     *File("nn/_module_writes.py", WRITTEN).faults(

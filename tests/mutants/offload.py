@@ -1,9 +1,10 @@
 """Faults in what lies on the host: moves, pieces, offload, spaces of graphs."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, negated, never, returns, skipped, swapped
-from tests.mutants.mutant import REMAT, Fault, File
+from tests.mutants.mutant import REMAT, REMAT_SHARDED, Fault, File
 
 MOVES = ("tests/collectives/test_moves.py",)
+REMAT_MEMORY = ("tests/transforms/test_remat_memory.py",)
 OFFLOAD = ("tests/optim/test_offload.py",)
 SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
@@ -245,13 +246,18 @@ MUTANTS = [
         Fault("remat's offload copies without autograd", "offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
-        Fault("a block whose only box is a Slot counts as without boxes", "StandIns.has_boxes", bare("A | B")),
+        Fault(
+            "a block whose only box is a Slot counts as without boxes",
+            "StandIns.has_boxes",
+            bare("A | B"),
+            REMAT_SHARDED,
+        ),
         Fault("remat's offload moves boxes to the host", "BlockCall.offload_indices", bare("A - self.arguments.B()")),
     ),
-    *File("graph/passes/_host_copies.py", REMAT).faults(
+    *File("graph/passes/_host_copies.py", REMAT_MEMORY).faults(
         Fault("gathered parameters are kept on the host", "keep_on_host", negated("all(A.target is B for A in C)")),
     ),
-    *File("graph/_pass_manager.py", REMAT).faults(
+    *File("graph/_pass_manager.py", REMAT_MEMORY).faults(
         Fault(
             "the parameters of a loop are kept on the host", "PassManager.body", becomes("A(B.C)", "False", at="1 of 2")
         ),

@@ -140,7 +140,7 @@ MUTANTS = [
     *File("transforms/_accumulate.py", AUTOGRAD).faults(
         Fault("autograd's loss keeps its graph", "_by_autograd", becomes("loss.detach()", "loss")),
     ),
-    *File("nn/_apply.py", ("tests/nn/test_nn.py",)).faults(
+    *File("nn/_apply.py", ("tests/nn/test_functional.py",)).faults(
         Fault(
             "a method that is made anew at each call is kept", "Apply._run", becomes('getattr(f, "__code__", f)', "f")
         ),

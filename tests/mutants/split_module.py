@@ -4,7 +4,7 @@ from tests.mutants.changes import bare, becomes, constant, dropped, negated, nev
 from tests.mutants.mutant import Fault, File
 
 SPLIT = ("tests/nn/test_split_module.py",)
-NN = ("tests/nn/test_nn.py",)
+NN = ("tests/nn/test_functional.py",)
 PIPELINE = ("tests/nn/test_module_pipeline.py",)
 
 MUTANTS = [

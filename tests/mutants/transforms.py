@@ -1,7 +1,9 @@
 """Faults in fzero/transforms."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped
-from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, WRITES, Fault, File
+from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, REMAT_SHARDED, WRITES, Fault, File
+
+REMAT_DRAWS = ("tests/transforms/test_remat_draws.py",)
 
 MUTANTS = [
     *File("transforms/_value_and_grad.py").faults(
@@ -74,6 +76,7 @@ MUTANTS = [
             "remat draws other random numbers in the backward pass",
             "_draws",
             becomes("A in B.tags", "torch.Tag.core in ()"),
+            REMAT_DRAWS,
         ),
         Fault(
             "remat reads a value that was overwritten since",
@@ -145,18 +148,19 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
-        Fault("remat drops the origin", "_stand_in", always("A.B is None")),
-        Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True")),
+        Fault("remat drops the origin", "_stand_in", always("A.B is None"), REMAT_SHARDED),
+        Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True"), REMAT_SHARDED),
         Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
             "a remat block sees micro-batch 0 only",
             "BlockCall._rebind",
             becomes("A.B(axes=C)", "A.B(micro_batch=0, axes=C)"),
+            REMAT_DRAWS,
         ),
     ),
-    *File("transforms/_remat_guards.py", REMAT).faults(
+    *File("transforms/_remat_guards.py", ("tests/transforms/test_remat_guards.py",)).faults(
         Fault("remat does not detect captured tensors", "Guard.__torch_function__", never("A(B)", at="1 of 3")),
         Fault("a tensor that a block stores is let through", "_are_stored", becomes("isinstance(A, B)", "True")),
-        Fault("a nested remat collects garbage each time", "Guard.check_escapes", dropped("_are_stored(A, B)")),
+        Fault("a nested remat collects garbage each time", "Guard.check_escapes", dropped("_are_stored(A, B)"), REMAT),
     ),
 ]
