@@ -1,7 +1,7 @@
 """Faults in fzero/graph/run."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
-from tests.mutants.mutant import GRAPH, JIT, Fault, File, on_processes
+from tests.mutants.mutant import JIT, Fault, File, on_processes
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
@@ -12,6 +12,8 @@ SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 FALLBACK = ("tests/graph/run/test_fallback.py",)
+
+PROGRAM = ("tests/graph/run/test_program.py",)
 
 MUTANTS = [
     *File("graph/run/_subgraphs.py", SUBGRAPHS).faults(
@@ -94,7 +96,7 @@ MUTANTS = [
             becomes("A(code, B)", "B(code)"),
         ),
     ),
-    *File("graph/run/_program.py", GRAPH).faults(
+    *File("graph/run/_program.py", PROGRAM).faults(
         Fault("a register is freed before its last use", "_registers_of", bare("[*B.ins, *A]")),
     ),
     *File("graph/run/_segment.py", SUBGRAPHS).faults(

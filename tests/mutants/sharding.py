@@ -1,10 +1,12 @@
 """Faults in fzero/sharding."""
 
 from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
-from tests.mutants.mutant import AXES, GRAPH, HALF, LAWS, WRITES, Fault, File
+from tests.mutants.mutant import AXES, HALF, LAWS, WRITES, Fault, File
 
 FLAT = ("tests/sharding/test_flat.py",)
 RECORDER = ("tests/_torch/test_recorder.py",)
+
+LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
 MUTANTS = [
     *File("sharding/_boxes.py", ("tests/sharding/test_boxes.py",)).faults(
@@ -48,7 +50,7 @@ MUTANTS = [
     *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "REPLACEMENTS", dropped("A: B")),
     ),
-    *File("graph/_storages.py", GRAPH).faults(
+    *File("graph/_storages.py", LIVE_RANGES).faults(
         Fault(
             "every item of a tuple has the first item's storage",
             "_storages_of_item",

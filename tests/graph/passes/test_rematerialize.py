@@ -1,0 +1,124 @@
+"""Laws of the passes that compute, gather or cast again."""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import Graph
+
+from fzero import _torch
+from fzero.graph._ir import is_cheap, nbytes, parameter_gathers, stand_ins_of, views_and_users
+from fzero.graph._ops import is_random, name_of
+from fzero.graph.passes import recompute, regather, schedule
+from fzero.graph.planning._live_ranges import peak_bytes
+from fzero.graph.trace._trace import trace
+from tests.graph.graphs import lines, samples
+from tests.graph.passes.helpers import REUSES, members
+from tests.helpers import examples
+
+
+@examples(13, 50)
+@given(samples(), st.sampled_from(REUSES))
+def test_regather_only_adds_gathers_of_inputs(make, reuse):
+    graph = make().graph
+    again = regather(graph, reuse)
+    before, after = Counter(members(graph)), Counter(members(again))
+    assert before <= after
+    movable = {n.meta["unit"] for n in parameter_gathers(graph)}
+    assert all(m[0] == "all_gather" and m[1] in movable for m in after - before)
+    if reuse == math.inf:
+        assert lines(again) == lines(graph)
+
+
+@examples(25, 50)
+@given(samples())
+def test_recompute_only_adds_cheap_operations_that_draw_nothing(make):
+    graph = make().graph
+    again = recompute(graph, 1)
+    assert members(again) == members(graph)
+    before, after = Counter(str(n.target) for n in graph.nodes), Counter(str(n.target) for n in again.nodes)
+    assert before <= after
+    cheap = {str(n.target) for n in graph.nodes if is_cheap(n) and not is_random(n)}
+    assert {*(after - before)} <= cheap
+
+
+def mlp_step(*params: torch.Tensor) -> list[torch.Tensor]:
+    def loss(ws: Any) -> torch.Tensor:
+        x = torch.ones(64, 64)
+        for i, w in enumerate(ws):
+            x = torch.nn.functional.gelu(x @ w)
+            x = torch.nn.functional.dropout(x, 0.5) if i == 1 else x
+        return x.sum()
+
+    return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
+
+
+def test_recompute_repeats_activation_functions_and_no_costly_or_random_operations():
+    sizes = [torch.ones(64, 64) for _ in range(6)]
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(6)]
+    graph = trace(mlp_step, _torch.fake_like(sizes), labels).graph
+    again = recompute(graph)
+    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    assert after["gelu"] > before["gelu"] == 6
+    for name in ("mm", *{name_of(n) for n in graph.nodes if is_random(n)}):
+        assert after[name] == before[name] > 0
+    assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
+    assert lines(recompute(graph, 1 << 20)) == lines(graph)
+
+
+def residual_step(*params: torch.Tensor) -> list[torch.Tensor]:
+    """Blocks with a layer norm, whose backward pass makes a gradient used at once and one that is live to the end."""
+
+    def loss(ws: Any) -> torch.Tensor:
+        x = torch.ones(256, 64)
+        for scale, w, v in zip(ws[1::3], ws[2::3], ws[3::3], strict=True):
+            normed = torch.nn.functional.layer_norm(x, [64], scale)
+            x = x + torch.nn.functional.gelu(normed @ w) @ v
+        return torch.nn.functional.layer_norm(x, [64], ws[0]).square().sum()
+
+    return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
+
+
+def test_a_gradient_is_not_computed_again_from_values_that_are_kept_for_that_alone():
+    shapes = [(64,), *[shape for _ in range(6) for shape in ((64,), (64, 256), (256, 64))]]
+    sizes = [torch.ones(*shape) for shape in shapes]
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(sizes))]
+    graph = trace(residual_step, _torch.fake_like(sizes), labels).graph
+    again = recompute(graph)
+    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    assert after["gelu"] > before["gelu"] and after["native_layer_norm"] > before["native_layer_norm"]
+    assert after["add"] == before["add"] > 6
+    assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
+
+
+def events(graph: Graph) -> list[tuple[int, str, int]]:
+    """List the uses of gathered parameters, that are no results: where, which, of how many bytes."""
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    found = []
+    for g in parameter_gathers(graph):
+        for w in g.users:
+            users = views_and_users(w)[1]
+            if all(u.op != "output" for u in users):
+                found += [(index[u], g.meta["unit"], sum(map(nbytes, stand_ins_of(w)))) for u in users]
+    return sorted(found)
+
+
+@examples(20, 100)
+@given(samples(), st.sampled_from(REUSES))
+def test_regather_lets_go_just_where_more_is_used_in_between(make, reuse):
+    graph = make().graph
+    uses = events(graph)
+    gathered = Counter(unit for kind, unit, *_ in members(regather(graph, reuse)) if kind == "all_gather")
+    for unit in {u for _, u, _ in uses}:
+        at = [i for i, u, _ in uses if u == unit]
+        least = most = 1
+        for a, b in itertools.pairwise(at):
+            inside = {u: size for i, u, size in uses if a < i < b and u != unit}
+            around = {u: size for i, u, size in uses if a <= i <= b and u != unit}
+            least += sum(inside.values()) > reuse
+            most += sum(around.values()) > reuse
+        assert least <= gathered[unit] <= most
