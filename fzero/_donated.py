@@ -10,7 +10,7 @@ import torch
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
 
-__all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "donate_memory", "donated_message"]
+__all__ = ["DonatedError", "check_not_donated", "donate_memory", "donated_message"]
 
 
 _RESULTS = {"step.init(..., donate=True)": "params, opt_state", "step.partition(..., donate=True)": "params"}
@@ -54,7 +54,7 @@ def donated_message(note: str) -> str:
     )
 
 
-class DonatedTensor(torch.Tensor):
+class _DonatedTensor(torch.Tensor):
     """A tensor that was donated: it is empty, and every operation of torch on it raises `DonatedError`.
 
     Attributes:
@@ -82,14 +82,14 @@ def check_not_donated(values: Iterable[Any]) -> None:
         DonatedError: if a value is. The message names the argument.
     """
     for x in values:
-        if isinstance(x, DonatedTensor):
+        if isinstance(x, _DonatedTensor):
             raise DonatedError(donated_message(x.donated))
         if isinstance(x, list | tuple | dict):
             check_not_donated(x.values() if isinstance(x, dict) else x)
 
 
 def donate_memory(x: torch.Tensor, note: str) -> torch.Tensor:
-    """Make `x` a `DonatedTensor` without data, and return a new tensor over its memory."""
+    """Make `x` a `_DonatedTensor` without data, and return a new tensor over its memory."""
     data = x.data  # not a view, unlike x.detach(), so x's base is not kept alive
     if x._is_view():
         _detach_from_base(x)
@@ -97,7 +97,7 @@ def donate_memory(x: torch.Tensor, note: str) -> torch.Tensor:
     x.donated = note  # pyright: ignore[reportAttributeAccessIssue]
     # Callers may still hold this object, in trees, optimizers or closures. Only a change of its class makes every later
     # use of it, such as saving or summing, raise an error.
-    x.__class__ = DonatedTensor
+    x.__class__ = _DonatedTensor
     return data
 
 

@@ -7,10 +7,10 @@ from typing import Generic, TypeVar
 
 __all__ = ["Registry"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class Registry(Generic[T]):
+class Registry(Generic[_T]):
     """The ids of immutable values of one kind, such as specs. The values live as long as the process.
 
     Example:
@@ -22,16 +22,16 @@ class Registry(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._values: list[T] = []
-        self._numbers: dict[T, int] = {}
+        self._values: list[_T] = []
+        self._numbers: dict[_T, int] = {}
 
-    def id_of(self, value: T) -> int:
+    def id_of(self, value: _T) -> int:
         """Return the id of a value; equal values have the same id."""
         if value not in self._numbers:
             self._numbers[value] = len(self._values)
             self._values.append(value)
         return self._numbers[value]
 
-    def value(self, value_id: int) -> T:
+    def value(self, value_id: int) -> _T:
         """Return the value with this id."""
         return self._values[value_id]

@@ -15,13 +15,13 @@ from fzero._torch.recorder import is_fzero_code, is_user_code
 
 __all__ = ["UserFrames", "api_boundary", "api_boundary_of_class", "api_boundary_with", "is_message"]
 
-F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C", bound=type)
+_F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
 
-NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
+_NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
 
-def api_boundary(f: F, hint: str = "") -> F:
+def api_boundary(f: _F, hint: str = "") -> _F:
     """Return a public function whose errors have tracebacks that end at the user's call.
 
     Args:
@@ -44,15 +44,15 @@ def api_boundary(f: F, hint: str = "") -> F:
                             error.add_note(note)
                 raise
 
-    return cast("F", f_with_short_tracebacks)
+    return cast("_F", f_with_short_tracebacks)
 
 
-def api_boundary_with(hint: str) -> Callable[[F], F]:
+def api_boundary_with(hint: str) -> Callable[[_F], _F]:
     """Return the decorator `api_boundary` with a hint."""
     return lambda f: api_boundary(f, hint)
 
 
-def api_boundary_of_class(cls: C) -> C:
+def api_boundary_of_class(cls: _C) -> _C:
     """Return a public class, after a change: errors of its constructor have tracebacks that end at the user's call."""
     anything: Any = cls
     anything.__init__ = api_boundary(anything.__init__)
@@ -93,8 +93,8 @@ class UserFrames:
             return
         for e, entries in reduced:
             e.__traceback__ = entries
-        if has_user_frames and NOTE not in getattr(error, "__notes__", ()):
-            error.add_note(NOTE)
+        if has_user_frames and _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
 
 
 def is_message(error: Exception, trace: TracebackType | None) -> bool:

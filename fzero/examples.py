@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-HERE = Path(__file__).parent
+_HERE = Path(__file__).parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _programs() -> dict[str, Path]:
     """Return the files of the programs by name: a wheel has them in this package, a checkout beside it."""
-    in_wheel = HERE / "_programs"
-    folder = in_wheel if in_wheel.is_dir() else HERE.parent / "examples"
+    in_wheel = _HERE / "_programs"
+    folder = in_wheel if in_wheel.is_dir() else _HERE.parent / "examples"
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import fzero
 from tests.mutants import MUTANTS
-from tests.mutants.places import tree_of
+from tests.mutants.places import Place, symbols, tree_of
 
 ROOT = pathlib.Path(fzero.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -196,6 +196,36 @@ def test_a_private_file_lists_what_other_files_import():
                 assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
 
 
+def is_named_elsewhere(place: Place) -> bool:
+    """Return whether a name is an entry point's, or that of an operation, by which graphs and plans show it."""
+    decorators = [ast.unparse(d) for d in getattr(place.node, "decorator_list", [])]
+    return getattr(place.node, "name", "") == "main" or any("OneNode" in d for d in decorators)
+
+
+def test_a_name_that_only_its_file_uses_has_an_underscore():
+    """The others have none: another file imports them, or they are listed by a module that a user imports."""
+    nodes = [(module_of(path), node) for path in FILES for node in ast.walk(tree_of(path.read_text()))]
+    imported = {
+        (node.module, alias.name)
+        for _, node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    read = {  # as in `_flat.view_leaves`
+        (ast.unparse(node.value).rpartition(".")[2], node.attr) for _, node in nodes if isinstance(node, ast.Attribute)
+    }
+    for path in FILES:
+        module = module_of(path)
+        is_public = not any(part.startswith("_") for part in module.split("."))
+        for name, places in symbols(tree_of(path.read_text())).items():
+            if path.name == "__init__.py" or "." in name or name.startswith("__") or is_named_elsewhere(places[0]):
+                continue
+            listed = is_public and name in listed_names(path)
+            used = (f"fzero.{module}", name) in imported or (module.rpartition(".")[2], name) in read
+            assert name.startswith("_") or used or listed, f"{path}: only this file uses {name}: call it _{name}"
+            assert not (name.startswith("_") and used), f"{path}: another file uses {name}: drop its underscore"
+
+
 def test_the_top_level_has_few_names_and_the_packages():
     assert sorted(fzero.__all__) == sorted(TOP + PACKAGES)
 
@@ -360,11 +390,12 @@ def test_mutants_still_find_their_lines():
 
 
 def test_a_class_has_a_name_of_its_own():
+    """The underscore of a private class is no difference: a reader who says the name must mean one class."""
     found: dict[str, list[str]] = {}
     for path in FILES:
         for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 

@@ -10,7 +10,7 @@ from benchmarks.gpu.case import Case, Setting, Values
 from benchmarks.gpu.encoder import HALF, Config, batch_of, init, train_step_of
 from fzero import optim
 from fzero._torch import wait_for_device
-from fzero.observe._lines import mark_functions
+from fzero.observe._lines import _mark_functions
 
 __all__ = ["NEEDS_ALL_RANKS", "cases"]
 
@@ -63,7 +63,7 @@ def by_function(setting: Setting) -> list[Values]:
     kinds = {torch.profiler.ProfilerActivity.CPU}
     if torch.accelerator.is_available():
         kinds |= torch.profiler.supported_activities()
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler, mark_functions(MARK):
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler, _mark_functions(MARK):
         step(*args)
         wait_for_device()
     events = list(profiler.events() or [])

@@ -38,10 +38,10 @@ else:
 
 # how many places the rank was at, its step, whether it waits, seconds of work in steps and between, text
 RECORD = struct.Struct("<qq?dd200s")
-LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
-URGENT = 0.1  # seconds between beats while there is something to say
-BUSY = 0.05  # the share of a processor above which a rank is busy
-DATAGRAM = 8192
+_LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
+_URGENT = 0.1  # seconds between beats while there is something to say
+_BUSY = 0.05  # the share of a processor above which a rank is busy
+_DATAGRAM = 8192
 
 
 class Config(NamedTuple):
@@ -70,7 +70,7 @@ class Config(NamedTuple):
     memory: int
 
 
-class Process:
+class _Process:
     """The rank's process as the system sees it, and the place that it writes."""
 
     def __init__(self, config: Config) -> None:
@@ -105,14 +105,14 @@ class Process:
         return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, is_known, cut)
 
     def _idle(self, now: float) -> float:
-        """Return for how long the rank used at most the share `BUSY` at its place."""
+        """Return for how long the rank used at most the share `_BUSY` at its place."""
         self._state, used, self._is_whole, self.links.silent = self._system.look(now)
         if self._state == "D":
             return 0.0
         begin, self._is_new = (self._since if self._is_new else now), False
         if not self._uses or now - self._uses[-1][0] >= self._config.limit / 20:
             self._uses.append((begin, used))
-        while self._uses and used - self._uses[0][1] > BUSY * (now - self._uses[0][0]) + 0.02:
+        while self._uses and used - self._uses[0][1] > _BUSY * (now - self._uses[0][0]) + 0.02:
             self._uses.popleft()
         return now - self._uses[0][0] if self._uses else 0.0
 
@@ -122,11 +122,11 @@ class Process:
         return [link for link in links if link in mine]
 
 
-class Heartbeat:
+class _Heartbeat:
     """One heartbeat: its socket, its rank's process, and its judge."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.process, self.over = config, Process(config), False
+        self.config, self.process, self.over = config, _Process(config), False
         self.period = min(max(config.limit / 30, 0.05), 2.0)
         self.clock = Awake(time.monotonic(), 2 * self.period)
         where = socket.getaddrinfo(config.address, config.port or None, type=socket.SOCK_DGRAM)[0]
@@ -144,7 +144,7 @@ class Heartbeat:
         self.ends, self.asked = LinkEnds(config.limit), list[Link]()
         if config.rank == 0:
             self.socket.bind(("", 0))
-            tell(port=self.socket.getsockname()[1])
+            _tell(port=self.socket.getsockname()[1])
 
     def run(self) -> None:
         """Beat until the rank has ended."""
@@ -165,18 +165,18 @@ class Heartbeat:
                 last_beats += bool(self.process.end)
                 ending = self.process.end or self.process.broken or self.verdict
                 urgent = ending or not met or self.process.links.probes()
-                next_beat = time.monotonic() + (min(URGENT, self.period) if urgent else self.period)
+                next_beat = time.monotonic() + (min(_URGENT, self.period) if urgent else self.period)
             self.judge(now)
             self.end_rank(now)
             if not met and (self.member.echoed is not None or now > self.config.limit):
                 met = True
                 if self.member.echoed is not None:
-                    tell(met=True)
+                    _tell(met=True)
                 else:
-                    tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
+                    _tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
-                self.over = last_beats > LINGER or self.is_known(ended_at)
+                self.over = last_beats > _LINGER or self.is_known(ended_at)
 
     def is_known(self, ended_at: float) -> bool:
         """Return whether all who have to know that this rank has ended know it."""
@@ -212,7 +212,7 @@ class Heartbeat:
             self.places = show_places(others)  # once a beat: it grows with the number of ranks
             paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
             if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.places.items()}):
-                tell(stragglers=self.stragglers.found)
+                _tell(stragglers=self.stragglers.found)
             for rank in self.addresses if self.process.end else ():
                 self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:
@@ -243,7 +243,7 @@ class Heartbeat:
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
-                    data, address = self.socket.recvfrom(DATAGRAM)
+                    data, address = self.socket.recvfrom(_DATAGRAM)
                     message = json.loads(data)
                     if message["token"] == self.config.token:
                         self.hear(message, address)
@@ -287,7 +287,7 @@ class Heartbeat:
         verdict = hub.judge(now) if self.config.rank == 0 else member.judge(now, self.process.broken, self.place)
         if verdict is not None and self.verdict is None:
             self.verdict, self.verdict_at = verdict, now
-            tell(verdict=verdict)
+            _tell(verdict=verdict)
             for rank in self.addresses if self.config.rank == 0 else ():
                 self.reply(rank, 0.0, now)
 
@@ -305,7 +305,7 @@ class Heartbeat:
                 os.kill(self.process.pid, signal.SIGKILL)
 
 
-def tell(**message: Any) -> None:
+def _tell(**message: Any) -> None:
     """Write a line to the rank."""
     with contextlib.suppress(OSError):
         os.write(1, (json.dumps(message) + "\n").encode())
@@ -315,7 +315,7 @@ def main() -> None:
     """Beat for the rank that started this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a launcher's; this process ends after its rank
         signal.signal(number, signal.SIG_IGN)
-    Heartbeat(Config(*json.loads(sys.argv[1]))).run()
+    _Heartbeat(Config(*json.loads(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

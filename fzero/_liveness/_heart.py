@@ -36,10 +36,10 @@ __all__ = [
     "step_place",
 ]
 
-SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
-MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
-GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
-log = logging.getLogger("fzero")
+_SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
+_MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
+_GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
+_log = logging.getLogger("fzero")
 
 
 class LostRankError(RuntimeError):
@@ -113,7 +113,7 @@ class Heart:
 
     def meet(self) -> None:
         """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
-        self._met.wait(MEET)
+        self._met.wait(_MEET)
 
     def resume(self, step: int) -> None:
         """Publish that the run goes on from a checkpoint, after so many steps."""
@@ -140,7 +140,7 @@ class Heart:
             return None
         if self.lost is None and is_connection_error(error):
             self._say(f"broken {' '.join(str(error).split())[:200]}")
-            self._known.wait(self.limit + GRACE)
+            self._known.wait(self.limit + _GRACE)
         if self.lost is not None and isinstance(error, RuntimeError | OSError):
             self._say("raised")
             return self.lost
@@ -169,14 +169,14 @@ class Heart:
             for line in self._from:
                 message: dict[str, Any] = json.loads(line)
                 if "notice" in message:
-                    log.warning("%s", message["notice"])
+                    _log.warning("%s", message["notice"])
                 elif "met" in message:
                     self._met.set()
                 elif "stragglers" in message:
                     self.stragglers = [Straggler(*x) for x in message["stragglers"]]
                 elif self.lost is None:
                     self.lost = LostRankError(LostRank(*message["verdict"]))
-                    log.error("%s", self.lost)
+                    _log.error("%s", self.lost)
                     self._known.set()
                     release_waits(self._store)
         self._process.wait()
@@ -216,23 +216,23 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
         rank: this process's rank.
         size: the number of ranks.
         address: rank 0's name or address; "" for the name of rank 0's host.
-        timeout: a silent rank is lost after `SHARE` of it, and ranks that are all idle hang after as long. Where the
+        timeout: a silent rank is lost after `_SHARE` of it, and ranks that are all idle hang after as long. Where the
             system does not tell what they use, that takes all of it. Endless work at one place takes twice of it.
     """
     host, key = socket.gethostname(), "fzero/heartbeat"
     runs = bool(sys.executable)  # a program that embeds Python has none
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = Heart(Config(0, size, host, token, where, 0, timeout / SHARE, timeout, 0), store) if runs else None
+        heart = Heart(Config(0, size, host, token, where, 0, timeout / _SHARE, timeout, 0), store) if runs else None
         port = 0 if heart is None else heart.port
         store.set(key, json.dumps([token, where, port]))
         if port == 0:
-            log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
+            _log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
         return heart if port else None
     token, where, port = json.loads(store.get(key))
     if not (runs and port):
         return None
-    return Heart(Config(rank, size, host, token, where, port, timeout / SHARE, timeout, 0), store)
+    return Heart(Config(rank, size, host, token, where, port, timeout / _SHARE, timeout, 0), store)
 
 
 def keep_heart(heart: Heart, group: Any) -> None:

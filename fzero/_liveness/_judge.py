@@ -14,9 +14,9 @@ __all__ = ["FIRST_MESH", "GONE", "Awake", "LostRank", "Place", "RankZeroJudge", 
 
 FIRST_MESH = "the first mesh"  # the place of a rank that waits for the others there
 GONE = ("ended", "failed", "died")  # how a process can be gone: normally, by an exception, or without a word
-SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' places arrive
-HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
-LENGTH = 1200  # bytes of a text of places, so that a datagram is one packet
+_SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' places arrive
+_HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
+_LENGTH = 1200  # bytes of a text of places, so that a datagram is one packet
 
 
 class Awake:
@@ -105,7 +105,7 @@ def _number(ranks: list[int]) -> str:
 
 
 def show_places(places: Mapping[int, Place]) -> str:
-    """Format the places of ranks, those at one place together, in at most `LENGTH` characters."""
+    """Format the places of ranks, those at one place together, in at most `_LENGTH` characters."""
     groups: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         process = "" if place.process == "runs" else f" ({place.process})"
@@ -116,7 +116,7 @@ def show_places(places: Mapping[int, Place]) -> str:
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
         longest = max(places[r].seconds for r in ranks)
         more = f"{'; ' if text else ''}{_number(ranks)} {where} {place} for {longest:.0f} s"
-        if len(text) + len(more) > LENGTH:
+        if len(text) + len(more) > _LENGTH:
             return f"{text}; and {len(groups) - shown} more places"
         text += more
     return text
@@ -161,7 +161,7 @@ class WorldJudge:
         """Return the verdict, if there is one by now."""
         if self.verdict is None:
             for rank, reason in self._lost(now):
-                seen = self.places.get(rank, UNKNOWN)
+                seen = self.places.get(rank, _UNKNOWN)
                 others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
                 self.verdict = LostRank(rank, seen.host, reason, str(seen), show_places(others))
                 break
@@ -169,7 +169,7 @@ class WorldJudge:
 
     def _shown(self, rank: int, place: Place, now: float) -> Place:
         silent = now - self.echoed[rank]
-        is_silent = place.process not in GONE and silent > self.limit / (2 * HASTE)
+        is_silent = place.process not in GONE and silent > self.limit / (2 * _HASTE)
         return place._replace(process="silent", seconds=place.seconds + silent) if is_silent else place
 
     def _lost(self, now: float) -> Iterator[tuple[int, str]]:
@@ -177,13 +177,13 @@ class WorldJudge:
         alive = {r: p for r, p in self.places.items() if p.process not in GONE}
         broken = next((p.broken for p in self.places.values() if p.broken), "")
         gone = {r: p for r, p in self.places.items() if p.process in GONE}
-        is_missed = self._broken_at is not None and now - self._broken_at > SETTLE
+        is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE
         is_awaited = any(p.waiting and p.idle > self.limit for p in alive.values())
         for process in reversed(GONE):
             # others may go on among themselves after a rank has ended, so a long wait alone does not mean it
             if is_missed or (is_awaited and process != "ended"):
                 yield from ((r, _how_gone(p)) for r, p in gone.items() if p.process == process)
-        limit = self.limit / HASTE if broken else self.limit
+        limit = self.limit / _HASTE if broken else self.limit
         for rank in alive:
             silent = now - self.echoed[rank]
             if silent > limit:
@@ -231,7 +231,7 @@ def _how_gone(place: Place) -> str:
     return texts[place.process]
 
 
-UNKNOWN = Place()
+_UNKNOWN = Place()
 
 
 @dataclass
@@ -252,7 +252,7 @@ class RankZeroJudge:
     address: str = "?"
     echoed: float | None = None
     heard: float | None = None
-    place: Place = UNKNOWN
+    place: Place = _UNKNOWN
     places: str = ""
     verdict: LostRank | None = None
 
@@ -264,7 +264,7 @@ class RankZeroJudge:
         if reply["verdict"] and self.verdict is None:
             self.verdict = LostRank(*reply["verdict"])
 
-    def judge(self, now: float, broken: str, own: Place = UNKNOWN) -> LostRank | None:
+    def judge(self, now: float, broken: str, own: Place = _UNKNOWN) -> LostRank | None:
         """Return the verdict, if there is one by now.
 
         Args:
@@ -275,7 +275,7 @@ class RankZeroJudge:
         if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
             self.verdict = LostRank(0, self.address, "no heartbeat of it has ever come", str(self.place), "")
         if self.verdict is None and self.echoed is not None:
-            silent, limit = now - self.echoed, self.limit / HASTE if broken else self.limit
+            silent, limit = now - self.echoed, self.limit / _HASTE if broken else self.limit
             if self.place.process in GONE and broken:
                 self.verdict = self._on_rank_0(_how_gone(self.place))
             elif self.place.process not in GONE and silent > limit:

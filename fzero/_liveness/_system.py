@@ -17,22 +17,22 @@ if __package__:
 else:  # in the process of a heartbeat, without the package
     from _cut_links import Link  # pyright: ignore
 
-__all__ = ["System", "Tcp", "Use", "tcp_sockets"]
+__all__ = ["System"]
 
-DISK = 1e8  # bytes of a disk that count as much as a second of a processor
-NETWORK = 1e6  # bytes of the network that do
-PROBE = 4  # the timer of a connection whose peer does not read
-REQUEST, REPLY_SIZE = struct.Struct("=IHHIIBBBBI48x"), 1 << 17
-DIAG_BY_FAMILY, DUMP, DONE, ERROR, INFO = 20, 0x301, 3, 2, 2  # of the kernel's protocol sock_diag
-CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
+_DISK = 1e8  # bytes of a disk that count as much as a second of a processor
+_NETWORK = 1e6  # bytes of the network that do
+_PROBE = 4  # the timer of a connection whose peer does not read
+_REQUEST, _REPLY_SIZE = struct.Struct("=IHHIIBBBBI48x"), 1 << 17
+_DIAG_BY_FAMILY, _DUMP, _DONE, _ERROR, _INFO = 20, 0x301, 3, 2, 2  # of the kernel's protocol sock_diag
+_CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
 
 
-class Use(NamedTuple):
+class _Use(NamedTuple):
     """The work of a rank's processes until a moment.
 
     Attributes:
         state: the state of its process, such as "S" for asleep, "T" for stopped, "D" for a wait for a disk.
-        seconds: seconds of processors; of waits for a disk, and of data under way; and what `DISK` and `NETWORK` weigh.
+        seconds: seconds of processors; of waits for a disk, and of data under way; weighed by `_DISK` and `_NETWORK`.
         is_whole: whether the system tells all of it: the children and the connections, too.
         silent: the connections whose data nobody acknowledges, and for how many seconds.
     """
@@ -43,7 +43,7 @@ class Use(NamedTuple):
     silent: Mapping[Link, float] = MappingProxyType({})
 
 
-class Tcp(NamedTuple):
+class _Tcp(NamedTuple):
     """A TCP connection.
 
     Attributes:
@@ -71,31 +71,31 @@ class System:
         self._counters: dict[object, float] = {}
         self._acknowledged: dict[int, tuple[int, float]] = {}  # of a connection that sends: how much, and since when
 
-    def look(self, now: float) -> Use:
+    def look(self, now: float) -> _Use:
         """Look at the processes, at a time in seconds."""
         since, self._looked_at = now - self._looked_at, now
         try:
             state, _ = _stat(f"/proc/{self._pid}/stat")
         except (OSError, ValueError, IndexError):
-            return Use("D", 0.0, False)
+            return _Use("D", 0.0, False)
         processes, is_whole = _tree(self._pid)
         states, files = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
                 self._count(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
-                self._count(("disk", pid), _disk_bytes(pid) / DISK)
+                self._count(("disk", pid), _disk_bytes(pid) / _DISK)
                 states |= {_stat(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")}
                 files |= set(_socket_files(pid))
         try:
-            sockets = {file: tcp for file, tcp in tcp_sockets().items() if file in files}
+            sockets = {file: tcp for file, tcp in _tcp_sockets().items() if file in files}
         except (OSError, ValueError, struct.error):
             sockets, is_whole = {}, False
         for file, tcp in sockets.items():
-            self._count(("network", file), tcp.size / NETWORK)
+            self._count(("network", file), tcp.size / _NETWORK)
         silent = self._silent(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
-        return Use(state, self._seconds, is_whole, silent)
+        return _Use(state, self._seconds, is_whole, silent)
 
     def links(self) -> set[Link]:
         """Return the connections of the processes, as far as the system tells them."""
@@ -104,11 +104,11 @@ class System:
             with contextlib.suppress(OSError):
                 files |= set(_socket_files(pid))
         try:
-            return {tcp.link for file, tcp in tcp_sockets().items() if file in files}
+            return {tcp.link for file, tcp in _tcp_sockets().items() if file in files}
         except (OSError, ValueError, struct.error):
             return set()
 
-    def _silent(self, sockets: Mapping[int, Tcp], now: float) -> dict[Link, float]:
+    def _silent(self, sockets: Mapping[int, _Tcp], now: float) -> dict[Link, float]:
         """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
         before, self._acknowledged = self._acknowledged, {}
         for file, tcp in sockets.items():
@@ -161,18 +161,18 @@ def _socket_files(pid: int) -> Iterator[int]:
                 yield int(name[8:-1])
 
 
-def tcp_sockets() -> dict[int, Tcp]:
+def _tcp_sockets() -> dict[int, _Tcp]:
     """Return all TCP connections of this machine, or of its network namespace, by the number of their socket.
 
     Raises:
         OSError: if the system does not tell them.
     """
-    found: dict[int, Tcp] = {}
+    found: dict[int, _Tcp] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as s:
         s.settimeout(1.0)
         for family in (socket.AF_INET, socket.AF_INET6):
-            options = family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0, CONNECTED
-            s.send(REQUEST.pack(REQUEST.size, DIAG_BY_FAMILY, DUMP, 1, 0, *options))
+            options = family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _CONNECTED
+            s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _DUMP, 1, 0, *options))
             for message in _messages(s):
                 file, tcp = _connection(message)
                 found[file] = tcp
@@ -182,29 +182,29 @@ def tcp_sockets() -> dict[int, Tcp]:
 def _messages(s: socket.socket) -> Iterator[bytes]:
     """Yield the parts of the kernel's answer."""
     while True:
-        data = s.recv(REPLY_SIZE)
+        data = s.recv(_REPLY_SIZE)
         while data:
             size, kind = struct.unpack_from("=IH", data)
-            if kind == DONE:
+            if kind == _DONE:
                 return
-            if kind == ERROR:
+            if kind == _ERROR:
                 raise OSError("the system does not tell its connections")
             yield data[16:size]
             data = data[(size + 3) & ~3 :]
 
 
-def _connection(message: bytes) -> tuple[int, Tcp]:
+def _connection(message: bytes) -> tuple[int, _Tcp]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
     timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
     acknowledged, received, rest = 0, 0, message[72:]
     while len(rest) >= 4:
         length, kind = struct.unpack_from("=HH", rest)
-        if kind == INFO and length >= 4 + 136:
+        if kind == _INFO and length >= 4 + 136:
             acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
         rest = rest[(max(length, 4) + 3) & ~3 :]
     ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
     link = Link(_address(message[0], one), ports[0], _address(message[0], other), ports[1])
-    return file, Tcp(unsent > 0 and timer != PROBE, acknowledged + received, acknowledged, link)
+    return file, _Tcp(unsent > 0 and timer != _PROBE, acknowledged + received, acknowledged, link)
 
 
 def _address(family: int, data: bytes) -> str:

@@ -7,8 +7,8 @@ import torch
 
 __all__ = ["attention_block", "attention_block_grad"]
 
-aten: Any = torch.ops.aten
-Block = tuple[torch.Tensor, torch.Tensor]
+_aten: Any = torch.ops.aten
+_Block = tuple[torch.Tensor, torch.Tensor]
 
 
 def attention_block(
@@ -19,7 +19,7 @@ def attention_block(
     causal: bool,
     scale: float,
     softcap: float | None = None,
-) -> Block:
+) -> _Block:
     """Attend to a block of keys.
 
     Args:
@@ -38,11 +38,11 @@ def attention_block(
     if softcap is not None:
         return _by_definition(q, k, v, keep, causal, scale, softcap)
     if _cpu_kernel(q, v):
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+        out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
         )
     elif _cuda_kernel(q, v, keep):
-        out, log_sum = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+        out, log_sum = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
         return _by_definition(q, k, v, keep, causal, scale, None)
     return out, log_sum if keep is None else torch.where(keep.any(-1), log_sum, -math.inf)
@@ -77,7 +77,7 @@ def attention_block_grad(
     if softcap is not None:
         return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap)
     if _cpu_kernel(q, v):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_sum, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
         )
     if _cuda_kernel(q, v, keep):
@@ -85,7 +85,7 @@ def attention_block_grad(
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         lengths = None, None, q.shape[-2], k.shape[-2]
-        return aten._scaled_dot_product_flash_attention_backward(
+        return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, log_sum, *lengths, 0.0, causal, seed, offset, scale=scale
         )
     return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, None)
@@ -138,7 +138,7 @@ def _by_definition(
     causal: bool,
     scale: float,
     softcap: float | None,
-) -> Block:
+) -> _Block:
     wide_q, wide_k, wide_v = _wide(q, k, v)
     scores = _scores(wide_q, wide_k, keep, causal, scale, softcap)
     log_sum = scores.logsumexp(-1)

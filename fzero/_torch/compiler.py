@@ -110,10 +110,10 @@ def compile_threads() -> int:
     return config.compile_threads or 1
 
 
-GraphWithStandIns = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of arguments and results
+_GraphWithStandIns = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of arguments and results
 
 
-def pickle_graphs(graphs: Sequence[GraphWithStandIns]) -> bytes:
+def pickle_graphs(graphs: Sequence[_GraphWithStandIns]) -> bytes:
     """Pickle graphs, the shapes of their arguments and results, and this process's settings, for another process.
 
     Raises:
@@ -127,7 +127,7 @@ def pickle_graphs(graphs: Sequence[GraphWithStandIns]) -> bytes:
     return pickle.dumps((settings, rows))
 
 
-def unpickle_graphs(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
+def unpickle_graphs(data: bytes) -> list[Callable[[], _GraphWithStandIns]]:
     """Apply the settings of the process that pickled graphs, and return functions that build the graphs.
 
     A function raises if its graph has a custom operation that is not registered in this process.
@@ -139,7 +139,7 @@ def unpickle_graphs(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
         config.load_config(inductor_config)
     _set(settings)
 
-    def make(lines: list[_Line], *forms: Any) -> GraphWithStandIns:
+    def make(lines: list[_Line], *forms: Any) -> _GraphWithStandIns:
         with FakeTensorMode():
             fakes, results = [[torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in xs] for xs in forms]
         return _graph(lines), fakes, results

@@ -13,10 +13,10 @@ __all__ = ["apply_to_groups", "can_group"]
 
 _c: Any = torch
 
-GROUP_BYTES = 32 * 2**20  # of a group's first column: a launch of more takes longer than it takes to start another
+_GROUP_BYTES = 32 * 2**20  # of a group's first column: a launch of more takes longer than it takes to start another
 
 
-class TensorList:
+class _TensorList:
     """Tensors of one dtype that are computed together.
 
     The other operand is a number, a 0-d tensor, or a list of as many tensors of the same shapes.
@@ -26,29 +26,29 @@ class TensorList:
         self.tensors = tensors
         self.dtype = tensors[0].dtype
 
-    def __mul__(self, other: Any) -> "TensorList":
-        return TensorList(_c._foreach_mul(self.tensors, _operand(other)))
+    def __mul__(self, other: Any) -> "_TensorList":
+        return _TensorList(_c._foreach_mul(self.tensors, _operand(other)))
 
-    def __add__(self, other: Any) -> "TensorList":
-        return TensorList(_c._foreach_add(self.tensors, _operand(other)))
+    def __add__(self, other: Any) -> "_TensorList":
+        return _TensorList(_c._foreach_add(self.tensors, _operand(other)))
 
-    def __sub__(self, other: "TensorList") -> "TensorList":
-        return TensorList(_c._foreach_sub(self.tensors, other.tensors))
+    def __sub__(self, other: "_TensorList") -> "_TensorList":
+        return _TensorList(_c._foreach_sub(self.tensors, other.tensors))
 
-    def __truediv__(self, other: Any) -> "TensorList":
-        return TensorList(_c._foreach_div(self.tensors, _operand(other)))
+    def __truediv__(self, other: Any) -> "_TensorList":
+        return _TensorList(_c._foreach_div(self.tensors, _operand(other)))
 
     __rmul__, __radd__ = __mul__, __add__
 
-    def sqrt(self) -> "TensorList":
-        return TensorList(_c._foreach_sqrt(self.tensors))
+    def sqrt(self) -> "_TensorList":
+        return _TensorList(_c._foreach_sqrt(self.tensors))
 
-    def to(self, dtype: torch.dtype) -> "TensorList":
-        return self if dtype == self.dtype else TensorList([x.to(dtype) for x in self.tensors])
+    def to(self, dtype: torch.dtype) -> "_TensorList":
+        return self if dtype == self.dtype else _TensorList([x.to(dtype) for x in self.tensors])
 
 
 def _operand(x: Any) -> Any:
-    return x.tensors if isinstance(x, TensorList) else x
+    return x.tensors if isinstance(x, _TensorList) else x
 
 
 def can_group(leaves: Sequence[Any]) -> bool:
@@ -62,7 +62,7 @@ def apply_to_groups(f: Callable[..., Any], rows: Mapping[Any, Sequence[Any]]) ->
     """Apply an elementwise function to groups of rows; the rows that fit into no group are left out.
 
     Args:
-        f: it computes with the operators and methods of `TensorList`.
+        f: it computes with the operators and methods of `_TensorList`.
         rows: its arguments, by any key.
 
     Returns:
@@ -71,7 +71,7 @@ def apply_to_groups(f: Callable[..., Any], rows: Mapping[Any, Sequence[Any]]) ->
     results: dict[Any, torch.Tensor] = {}
     for keys in _groups(rows):
         columns = zip(*[rows[key] for key in keys], strict=True)
-        out = f(*[TensorList(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns])
+        out = f(*[_TensorList(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns])
         results.update(zip(keys, out.tensors, strict=True))
     return results
 
@@ -87,7 +87,7 @@ def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
         room[kind] = room.get(kind, 0) - row[0].nbytes
         if room[kind] < 0:
             kinds.setdefault(kind, []).append([])
-            room[kind] = GROUP_BYTES - row[0].nbytes
+            room[kind] = _GROUP_BYTES - row[0].nbytes
         kinds[kind][-1].append(key)
     for groups in kinds.values():
         yield from [keys for keys in groups if len(keys) > 1]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 __all__ = ["allow_in_graph", "assume_constant_result", "register_flop_formula", "register_optree_node"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 _REGISTRATIONS: dict[str, list[Callable[[Any], Any]]] = {}
 """Name of a module that is not imported yet -> functions of the module that register something with it."""
 
@@ -28,22 +28,22 @@ def _register(name: str, registration: Callable[[Any], Any]) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def allow_in_graph(f: F) -> F:
+def allow_in_graph(f: _F) -> _F:
     """Make Dynamo put calls of a function into its graph as one operation, instead of tracing the function."""
     _register("torch._dynamo", lambda dynamo: dynamo.allow_in_graph(f))
     return f
 
 
-def assume_constant_result(f: F) -> F:
+def assume_constant_result(f: _F) -> _F:
     """Make Dynamo call a function while it traces, and treat the result as a constant."""
     f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  as Dynamo's decorator does
     return f
 
 
-def register_flop_formula(operations: Sequence[Any]) -> Callable[[F], F]:
+def register_flop_formula(operations: Sequence[Any]) -> Callable[[_F], _F]:
     """Return a decorator that makes a function count the FLOPs of operations, also for torch's `FlopCounterMode`."""
 
-    def register(f: F) -> F:
+    def register(f: _F) -> _F:
         _register("torch.utils.flop_counter", lambda counter: counter.register_flop_formula(operations)(f))
         return f
 

@@ -57,10 +57,10 @@ def thread_state() -> Callable[[], Any]:
 
     The state is: grad mode, inference mode, autocast, function modes and dispatch modes (such as `torch.device("meta")`
     and `FlopCounterMode`), the hooks of saved tensors, and the number of threads. When the context ends, the other
-    thread has its previous state again. `SETTINGS` lists the state of the process.
+    thread has its previous state again. `_SETTINGS` lists the state of the process.
     """
     grad, forward, inference = torch.is_grad_enabled(), _forward(), torch.is_inference_mode_enabled()
-    casts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES]
+    casts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     cache, threads = torch.is_autocast_cache_enabled(), torch.get_num_threads()
     functions, operations = _function_modes(), _operation_modes()
     hooks, refusal = _saved_tensor_hooks(), _refusal_of_hooks()
@@ -101,7 +101,7 @@ def load_forward_mode() -> None:
 
 
 _c: Any = torch._C
-DEVICES = ("cpu", "cuda")  # the devices of autocast
+_DEVICES = ("cpu", "cuda")  # the devices of autocast
 
 _forward: Callable[[], bool] = _c._is_fwd_grad_enabled
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
@@ -170,7 +170,7 @@ def _with_default_device(context: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- the settings of the process
 
 
-class Setting(NamedTuple):
+class _Setting(NamedTuple):
     """A setting that all threads share: a function that reads it and a function that writes it."""
 
     read: Callable[[], Any]
@@ -207,43 +207,43 @@ def _write_default_device(device: torch.device | None) -> None:
     _device.CURRENT_DEVICE = device
 
 
-SETTINGS = {
-    "anomaly mode": Setting(_anomaly_mode, lambda x: torch.set_anomaly_enabled(*x)),
-    "deterministic algorithms": Setting(
+_SETTINGS = {
+    "anomaly mode": _Setting(_anomaly_mode, lambda x: torch.set_anomaly_enabled(*x)),
+    "deterministic algorithms": _Setting(
         _deterministic, lambda x: torch.use_deterministic_algorithms(x[0], warn_only=x[1])
     ),
-    "deterministic filling of empty tensors": Setting(
+    "deterministic filling of empty tensors": _Setting(
         _c._get_deterministic_fill_uninitialized_memory, _c._set_deterministic_fill_uninitialized_memory
     ),
-    "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "default device": Setting(lambda: _device.CURRENT_DEVICE, _write_default_device),
-    "precision of float32 products": Setting(_matmul_precision, _write_matmul_precision),
-    "flash attention": Setting(_c._get_flash_sdp_enabled, _c._set_sdp_use_flash),
-    "memory-efficient attention": Setting(_c._get_mem_efficient_sdp_enabled, _c._set_sdp_use_mem_efficient),
-    "math attention": Setting(_c._get_math_sdp_enabled, _c._set_sdp_use_math),
-    "cudnn attention": Setting(_c._get_cudnn_sdp_enabled, _c._set_sdp_use_cudnn),
-    "overrideable attention": Setting(_c._get_overrideable_sdp_enabled, _c._set_sdp_use_overrideable),
-    "priority of attention kernels": Setting(_c._get_sdp_priority_order, _c._set_sdp_priority_order),
-    "cudnn": Setting(_c._get_cudnn_enabled, _c._set_cudnn_enabled),
-    "cudnn benchmark": Setting(_c._get_cudnn_benchmark, _c._set_cudnn_benchmark),
-    "cudnn deterministic": Setting(_c._get_cudnn_deterministic, _c._set_cudnn_deterministic),
-    "mkldnn": Setting(_c._get_mkldnn_enabled, _c._set_mkldnn_enabled),
-    "checks of sparse tensors": Setting(torch.sparse.check_sparse_tensor_invariants.is_enabled, _check_sparse),
-    "warn always": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
-    "number of threads": Setting(torch.get_num_threads, torch.set_num_threads),
+    "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "default device": _Setting(lambda: _device.CURRENT_DEVICE, _write_default_device),
+    "precision of float32 products": _Setting(_matmul_precision, _write_matmul_precision),
+    "flash attention": _Setting(_c._get_flash_sdp_enabled, _c._set_sdp_use_flash),
+    "memory-efficient attention": _Setting(_c._get_mem_efficient_sdp_enabled, _c._set_sdp_use_mem_efficient),
+    "math attention": _Setting(_c._get_math_sdp_enabled, _c._set_sdp_use_math),
+    "cudnn attention": _Setting(_c._get_cudnn_sdp_enabled, _c._set_sdp_use_cudnn),
+    "overrideable attention": _Setting(_c._get_overrideable_sdp_enabled, _c._set_sdp_use_overrideable),
+    "priority of attention kernels": _Setting(_c._get_sdp_priority_order, _c._set_sdp_priority_order),
+    "cudnn": _Setting(_c._get_cudnn_enabled, _c._set_cudnn_enabled),
+    "cudnn benchmark": _Setting(_c._get_cudnn_benchmark, _c._set_cudnn_benchmark),
+    "cudnn deterministic": _Setting(_c._get_cudnn_deterministic, _c._set_cudnn_deterministic),
+    "mkldnn": _Setting(_c._get_mkldnn_enabled, _c._set_mkldnn_enabled),
+    "checks of sparse tensors": _Setting(torch.sparse.check_sparse_tensor_invariants.is_enabled, _check_sparse),
+    "warn always": _Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+    "number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
 }
 """Torch's settings of the whole process, except the random state: ranks draw random numbers one after the other."""
 
 
 def settings() -> dict[str, Any]:
     """Read all settings of the process."""
-    return {name: setting.read() for name, setting in SETTINGS.items()}
+    return {name: setting.read() for name, setting in _SETTINGS.items()}
 
 
 def write_settings(values: Mapping[str, Any]) -> None:
     """Write settings of the process."""
     for name, value in values.items():
-        SETTINGS[name].write(value)
+        _SETTINGS[name].write(value)
 
 
 class RankSettings:

@@ -24,7 +24,6 @@ from fzero._torch.recorder import is_user_code
 
 __all__ = [
     "Allocations",
-    "CallSite",
     "Memory",
     "WatchedOperation",
     "allocations",
@@ -177,7 +176,7 @@ def record_node_lines() -> Iterator[None]:
 # ---------------------------------------------------------------- lines
 
 
-class CallSite(NamedTuple):
+class _CallSite(NamedTuple):
     """The place in the code where an operation runs.
 
     Attributes:
@@ -196,7 +195,7 @@ class CallSite(NamedTuple):
     sequence_number: int = -1
 
 
-def current_call_site() -> CallSite:
+def current_call_site() -> _CallSite:
     """Return the call site of the operation that is being watched."""
     node: Any = torch._C._current_autograd_node()
     frames = list(_frames())
@@ -206,13 +205,13 @@ def current_call_site() -> CallSite:
     if node is None:
         is_forward = any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
         newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
-        return CallSite(line, "", collective, is_forward, newest)
+        return _CallSite(line, "", collective, is_forward, newest)
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
     # a line in the user's own backward function, called by the engine, is nearer than the forward operation's line
     in_backward = user_frame is not None and engine is not None and frames.index(user_frame) < frames.index(engine)
     name = node.name if isinstance(node.name, str) else node.name()  # under torch.func a Function's name is a string
     number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-    return CallSite(line if in_backward else _line_of(node) or line, name, collective, False, number)
+    return _CallSite(line if in_backward else _line_of(node) or line, name, collective, False, number)
 
 
 def _frames() -> Iterator[FrameType]:

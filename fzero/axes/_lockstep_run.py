@@ -24,7 +24,6 @@ __all__ = [
     "RankCancelled",
     "RankGroup",
     "RankStatus",
-    "RankThreads",
     "describe",
     "group_of",
     "process_threads",
@@ -33,7 +32,7 @@ __all__ = [
 # The threads of ranks in lockstep, and the state that all runs of a process share.
 
 
-class RankThreads:
+class _RankThreads:
     """A process's threads for ranks, shared by its active runs; runs may be nested, or in several threads.
 
     Attributes:
@@ -103,13 +102,13 @@ def _hold_forward_level(ready: Future[None], end: threading.Event) -> None:
         ready.set_exception(error)
 
 
-_THREADS: dict[int, RankThreads] = {}
+_THREADS: dict[int, _RankThreads] = {}
 
 
-def process_threads() -> RankThreads:
+def process_threads() -> _RankThreads:
     """Return this process's threads; a fork has none of its parent's."""
     pid = os.getpid()
-    return _THREADS.get(pid) or _THREADS.setdefault(pid, RankThreads())
+    return _THREADS.get(pid) or _THREADS.setdefault(pid, _RankThreads())
 
 
 class DivergedError(RuntimeError):
@@ -138,13 +137,13 @@ class RankCancelled(BaseException):
 
 
 class RankStatus(NamedTuple):
-    """The operation in which a rank waits, and the user's line; or `ENDED`."""
+    """The operation in which a rank waits, and the user's line; or `_ENDED`."""
 
     operation: str
     source_line: str
 
 
-ENDED = RankStatus("ended", "")
+_ENDED = RankStatus("ended", "")
 
 
 class MessageKey(NamedTuple):
@@ -253,7 +252,7 @@ class LockstepRun:
         statuses: dict[RankStatus, list[int]] = {}
         for rank in range(self.size):
             if rank in self.waiting or rank in self.results:
-                statuses.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
+                statuses.setdefault(self.waiting.get(rank, _ENDED), []).append(rank)
         return statuses
 
     def report(self) -> str:
@@ -269,7 +268,7 @@ class LockstepRun:
 def _status_text(status: RankStatus, ranks: list[int]) -> str:
     """Return where ranks are, as text: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
     names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    if status == ENDED:
+    if status == _ENDED:
         return f"{names} ended"
     return f"{names} wait{'s' * (len(ranks) == 1)} in {status.operation}" + (
         f" ({status.source_line})" if status.source_line else ""

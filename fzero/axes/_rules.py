@@ -9,13 +9,10 @@ import torch
 __all__ = [
     "DEFAULT_RULES",
     "AxisName",
-    "DtypeRule",
     "LayoutRules",
     "OverRule",
-    "PipelineRule",
     "SplitRule",
     "SplitRules",
-    "StackRule",
     "StackedList",
     "UnitRule",
     "join_rules",
@@ -29,7 +26,7 @@ UnitRule = Callable[[str, torch.Tensor], str | None]
 """A function of a leaf's path and the leaf to the name of its unit, or None to keep the leaf replicated."""
 OverRule = Callable[[str, torch.Tensor], AxisName]
 """A function of a leaf's path and the leaf to the axes over which it is sharded."""
-DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
+_DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
 SplitRule = Callable[[str, torch.Tensor], Mapping[str, int] | None]
 """A function of a leaf's path and the leaf to `{axis: dimension}`, or None: along an axis, ranks hold parts of it."""
 SplitRules = SplitRule | Sequence[SplitRule]
@@ -37,7 +34,7 @@ SplitRules = SplitRule | Sequence[SplitRule]
 
 
 @runtime_checkable
-class PipelineRule(Protocol):
+class _PipelineRule(Protocol):
     """A rule of `split` along whose axes ranks do different work on the same data, such as stages of a pipeline.
 
     Losses are averaged over these axes all the same: each rank contributes its share of the loss and the gradients.
@@ -73,7 +70,7 @@ class StackedList(NamedTuple):
 
 
 @runtime_checkable
-class StackRule(Protocol):
+class _StackRule(Protocol):
     """A rule of `split` for trees that hold a stacked list."""
 
     def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, StackedList]:
@@ -96,9 +93,9 @@ class LayoutRules(NamedTuple):
     units: UnitRule | None = None
     over: OverRule | None = None
     split: SplitRule | None = None
-    dtype: DtypeRule | None = None
+    dtype: _DtypeRule | None = None
     pipeline_axes: tuple[str, ...] = ()
-    stacks: tuple[StackRule, ...] = ()
+    stacks: tuple[_StackRule, ...] = ()
 
     def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> dict[str, StackedList]:
         """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
@@ -109,7 +106,7 @@ DEFAULT_RULES = LayoutRules()
 
 
 @dataclass(frozen=True)
-class JoinedRules:
+class _JoinedRules:
     """Several rules, each of which splits leaves over its own axes: experts over one, matrices over another."""
 
     rules: tuple[SplitRule, ...]
@@ -135,15 +132,15 @@ def join_rules(split: SplitRules | None) -> SplitRule | None:
     """Join several rules into one; return anything else unchanged."""
     rule: Any = split
     if isinstance(split, tuple | list) and all(callable(r) for r in split):
-        return JoinedRules(tuple(split))
+        return _JoinedRules(tuple(split))
     return rule
 
 
 def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     """List the rules that a rule consists of; the rule itself is among them unless it only joins others."""
-    if isinstance(split, JoinedRules):
+    if isinstance(split, _JoinedRules):
         return tuple([inner_rule for rule in split.rules for inner_rule in rules_in(rule)])
-    inner = rules_in(split.rule) if isinstance(split, PipelineRule) else ()
+    inner = rules_in(split.rule) if isinstance(split, _PipelineRule) else ()
     return () if split is None else (split, *inner)
 
 
@@ -161,9 +158,9 @@ def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: Split
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {expected}")
     pipeline_axes = tuple(
-        [name for rule in rules_in(split_rule) if isinstance(rule, PipelineRule) for name in rule.pipeline_axes]
+        [name for rule in rules_in(split_rule) if isinstance(rule, _PipelineRule) for name in rule.pipeline_axes]
     )
-    stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, StackRule)])
+    stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, _StackRule)])
     if over is None or callable(over):
         return LayoutRules(units, over, split_rule, pipeline_axes=pipeline_axes, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):

@@ -22,7 +22,7 @@ from fzero.checkpoint._manifest import MANIFEST, Manifest
 
 __all__ = ["main"]
 
-DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "Write the full leaves to a safetensors file, to model.safetensors in a folder, or as torch.save does."
     out = command("export", _export, text, "path", "out")
     out.add_argument("--prefix", default="", help="write the leaves below this path, such as params, without the path")
-    out.add_argument("--dtype", choices=DTYPES, help="cast floating point leaves")
+    out.add_argument("--dtype", choices=_DTYPES, help="cast floating point leaves")
     out.add_argument("--torch", action="store_true", help="write a file for torch.load; needs memory for all leaves")
     return parser
 
@@ -206,7 +206,7 @@ def _diff(args: Any) -> int:
 
 
 def _export(args: Any) -> int:
-    dtype = DTYPES[args.dtype] if args.dtype else None
+    dtype = _DTYPES[args.dtype] if args.dtype else None
     with _bar("export") as progress:
         file, names = export(
             _one(args.path), args.out, prefix=args.prefix, dtype=dtype, as_torch=args.torch, progress=progress

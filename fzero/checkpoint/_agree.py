@@ -20,7 +20,7 @@ from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["StoreChannel", "agree", "all_or_none", "check_same_on_ranks"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _POLL = 0.005  # seconds
 
 
@@ -29,7 +29,7 @@ def _line(error: BaseException) -> str:
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
-def all_or_none(task: str, run: Callable[[], T], mesh: Mesh | None) -> T:
+def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
     """Run a function on all ranks, and raise on all ranks if it raises on one.
 
     Raises:
@@ -70,7 +70,7 @@ def check_same_on_ranks(task: str, text: bytes, mesh: Mesh | None) -> None:
         raise CheckpointError(f"{task}: rank {outliers[0]} has another tree, or other names, than rank 0")
 
 
-def _try(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _try(run: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
     try:
         return run(), None
     except Exception as error:
@@ -78,8 +78,8 @@ def _try(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def agree(
-    task: str, prepare: Callable[[], tuple[bytes, T]], nonce: str, mesh: Mesh | None, timeout: float
-) -> "tuple[StoreChannel, T]":
+    task: str, prepare: Callable[[], tuple[bytes, _T]], nonce: str, mesh: Mesh | None, timeout: float
+) -> "tuple[StoreChannel, _T]":
     """Check that all ranks do the same work, and agree on rank 0's nonce.
 
     Args:

@@ -16,12 +16,10 @@ from fzero.sharding import PerRank, Shard, box_of, is_box, slice_elements, space
 __all__ = [
     "Block",
     "BlockRange",
-    "CommonRun",
     "chunks",
     "full_block",
     "is_direct",
     "materialize",
-    "overlapping",
     "rectangles",
     "runs",
     "view_bytes",
@@ -31,7 +29,7 @@ __all__ = [
 # Tensors as bytes: views of their memory if this process can access it directly, else small copies.
 
 
-CHUNK = 1 << 22  # bytes of a copy
+_CHUNK = 1 << 22  # bytes of a copy
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:
@@ -54,7 +52,7 @@ def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
     if is_direct(x):
         yield view_bytes(x.view(-1)[start:stop])
         return
-    step = max(CHUNK // x.element_size(), 1)
+    step = max(_CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
         for part in view_or_chunks(x, at, min(at + step, stop)):
             yield view_bytes(part.cpu())
@@ -65,7 +63,7 @@ def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]
         return
-    step = max(CHUNK // x.element_size(), 1)
+    step = max(_CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
         yield slice_elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
 
@@ -73,7 +71,7 @@ def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
 # Tensors that share memory: if two leaves were read into the same memory, both would hold the later one.
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+def _overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of tensors that share an element with an earlier tensor, or whose own elements overlap."""
     spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
     indices = {i for *_, i in spans if _repeats(tensors[i])}
@@ -128,7 +126,7 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
     entries, structure = tree.flatten(like, is_box)
     plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
     boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
-    shared = overlapping([*plain.values(), *boxed])
+    shared = _overlapping([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
     buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
     fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
@@ -190,7 +188,7 @@ class BlockRange(NamedTuple):
     stop: int
 
 
-class CommonRun(NamedTuple):
+class _CommonRun(NamedTuple):
     """Contiguous elements that two ranges share: where they begin in the first and in the second, and how many."""
 
     source_offset: int
@@ -198,7 +196,7 @@ class CommonRun(NamedTuple):
     numel: int
 
 
-class Rectangle(NamedTuple):
+class _Rectangle(NamedTuple):
     """A rectangle of consecutive elements of a block; `flat` is the position of the first one in the block."""
 
     offsets: tuple[int, ...]
@@ -211,7 +209,7 @@ def full_block(shape: tuple[int, ...]) -> Block:
     return tuple([(0, size) for size in shape])
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
     """Split a flat range of a `d`-dimensional tensor into at most 2 d - 1 rectangles, in order.
 
     Example:
@@ -221,7 +219,7 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
     if start >= stop:
         return
     if len(shape) < 2:
-        yield Rectangle((start,) if shape else (), (stop - start,) if shape else (), start)
+        yield _Rectangle((start,) if shape else (), (stop - start,) if shape else (), start)
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # full rows: from the first to before the last
@@ -231,18 +229,18 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
     if start < first * row:
         yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
-        yield Rectangle((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), first * row)
+        yield _Rectangle((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), first * row)
     if last * row < stop:
         yield from _in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[Rectangle]:
+def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[_Rectangle]:
     row = math.prod(shape[1:])
     for r in rectangles(shape[1:], start, stop):
-        yield Rectangle((i, *r.offsets), (1, *r.sizes), i * row + r.flat)
+        yield _Rectangle((i, *r.offsets), (1, *r.sizes), i * row + r.flat)
 
 
-def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
+def runs(source: BlockRange, target: BlockRange) -> Iterator[_CommonRun]:
     """List the elements that two ranges of a tensor share, as runs that are contiguous in both.
 
     Two ranges of one block share at most one run. Two ranges of different blocks share one run per row.
@@ -250,7 +248,7 @@ def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
-            yield CommonRun(start - source.start, start - target.start, stop - start)
+            yield _CommonRun(start - source.start, start - target.start, stop - start)
         return
     source_shape, target_shape = [tuple([size for _, size in r.block]) for r in (source, target)]
     for a in rectangles(source_shape, source.start, source.stop):
@@ -261,11 +259,11 @@ def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
 def _common(
     source: BlockRange,
     source_shape: tuple[int, ...],
-    a: Rectangle,
+    a: _Rectangle,
     target: BlockRange,
     target_shape: tuple[int, ...],
-    b: Rectangle,
-) -> Iterator[CommonRun]:
+    b: _Rectangle,
+) -> Iterator[_CommonRun]:
     """List the runs in the intersection of two rectangles."""
     box = []
     for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.block, *b[:2], target.block, strict=True):
@@ -278,7 +276,7 @@ def _common(
     numel = math.prod([high - low for low, high in box[d:]])
     for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
         first = (*outer, *[low for low, _ in box[d:]])
-        yield CommonRun(_offset_in(first, source, source_shape), _offset_in(first, target, target_shape), numel)
+        yield _CommonRun(_offset_in(first, source, source_shape), _offset_in(first, target, target_shape), numel)
 
 
 def _offset_in(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["check_containers", "parse_json"]
 
-MOST = 1 << 20  # lists and objects, of some 64 bytes each: a checkpoint of a hundred thousand leaves has fewer
+_MOST = 1 << 20  # lists and objects, of some 64 bytes each: a checkpoint of a hundred thousand leaves has fewer
 
 
 def check_containers(data: bytes) -> None:
@@ -15,8 +15,8 @@ def check_containers(data: bytes) -> None:
         ValueError: if it has more.
     """
     count = data.count(b"[") + data.count(b"{")
-    if count > MOST:
-        raise ValueError(f"it has {count:,} lists and objects: expected at most {MOST:,}")
+    if count > _MOST:
+        raise ValueError(f"it has {count:,} lists and objects: expected at most {_MOST:,}")
 
 
 def parse_json(data: bytes) -> Any:

@@ -17,9 +17,9 @@ from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
 from fzero.checkpoint._ranges import Leaf, TreeLayout
 
-__all__ = ["Difference", "differences", "export", "fill_leaf", "leaves", "read", "verify"]
+__all__ = ["differences", "export", "leaves", "read", "verify"]
 
-ABSENT = object()
+_ABSENT = object()
 
 
 def leaves(path: Any) -> dict[str, Leaf]:
@@ -61,15 +61,15 @@ def read(path: Any, name: str) -> Any:
     layout = manifest.layout
     for path in _above(name):
         inside = name.removeprefix(path).lstrip(".")
-        value = _within(layout.values[path], inside) if path in layout.values else ABSENT
-        if value is not ABSENT:
+        value = _within(layout.values[path], inside) if path in layout.values else _ABSENT
+        if value is not _ABSENT:
             return value
     if name not in layout.leaf_index:
         paths = [*layout.leaf_index, *layout.values]
         examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
         raise CheckpointError(f"{files.path!r} has no leaf {name!r}: it has {len(paths)} leaves, such as {examples}")
     leaf = layout.leaves[layout.leaf_index[name]]
-    return fill_leaf(files, manifest, layout.leaf_index[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
+    return _fill_leaf(files, manifest, layout.leaf_index[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
 
 
 def _above(path: str) -> Iterator[str]:
@@ -81,16 +81,16 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _within(value: Any, path: str) -> Any:
-    """Return the part of a JSON value at a path, or `ABSENT`."""
+    """Return the part of a JSON value at a path, or `_ABSENT`."""
     if not path:
         return value
     if not isinstance(value, dict):
-        return ABSENT
+        return _ABSENT
     keys = [key for key in value if path == key or path.startswith(f"{key}.")]
-    return next((_within(value[key], path[len(key) + 1 :]) for key in keys), ABSENT)
+    return next((_within(value[key], path[len(key) + 1 :]) for key in keys), _ABSENT)
 
 
-def fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) -> torch.Tensor:
+def _fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) -> torch.Tensor:
     """Read a full leaf into a contiguous tensor of its shape and dtype, and return the tensor."""
     by_file: dict[int, list[ReadRequest]] = {}
     if not x.numel():  # nothing is read, so only the files' sizes show whether the leaf has no elements
@@ -148,7 +148,7 @@ def _blocks(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, 
 _AT_ONCE = 1 << 20  # elements compared at a time
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """A leaf or value that differs between two checkpoints.
 
     Attributes:
@@ -168,7 +168,7 @@ class Difference(NamedTuple):
 
 def differences(
     one: Any, other: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None
-) -> Iterator[Difference]:
+) -> Iterator[_Difference]:
     """Yield the differences between two checkpoints, sorted by path.
 
     Args:
@@ -189,7 +189,7 @@ def differences(
         indices = manifests[0].layout.leaf_index.get(path), manifests[1].layout.leaf_index.get(path)
         if a != b or indices[0] is None or indices[1] is None:
             if a != b:
-                yield Difference(path, a, b)
+                yield _Difference(path, a, b)
             continue
         pair = (indices[0], indices[1])
         if pair not in results:  # tied leaves are read once
@@ -198,7 +198,7 @@ def differences(
             progress(min(nbytes, total), total)
         count, largest = results[pair]
         if count:
-            yield Difference(path, a, b, count, largest)
+            yield _Difference(path, a, b, count, largest)
 
 
 def _texts(layout: TreeLayout) -> dict[str, str]:
@@ -235,7 +235,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def _leaf(files: Files, manifest: Manifest, index: int) -> torch.Tensor:
     leaf = manifest.layout.leaves[index]
-    return fill_leaf(files, manifest, index, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
+    return _fill_leaf(files, manifest, index, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
 
 
 def _nan_last(x: float) -> tuple[bool, float]:
@@ -245,7 +245,7 @@ def _nan_last(x: float) -> tuple[bool, float]:
 # Exporting: a checkpoint's full leaves as one file, of safetensors or of torch.save.
 
 
-Progress = Callable[[int, int], None]
+_Progress = Callable[[int, int], None]
 
 
 def export(
@@ -255,7 +255,7 @@ def export(
     prefix: str = "",
     dtype: torch.dtype | None = None,
     as_torch: bool = False,
-    progress: Progress = lambda nbytes, total: None,
+    progress: _Progress = lambda nbytes, total: None,
 ) -> tuple[str, list[str]]:
     """Write the full leaves of a checkpoint to one file; a tied leaf at each of its paths.
 
@@ -379,13 +379,13 @@ def _header(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torc
 
 
 def _leaves(
-    files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: Progress
+    files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: _Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name with its leaf, read and cast to `dtype`."""
     leaves = [manifest.layout.leaves[i] for _, i in names]
     nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
-        x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
+        x = _fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
         yield name, x.to(_dtype(leaf, dtype))
         nbytes += leaf.nbytes
         progress(nbytes, total)
@@ -397,7 +397,7 @@ def _write_leaves(
     manifest: Manifest,
     names: list[tuple[str, int]],
     dtype: torch.dtype | None,
-    progress: Progress,
+    progress: _Progress,
 ) -> None:
     for _, x in _leaves(files, manifest, names, dtype, progress):
         f.write(view_bytes(x))
@@ -410,7 +410,7 @@ def _write_torch(
     names: dict[str, int],
     values: dict[str, Any],
     dtype: torch.dtype | None,
-    progress: Progress,
+    progress: _Progress,
 ) -> None:
     """Write leaves and values by name with torch.save; tied leaves are one tensor."""
     first_names = {i: name for name, i in reversed(names.items())}

@@ -108,7 +108,7 @@ def _load_files(
             raise read
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        check_leaves(files, read[0].layout, local.layout, partial)
+        _check_leaves(files, read[0].layout, local.layout, partial)
         return *read, result, local
 
     manifest, crc, result, local = all_or_none(f"loading {files.path!r}", prepare, mesh)
@@ -130,7 +130,7 @@ def _leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
 
-def check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bool) -> None:
+def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: bool) -> None:
     """Check that a tree has the leaves of a checkpoint, with their shapes and dtypes.
 
     Raises:

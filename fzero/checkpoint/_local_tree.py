@@ -44,7 +44,7 @@ class LeafSource(NamedTuple):
     item_index: int = 0
 
 
-class Member(NamedTuple):
+class _Member(NamedTuple):
     """One occurrence of a leaf of a unit.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member(NamedTuple):
     is_copy: bool = False
 
 
-class UnitPart(NamedTuple):
+class _UnitPart(NamedTuple):
     """The leaves of a unit that some ranks hold; nearly always all ranks hold all leaves.
 
     Attributes:
@@ -70,13 +70,13 @@ class UnitPart(NamedTuple):
         coordinates: the ranks that hold the part, as coordinates along an axis; empty if all ranks hold it.
     """
 
-    members: list[Member]
+    members: list[_Member]
     shapes: tuple[tuple[int, ...], ...]
     split: tuple[Split, ...]
     coordinates: tuple[tuple[str, int], ...] = ()
 
 
-def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
+def _list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[_UnitPart]:
     """List the parts of a unit: one that all ranks hold, or each rank's own items of a stacked list.
 
     Args:
@@ -90,14 +90,14 @@ def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) 
     """
     stack_info = stacked_of(spec)
     if stack_info is None:
-        return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.full_shapes, spec.split)]
+        return [_UnitPart([_Member(i, path, LeafSource(path)) for path, i in members], spec.full_shapes, spec.split)]
     along, stacked = stack_info
     path, index = members[0]
     prefix = prefix_of(path, spec.paths[index])
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.full_shapes])
     splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [UnitPart([], shapes, tuple(splits), ((along.axis, coordinate),)) for coordinate in range(along.size)]
+    parts = [_UnitPart([], shapes, tuple(splits), ((along.axis, coordinate),)) for coordinate in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
         if item is None:
             raise ValueError(
@@ -109,11 +109,11 @@ def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) 
             item_index, is_copy = (any_index, True) if own_index is None else (own_index, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
                 source = LeafSource(path, item.list, item_index)
-                part.members.append(Member(index, item.path(item_index), source, is_copy))
+                part.members.append(_Member(index, item.path(item_index), source, is_copy))
     return parts
 
 
-def in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
+def _in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
     """Sort leaves by their order in the tree, and leaves of a stacked list by their order in the full list.
 
     Args:
@@ -164,7 +164,7 @@ class LocalTree:
 
     layout: TreeLayout
     ranks: range
-    memory: tuple["BoxMemory | PlainMemory", ...]
+    memory: tuple["_BoxMemory | PlainMemory", ...]
     sources: dict[str, LeafSource]
 
     def local_pieces(self, rank: int) -> Iterator[LocalPiece]:
@@ -181,7 +181,7 @@ class LocalTree:
 
 
 @dataclass(frozen=True)
-class BoxMemory:
+class _BoxMemory:
     """A value in a box: one rank's, or all ranks' in a simulation.
 
     Attributes:
@@ -279,7 +279,7 @@ class _LocalTreeBuilder:
         self.label, self.mesh, self.is_simulated = label, mesh, is_simulated
         self.leaves: list[Leaf] = []
         self.groups: list[LeafGroup] = []
-        self.memory: list[BoxMemory | PlainMemory] = []
+        self.memory: list[_BoxMemory | PlainMemory] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.sources: dict[str, LeafSource] = {}
@@ -326,8 +326,8 @@ class _LocalTreeBuilder:
                 f"{self.label} has only part of unit {spec.unit!r}, without leaf {missing[0]!r}: give the whole unit"
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
-        memory = BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
-        parts = list_unit_parts(self.label, spec, members)
+        memory = _BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
+        parts = _list_unit_parts(self.label, spec, members)
         indices = [self._add_members(part, shard.dtype) for part in parts]
         index_by_path = {self.leaves[i].path: i for leaf_indices in indices for i in leaf_indices.values()}
         for part, leaf_indices in zip(parts, indices, strict=True):
@@ -337,7 +337,7 @@ class _LocalTreeBuilder:
             self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.coordinates, copies))
             self.memory.append(memory)
 
-    def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
+    def _add_members(self, part: _UnitPart, dtype: torch.dtype) -> dict[int, int]:
         """Add the leaves of a part of a unit, and return the index of each leaf by its index in the unit."""
         indices: dict[int, int] = {}
         for m in part.members:
@@ -362,7 +362,7 @@ class _LocalTreeBuilder:
             numel = x.numel() // n if self.is_simulated else x.numel()
             i = self._add(name, shape, x.dtype, per_rank=True, source=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
-            self.memory.append(BoxMemory((x,), axes) if self.is_simulated else BoxMemory((x[None],), ()))
+            self.memory.append(_BoxMemory((x,), axes) if self.is_simulated else _BoxMemory((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
@@ -380,4 +380,4 @@ class _LocalTreeBuilder:
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(PlainMemory(leaves))
         layout = TreeLayout(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return LocalTree(layout, ranks, tuple(self.memory), in_order(self.sources, paths))
+        return LocalTree(layout, ranks, tuple(self.memory), _in_order(self.sources, paths))

@@ -93,7 +93,7 @@ def _join_path(path: str, key: str) -> str:
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 22  # bytes of a file that one checksum covers
-FORMAT, VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
+_FORMAT, _VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
 _LIMIT = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
 _DIMS = 64  # torch's own limit
 _LONGEST = 1 << 28  # bytes of a manifest: the checksums of 64 TiB
@@ -204,8 +204,8 @@ class Manifest:
     def text(self) -> bytes:
         """Return the manifest as JSON."""
         body = {
-            "format": FORMAT,
-            "version": VERSION if any(g.coordinates for g in self.layout.groups) else 1,
+            "format": _FORMAT,
+            "version": _VERSION if any(g.coordinates for g in self.layout.groups) else 1,
             "written": self.timestamp,
             "nonce": self.nonce,
             **_layout_fields(self.layout),
@@ -257,7 +257,7 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
 
 def header(layout: TreeLayout, rank: int) -> bytes:
     """Return the header of a rank's file, in safetensors' format, so that any safetensors reader reads the ranges."""
-    entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
+    entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
     at = 0
     for piece in layout.owned_pieces(rank):
         leaf = layout.leaves[piece.leaf]
@@ -293,13 +293,13 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
         ) from None
     try:
         return parse(data), zlib.crc32(data)
-    except FormatError as error:
+    except _FormatError as error:
         raise DamagedError(f"{files.path!r}: {MANIFEST} is damaged: {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{files.path!r}: {error}") from None
 
 
-class FormatError(CheckpointError):
+class _FormatError(CheckpointError):
     """A manifest is malformed."""
 
 
@@ -312,26 +312,26 @@ def parse(data: bytes) -> Manifest:
     """
     frame = _FRAME.fullmatch(data)
     if not frame or int(frame[1], 16) != zlib.crc32(frame[2]):
-        raise FormatError("its checksum differs")
+        raise _FormatError("its checksum differs")
     try:
         body = parse_json(frame[2])
     except ValueError as error:
-        raise FormatError(str(error)) from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise FormatError(f"its format is not {FORMAT!r}")
-    if body.get("version") not in range(1, VERSION + 1) or body.get("block") != BLOCK:
+        raise _FormatError(str(error)) from None
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise _FormatError(f"its format is not {_FORMAT!r}")
+    if body.get("version") not in range(1, _VERSION + 1) or body.get("block") != BLOCK:
         raise CheckpointError(
-            f"it has version {body.get('version')!r}: this fzero reads versions up to {VERSION}; install a newer one"
+            f"it has version {body.get('version')!r}: this fzero reads versions up to {_VERSION}; install a newer one"
         )
     try:
         return _manifest(body)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(f"{type(error).__name__}: {error}") from None
+        raise _FormatError(f"{type(error).__name__}: {error}") from None
 
 
 def _check(holds: bool, reason: str) -> None:
     if not holds:
-        raise FormatError(reason)
+        raise _FormatError(reason)
 
 
 def _int(x: Any) -> int:

@@ -37,7 +37,7 @@ from fzero.ranks import Mesh, all_gather_numbers, checksum
 __all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]
 
 TIMEOUT = 300.0
-MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters
+_MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters
 
 
 class SaveHandle:
@@ -190,7 +190,7 @@ def _check_equal(local: LocalTree, mesh: Mesh | None) -> None:
     if mesh is None or not mesh.distributed:
         return
     plain = {i: x for memory in local.memory if isinstance(memory, PlainMemory) for i, x in memory.leaves.items()}
-    small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
+    small = [i for i, x in plain.items() if x.nbytes <= _MAX_COMPARED]
     sums = torch.stack([torch.zeros((), dtype=torch.int64, device="cpu"), *[checksum(plain[i]).cpu() for i in small]])
     all_numbers = all_gather_numbers(sums, mesh)
     for n, i in enumerate(small, 1):

@@ -22,17 +22,17 @@ from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
-__all__ = ["Hosts", "SharedMemory", "copy_holders"]
+__all__ = ["Hosts", "SharedMemory"]
 
-LATEST = 4  # steps of a host that may be the newest whole one: more than a host has at a time
+_LATEST = 4  # steps of a host that may be the newest whole one: more than a host has at a time
 
 
-def host_name() -> str:
+def _host_name() -> str:
     """Return the name of this host."""
     return socket.gethostname()
 
 
-def copy_holders(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
+def _copy_holders(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
     """Return the ranks that hold copies of a rank's file: each on another host, as far as there are others.
 
     Hosts send to the hosts after them. The i-th rank of one sends to the i-th rank of the next, so that no rank
@@ -64,21 +64,21 @@ class Hosts:
     """The host of each rank, and a process group for saves, which send while a step runs its own collectives."""
 
     def __init__(self, mesh: Mesh | None, timeout: float, copies: int = 1) -> None:
-        self.mesh, self.rank, self.host_of_rank, self.copies = mesh, 0, [host_name()], copies
+        self.mesh, self.rank, self.host_of_rank, self.copies = mesh, 0, [_host_name()], copies
         self.group: Any = None
         if mesh is not None and mesh.distributed:
-            self.rank, self.host_of_rank = mesh.rank, all_gather_texts(host_name(), mesh)
+            self.rank, self.host_of_rank = mesh.rank, all_gather_texts(_host_name(), mesh)
         if len(set(self.host_of_rank)) > 1:  # true on all ranks or on none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def receivers(self) -> list[int]:
         """List the ranks that hold copies of this rank's files."""
-        return copy_holders(self.host_of_rank, self.rank, self.copies)
+        return _copy_holders(self.host_of_rank, self.rank, self.copies)
 
     def senders(self) -> list[int]:
         """List the ranks whose files this rank holds copies of."""
         return [
-            r for r in range(len(self.host_of_rank)) if self.rank in copy_holders(self.host_of_rank, r, self.copies)
+            r for r in range(len(self.host_of_rank)) if self.rank in _copy_holders(self.host_of_rank, r, self.copies)
         ]
 
     def warn_of_one(self) -> None:
@@ -201,8 +201,8 @@ class SharedMemory(LocalFolder):
             steps: the steps that have a folder on this host.
             name: returns the name of a step's folder.
         """
-        latest = sorted(steps)[-LATEST:]
-        all_numbers = self.hosts.numbers([*latest, *[-1] * (LATEST - len(latest))])
+        latest = sorted(steps)[-_LATEST:]
+        all_numbers = self.hosts.numbers([*latest, *[-1] * (_LATEST - len(latest))])
         candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
         return next((n for n in candidates if self.subfolder(name(n)).manifest() is not None), None)
 

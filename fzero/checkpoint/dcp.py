@@ -50,11 +50,11 @@ __all__ = ["load", "save"]
 # Names: the names in DCP of a tree's leaves, and of the parts of its other values.
 
 
-Name = Callable[[str], str]
-Keys = tuple[str | int, ...]
+_Name = Callable[[str], str]
+_Keys = tuple[str | int, ...]
 
 
-def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, Keys]:
+def _keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, _Keys]:
     """Return the keys that lead to each leaf of a tree, by its path. DCP rebuilds the tree from them."""
     try:
         pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
@@ -65,7 +65,7 @@ def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, Keys]:
     return {path: _of_item(keys_by_path[source.path], source) for path, source in sources.items()}
 
 
-def _of_item(keys: Keys, source: LeafSource) -> Keys:
+def _of_item(keys: _Keys, source: LeafSource) -> _Keys:
     """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
     at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
     return keys if at is None else (*keys[:at], source.item_index, *keys[at + 1 :])
@@ -77,7 +77,7 @@ def _key(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(layout: TreeLayout, name: Name | None) -> dict[str, str]:
+def _names_of(layout: TreeLayout, name: _Name | None) -> dict[str, str]:
     """Return the name of each leaf and value, by path.
 
     Raises:
@@ -85,7 +85,7 @@ def names_of(layout: TreeLayout, name: Name | None) -> dict[str, str]:
     """
     names = {path: path if name is None else name(path) for path in [*layout.leaf_index, *layout.values]}
     used = [(names[path], path) for path in layout.leaf_index]
-    used += [(part, path) for path, value in layout.values.items() for part, _, _ in flat(names[path], (), value)]
+    used += [(part, path) for path, value in layout.values.items() for part, _, _ in _flat(names[path], (), value)]
     first: dict[str, str] = {}
     for n, path in used:
         if n in first:
@@ -94,7 +94,7 @@ def names_of(layout: TreeLayout, name: Name | None) -> dict[str, str]:
     return names
 
 
-def flat(name: str, keys: Keys, value: Any) -> Iterator[tuple[str, Keys, Any]]:
+def _flat(name: str, keys: _Keys, value: Any) -> Iterator[tuple[str, _Keys, Any]]:
     """List the parts of a JSON value that DCP names: the items of dicts, and of lists that hold dicts."""
     parts: Sequence[tuple[str | int, Any]] = []
     if isinstance(value, dict):
@@ -104,30 +104,30 @@ def flat(name: str, keys: Keys, value: Any) -> Iterator[tuple[str, Keys, Any]]:
     if not parts:
         yield name, keys, value
     for key, part in parts:
-        yield from flat(f"{name}.{key}" if name else str(key), (*keys, key), part)
+        yield from _flat(f"{name}.{key}" if name else str(key), (*keys, key), part)
 
 
 def _holds_dicts(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(x, dict) or _holds_dicts(x) for x in value)
 
 
-def nest(parts: dict[Keys, Any]) -> Any:
-    """Build a value from its parts: the inverse of `flat`."""
+def _nest(parts: dict[_Keys, Any]) -> Any:
+    """Build a value from its parts: the inverse of `_flat`."""
     if () in parts:
         return parts[()]
-    below: dict[str | int, dict[Keys, Any]] = {}
+    below: dict[str | int, dict[_Keys, Any]] = {}
     for keys, x in parts.items():
         below.setdefault(keys[0], {})[keys[1:]] = x
-    values = {key: nest(below[key]) for key in below}
+    values = {key: _nest(below[key]) for key in below}
     return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
 
 
-def stored_names(name: str, metadata: Metadata) -> dict[str, Keys]:
+def _stored_names(name: str, metadata: Metadata) -> dict[str, _Keys]:
     """List the names under which a checkpoint stores a value or its parts, with the keys that lead to each part."""
     entries = metadata.state_dict_metadata
     if name in entries:
         return {name: ()}
-    parts: dict[str, Keys] = {}
+    parts: dict[str, _Keys] = {}
     start = f"{name}." if name else ""
     for part in entries:
         if part.startswith(start):
@@ -139,7 +139,7 @@ def stored_names(name: str, metadata: Metadata) -> dict[str, Keys]:
     return parts
 
 
-def keys_at(path: str, name: str, keys: dict[str, Keys]) -> Keys:
+def _keys_at(path: str, name: str, keys: dict[str, _Keys]) -> _Keys:
     """Return the keys that lead to a leaf in the nested dict that DCP builds. The first key is a string."""
     if name != path:
         return (name,)
@@ -177,15 +177,15 @@ def _chunks(local: LocalTree, pieces_of: Callable[[int], Iterator[LocalPiece]]) 
     return {leaf: list(chunks.values()) for leaf, chunks in by_leaf.items()}
 
 
-class SavePlanner(DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Plans the chunks that this process writes."""
 
-    def __init__(self, local: LocalTree, names: dict[str, str], keys: dict[str, Keys]) -> None:
+    def __init__(self, local: LocalTree, names: dict[str, str], keys: dict[str, _Keys]) -> None:
         super().__init__()
         layout = local.layout
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
-        self._tree: dict[str, Keys] = {}
+        self._tree: dict[str, _Keys] = {}
         chunks = _chunks(local, local.owned_pieces)
         for path, i in layout.leaf_index.items():
             leaf, leaf_chunks = layout.leaves[i], chunks.get(i, [])
@@ -197,9 +197,9 @@ class SavePlanner(DefaultSavePlanner):
                 self._add(
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
-            self._tree[names[path]] = keys_at(path, names[path], keys)
+            self._tree[names[path]] = _keys_at(path, names[path], keys)
         for path, value in layout.values.items():
-            for name, keys_of_part, part in flat(names[path], keys_at(path, names[path], keys), value):
+            for name, keys_of_part, part in _flat(names[path], _keys_at(path, names[path], keys), value):
                 self._tree[name] = keys_of_part
                 if 0 in local.ranks:
                     self._add(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), part)
@@ -220,7 +220,7 @@ class SavePlanner(DefaultSavePlanner):
         return part.resolve_conj().resolve_neg().view(data.sizes)
 
 
-class Reader(FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the files of a checkpoint whose metadata has been read."""
 
     def __init__(self, folder: str, metadata: Metadata) -> None:
@@ -242,7 +242,7 @@ class Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Plans the reads into the memory of this process."""
 
     def __init__(self, folder: str, local: LocalTree, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
@@ -251,7 +251,7 @@ class LoadPlanner(DefaultLoadPlanner):
         entries = metadata.state_dict_metadata
         self._local, self._names = local, names
         self._first = {i: names[path] for path, i in reversed(local.layout.leaf_index.items())}
-        self._parts = {path: stored_names(names[path], metadata) for path in local.layout.values}
+        self._parts = {path: _stored_names(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
         theirs = {name: _describe(name, x) for name, x in entries.items()}
         ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.leaf_index.items()}
@@ -294,7 +294,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def values(self) -> dict[str, Any]:
         """Return the values that are not tensors, by path in the tree."""
         return {
-            path: nest({keys: self._read[name] for name, keys in parts.items()}) for path, parts in self._parts.items()
+            path: _nest({keys: self._read[name] for name, keys in parts.items()}) for path, parts in self._parts.items()
         }
 
 
@@ -323,7 +323,7 @@ _LONGEST = 1 << 30  # bytes of it
 
 
 @api_boundary
-def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None = None) -> None:
+def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: _Name | None = None) -> None:
     """Save a tree, in any layout, in the format of torch.distributed.checkpoint (DCP). All ranks of the mesh call it.
 
     Any program that uses DCP reads the leaves by their paths: `{"model": params}` as `{"model": module.state_dict()}`.
@@ -350,9 +350,9 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
     """
     folder = _folder(path)
 
-    def prepare() -> tuple[bytes, SavePlanner]:
+    def prepare() -> tuple[bytes, _SavePlanner]:
         local = local_tree("the tree", values, mesh)
-        planner = SavePlanner(local, names_of(local.layout, name), keys_of(values, local.sources))
+        planner = _SavePlanner(local, _names_of(local.layout, name), _keys_of(values, local.sources))
         existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
@@ -366,7 +366,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
 
 @api_boundary
-def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: Name | None = None) -> Any:
+def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: _Name | None = None) -> Any:
     """Read a checkpoint of torch.distributed.checkpoint (DCP) into a tree, in any layout. All ranks call it.
 
     Only DCP's own classes and values that `torch.load(weights_only=True)` accepts are unpickled: no code in files runs.
@@ -400,16 +400,16 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
     """
     folder = _folder(path)
 
-    def prepare() -> tuple[Any, LoadPlanner, dict[str, str]]:
+    def prepare() -> tuple[Any, _LoadPlanner, dict[str, str]]:
         metadata = _read_metadata(folder)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        names = names_of(local.layout, name)
-        return result, LoadPlanner(folder, local, names, metadata, partial), names
+        names = _names_of(local.layout, name)
+        return result, _LoadPlanner(folder, local, names, metadata, partial), names
 
     result, planner, names = all_or_none(f"loading {folder!r}", prepare, mesh)
     check_same_on_ranks(f"loading {folder!r}", repr(names).encode(), mesh)
-    reader = Reader(folder, planner.metadata)
+    reader = _Reader(folder, planner.metadata)
     _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)
     values = planner.values()

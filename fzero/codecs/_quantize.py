@@ -11,17 +11,7 @@ import torch
 
 from fzero.random import mix_bits
 
-__all__ = [
-    "KINDS",
-    "CodeKind",
-    "codes_to_float32",
-    "largest_magnitudes",
-    "pack",
-    "power_of_two",
-    "quantize",
-    "scales_of",
-    "unpack",
-]
+__all__ = ["KINDS", "CodeKind", "codes_to_float32", "largest_magnitudes", "pack", "quantize", "scales_of", "unpack"]
 
 
 class CodeKind(NamedTuple):
@@ -51,9 +41,9 @@ KINDS = {
     "float8_e5m2": CodeKind(8, 57344.0, torch.float8_e5m2),
 }
 
-TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
-FRACTION_BITS = (1 << 23) - 1  # of float32
-FRACTION = 1 << 24  # the number of distinct fractions of a random rounding: as many as float32 resolves below 1
+_TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
+_FRACTION_BITS = (1 << 23) - 1  # of float32
+_FRACTION = 1 << 24  # the number of distinct fractions of a random rounding: as many as float32 resolves below 1
 
 
 def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
@@ -66,13 +56,13 @@ def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
 
 def scales_of(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:
     """Return the scale of each block, from its largest magnitude."""
-    scales = (magnitudes / kind.largest).clamp(min=TINY)
-    return power_of_two(scales) if kind.is_float else scales
+    scales = (magnitudes / kind.largest).clamp(min=_TINY)
+    return _power_of_two(scales) if kind.is_float else scales
 
 
-def power_of_two(x: torch.Tensor) -> torch.Tensor:
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     """Return the next power of two of positive normal float32 numbers; infinity stays."""
-    return ((x.view(torch.int32) + FRACTION_BITS) & ~FRACTION_BITS).view(torch.float32)
+    return ((x.view(torch.int32) + _FRACTION_BITS) & ~_FRACTION_BITS).view(torch.float32)
 
 
 def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: int | None = None) -> torch.Tensor:
@@ -106,7 +96,7 @@ def _fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
     places = torch.arange(first * b, (first + n) * b, device=blocks.device).view(n, b)
     values = blocks.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
     random = mix_bits(values & 0xFFFFFFFF, places << 32)
-    return ((random >> 32) & (FRACTION - 1)).to(torch.float32) / FRACTION
+    return ((random >> 32) & (_FRACTION - 1)).to(torch.float32) / _FRACTION
 
 
 def pack(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:

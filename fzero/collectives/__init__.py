@@ -13,7 +13,7 @@ from fzero.collectives._moves import (
     to_host,
     wait_to_host,
 )
-from fzero.collectives._record import Log, record
+from fzero.collectives._record import Event, Log, record
 from fzero.collectives._stage_messages import StageMessages
 from fzero.collectives._sums import (
     ALL_GATHER,
@@ -57,6 +57,7 @@ from fzero.collectives._table import (
 from fzero.collectives.gloo import PendingMessages
 
 __all__ = [
+    "Event",
     "Log",
     "all_gather",
     "all_gather_invariant",

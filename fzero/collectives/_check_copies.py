@@ -19,7 +19,7 @@ from fzero.collectives._table import COPIES, INVARIANT, VARYING, LinearMap, row_
 
 __all__ = ["DeferredCheck", "check_copies", "note_call"]
 
-Edge = tuple[Any, int]
+_Edge = tuple[Any, int]
 """A node of an autograd graph, and the index of one of its results."""
 
 _REMEDIES = {
@@ -63,7 +63,7 @@ def check_copies(
         _check([(y.grad_fn, y.output_nr) for y in results], axis, invariant_loss, varying[axis])
 
 
-def _check(start: Sequence[Edge], axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> None:
+def _check(start: Sequence[_Edge], axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> None:
     for node, output in _walk(start, axis):
         row = _row_over(node, axis)
         if row is not None and row.output is COPIES:
@@ -96,7 +96,7 @@ class DeferredCheck:
         summed: the indices of results whose sum the loss uses as one value -> the name and node of the sum.
     """
 
-    def __init__(self, axis: str, invariant_loss: InvariantLoss, leaves: set[int], sources: Sequence[Edge]) -> None:
+    def __init__(self, axis: str, invariant_loss: InvariantLoss, leaves: set[int], sources: Sequence[_Edge]) -> None:
         self.axis, self.invariant_loss, self.leaves, self.sources = axis, invariant_loss, leaves, sources
         self.results: set[int] = set()
         self.summed: dict[int, tuple[str, Any]] = {}
@@ -134,7 +134,7 @@ def _leaf(node: Any) -> torch.Tensor | None:
     return getattr(node, "variable", None)
 
 
-def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, list[Edge]]:
+def _differs(start: Sequence[_Edge], axis: str, leaves: set[int]) -> tuple[bool, list[_Edge]]:
     """Return whether results differ by rank along an axis, as far as the autograd graph shows.
 
     Returns:
@@ -150,7 +150,7 @@ def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, 
     return False, blocks
 
 
-def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
+def _walk(start: Sequence[_Edge], axis: str) -> Iterator[_Edge]:
     """Yield the nodes that results depend on, up to rematerialised blocks and collectives that make one value."""
     stack = [edge for edge in start if edge[0] is not None]
     visited = set(stack)

@@ -23,8 +23,8 @@ __all__ = ["receive", "send", "start_receive", "start_send"]
 # backward pass the receiver sends the gradient back. Ranks of a vmap run one program, and use `ppermute` instead.
 
 
-FIRST_TAG = 1 << 21  # above the tags of fzero.collectives.gloo
-TAGS = 1 << 29
+_FIRST_TAG = 1 << 21  # above the tags of fzero.collectives.gloo
+_TAGS = 1 << 29
 
 
 def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingMessages:
@@ -35,7 +35,7 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
         lockstep.send(binding.group, binding.rank, to, tag, x)
         return PendingMessages([], lambda: x)
     group: Any = group_of(binding.group)
-    works = [dist.isend(x, group=group, group_dst=to, tag=FIRST_TAG + tag)] if x.numel() else []
+    works = [dist.isend(x, group=group, group_dst=to, tag=_FIRST_TAG + tag)] if x.numel() else []
     return PendingMessages(works, lambda: x)
 
 
@@ -44,7 +44,7 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
     if is_lockstep(binding.group):
         return PendingMessages([], lambda: lockstep.receive(binding.group, binding.rank, source, tag, like))
     x, group = torch.empty_like(like, memory_format=torch.contiguous_format), group_of(binding.group)
-    works = [dist.irecv(x, group=group, group_src=source, tag=FIRST_TAG + tag)] if x.numel() else []
+    works = [dist.irecv(x, group=group, group_src=source, tag=_FIRST_TAG + tag)] if x.numel() else []
     return PendingMessages(works, lambda: x)
 
 
@@ -53,7 +53,7 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
 
 # messages of rank programs that may not be sent yet, by process group
 _OUTGOING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
-MAX_OUTGOING = 64  # with more messages, wait for the oldest
+_MAX_OUTGOING = 64  # with more messages, wait for the oldest
 
 
 def _by_vmap(n: int, options: MessageOptions, xs: Tensors) -> Tensors:
@@ -78,7 +78,7 @@ def _send(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     if message.works:
         outgoing = _OUTGOING.setdefault(group_of(binding.group), [])
         outgoing.append(message)
-        while len(outgoing) > MAX_OUTGOING:
+        while len(outgoing) > _MAX_OUTGOING:
             wait(outgoing.pop(0))
     return [x.new_zeros(())]
 
@@ -106,8 +106,8 @@ def _message_options(name: str, x: torch.Tensor, peer: int, axis: str, tag: int)
             f"fzero.collectives.{name} over {axis!r}: the peer is {peer!r}, expected another rank of the axis, "
             f"0 to {bound.size - 1}"
         )
-    if not is_int(tag) or not 0 <= tag < TAGS // 2:
-        expected = f"expected an int from 0 to {TAGS // 2 - 1}"
+    if not is_int(tag) or not 0 <= tag < _TAGS // 2:
+        expected = f"expected an int from 0 to {_TAGS // 2 - 1}"
         raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {expected}")
     return bound, MessageOptions(peer, 2 * tag, tuple(x.shape), x.dtype)
 

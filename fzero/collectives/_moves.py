@@ -32,7 +32,6 @@ from fzero.collectives._table import (
 from fzero.tree import Tree
 
 __all__ = [
-    "PendingCopy",
     "all_to_all",
     "broadcast",
     "group_all_to_all",
@@ -328,7 +327,7 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, DeviceOptions(torch.device(device)), x)[0]
 
 
-class PendingCopy(NamedTuple):
+class _PendingCopy(NamedTuple):
     """A copy to the host that may be in progress.
 
     Attributes:
@@ -340,19 +339,19 @@ class PendingCopy(NamedTuple):
     event: torch.Event | None
 
 
-def start_to_host(x: torch.Tensor) -> PendingCopy:
+def start_to_host(x: torch.Tensor) -> _PendingCopy:
     """Start a copy to the host, after the device's work so far, and return without waiting for it."""
     return _enqueue_copy(x)
 
 
-def _enqueue_copy(x: torch.Tensor) -> PendingCopy:
+def _enqueue_copy(x: torch.Tensor) -> _PendingCopy:
     value = _empty_on_host(x).copy_(x, non_blocking=True)
     if x.device.type == "cpu":
-        return PendingCopy(value, None)
-    return PendingCopy(value, torch.accelerator.current_stream(x.device).record_event())
+        return _PendingCopy(value, None)
+    return _PendingCopy(value, torch.accelerator.current_stream(x.device).record_event())
 
 
-def wait_to_host(coming: PendingCopy) -> torch.Tensor:
+def wait_to_host(coming: _PendingCopy) -> torch.Tensor:
     """Wait for a copy to the host, and return it."""
     if coming.event is not None:
         coming.event.synchronize()

@@ -134,7 +134,7 @@ def _local_same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
     return [xs[0].view_as(xs[0])]
 
 
-ALL_REDUCE = RankOperation(
+_ALL_REDUCE = RankOperation(
     "all_reduce",
     all_ranks=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
     local=lambda binding, options, xs: [group_psum(xs[0], binding)],
@@ -151,12 +151,12 @@ REDUCE_SCATTER = RankOperation(
     local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
     detail=_dim_text,
 )
-ALL_REDUCE_STARTED = ALL_REDUCE._replace(
+_ALL_REDUCE_STARTED = _ALL_REDUCE._replace(
     local=lambda binding, options, xs: [
         c10d.all_reduce(xs[0].contiguous(), "sum", binding.group) if xs[0].numel() else xs[0].clone()
     ]
 )
-ALL_GATHER_STARTED = ALL_GATHER._replace(
+_ALL_GATHER_STARTED = ALL_GATHER._replace(
     local=lambda binding, options, xs: [
         c10d.all_gather_into_tensor(xs[0].contiguous(), binding.size, binding.group) if xs[0].numel() else xs[0].clone()
     ]
@@ -191,10 +191,10 @@ _PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_local_pad)
 # ---------------------------------------------------------------- the table
 
 add_rows(
-    LinearMap("psum", ALL_REDUCE, "psum", output=COPIES),
-    LinearMap("start_psum", ALL_REDUCE_STARTED, "", output=COPIES),
-    LinearMap("start_all_gather", ALL_GATHER_STARTED, "", output=COPIES),
-    LinearMap("psum_invariant", ALL_REDUCE, "pvary", output=INVARIANT),
+    LinearMap("psum", _ALL_REDUCE, "psum", output=COPIES),
+    LinearMap("start_psum", _ALL_REDUCE_STARTED, "", output=COPIES),
+    LinearMap("start_all_gather", _ALL_GATHER_STARTED, "", output=COPIES),
+    LinearMap("psum_invariant", _ALL_REDUCE, "pvary", output=INVARIANT),
     LinearMap("pvary", _VARY, "psum_invariant", input=INVARIANT),
     LinearMap("all_gather", ALL_GATHER, "psum_scatter", output=COPIES),
     LinearMap("psum_scatter", REDUCE_SCATTER, "all_gather"),
@@ -234,7 +234,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
     axes = join_axes(resolve_axes(axis))
 
     def total(path: str, leaf: Any) -> torch.Tensor:
-        return note_call("psum", axes, apply_along("psum", as_number(path, leaf), axes, NoOptions()))
+        return note_call("psum", axes, apply_along("psum", _as_number(path, leaf), axes, NoOptions()))
 
     return tree.map_with_path(total, x, tree.is_box)
 
@@ -273,7 +273,7 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     axes, n = join_axes(resolve_axes(axis)), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
-        x = as_number(path, leaf)
+        x = _as_number(path, leaf)
         if x.is_floating_point() or x.is_complex():
             # divide first, since a sum could overflow in half precision
             return note_call("pmean", axes, apply_along("psum", x / n, axes, NoOptions()))
@@ -282,7 +282,7 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     return tree.map_with_path(mean, x, tree.is_box)
 
 
-def as_number(path: str, leaf: Any) -> torch.Tensor:
+def _as_number(path: str, leaf: Any) -> torch.Tensor:
     """Return a leaf as a tensor that can be summed: bool becomes int64."""
     x = check_tensor(path, leaf)
     return x.long() if x.dtype == torch.bool else x
@@ -324,7 +324,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         tensor([1, 2, 3, 4])
     """
     axes = join_axes(resolve_axes(axis))
-    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], dim_options("all_gather", x, dim)))
+    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], _dim_options("all_gather", x, dim)))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -352,7 +352,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    options, axes = dim_options("psum_scatter", x, dim), join_axes(resolve_axes(axis))
+    options, axes = _dim_options("psum_scatter", x, dim), join_axes(resolve_axes(axis))
     dim = check_dim("psum_scatter", x, dim)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
@@ -373,7 +373,7 @@ def check_dim(name: str, x: Any, dim: int, min_ndim: int = 1) -> int:
     return dim % max(x.ndim, 1)
 
 
-def dim_options(name: str, x: Any, dim: int) -> DimOptions:
+def _dim_options(name: str, x: Any, dim: int) -> DimOptions:
     """Check a dimension of a tensor, and return it as a row's options."""
     return DimOptions(check_dim(name, x, dim) - x.ndim)
 
@@ -432,7 +432,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     """
     axes = join_axes(resolve_axes(axis))
     return tree.map_with_path(
-        lambda path, leaf: apply_along("psum_invariant", as_number(path, leaf), axes, NoOptions()), x, tree.is_box
+        lambda path, leaf: apply_along("psum_invariant", _as_number(path, leaf), axes, NoOptions()), x, tree.is_box
     )
 
 
@@ -451,13 +451,13 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
                 [4.]])
     """
     return apply_along(
-        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], dim_options("all_gather_invariant", x, dim)
+        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], _dim_options("all_gather_invariant", x, dim)
     )
 
 
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
-    return apply_along("own_part", x, join_axes(resolve_axes(axis)), dim_options("own_part", x, dim))
+    return apply_along("own_part", x, join_axes(resolve_axes(axis)), _dim_options("own_part", x, dim))
 
 
 def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:

@@ -27,7 +27,6 @@ __all__ = [
     "COPIES",
     "INVARIANT",
     "NO_AXIS",
-    "SINGLE_RANK",
     "VARYING",
     "AssignmentOptions",
     "DeviceOptions",
@@ -35,13 +34,11 @@ __all__ = [
     "LinearMap",
     "MessageOptions",
     "NoOptions",
-    "Options",
     "PermutationOptions",
     "RankOperation",
     "SourceOptions",
     "UnitOptions",
     "UnitSumOptions",
-    "ValueKind",
     "add_rows",
     "apply",
     "apply_along",
@@ -53,9 +50,9 @@ __all__ = [
 ]
 
 
-SINGLE_RANK = "alone"
+_SINGLE_RANK = "alone"
 """The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""
-NO_AXIS = Axis("", 1, SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64, device="cpu"))
+NO_AXIS = Axis("", 1, _SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 class NoOptions(NamedTuple):
@@ -130,7 +127,7 @@ class MessageOptions(NamedTuple):
     dtype: torch.dtype
 
 
-Options = (
+_Options = (
     NoOptions
     | DimOptions
     | SourceOptions
@@ -162,7 +159,7 @@ class RankOperation(NamedTuple):
     detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
 
 
-class ValueKind(Enum):
+class _ValueKind(Enum):
     """How a value depends on the rank, and what its gradient counts: a type, as in JAX's `shard_map(check_vma=True)`.
 
     A varying value may differ by rank. Copies are equal on all ranks, and each rank's copy has a gradient of its own.
@@ -174,7 +171,7 @@ class ValueKind(Enum):
     INVARIANT = "invariant"
 
 
-VARYING, COPIES, INVARIANT = ValueKind
+VARYING, COPIES, INVARIANT = _ValueKind
 
 
 class LinearMap(NamedTuple):
@@ -194,9 +191,9 @@ class LinearMap(NamedTuple):
     name: str
     operation: RankOperation
     transpose: str
-    input: ValueKind = VARYING
-    output: ValueKind = VARYING
-    transpose_options: Callable[[Any], Options] = lambda options: options
+    input: _ValueKind = VARYING
+    output: _ValueKind = VARYING
+    transpose_options: Callable[[Any], _Options] = lambda options: options
     unit: Callable[[Any], str] = lambda options: ""
     wire_dtype: Callable[[Any, torch.Tensor], torch.dtype] = lambda options, x: x.dtype
 
@@ -214,18 +211,18 @@ def add_rows(*rows: LinearMap) -> None:
     _ROWS.update({row.name: row for row in rows})
 
 
-class _LinearMap(torch.autograd.Function):
+class _ApplyLinearMap(torch.autograd.Function):
     """Applies a row of the table."""
 
     @staticmethod
-    def forward(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
+    def forward(token: torch.Tensor, name: str, binding: Binding, options: _Options, *xs: torch.Tensor) -> Any:
         row, group = _ROWS[name], binding.group
         if not group:
             raise RuntimeError(
                 f"{name} over the simulated axis {binding.axis!r} ran after its rank program had ended: call it, and "
                 "the transforms that differentiate it, inside the function that mesh.spmd or fzero.shard runs"
             )
-        if group == SINGLE_RANK:
+        if group == _SINGLE_RANK:
             ys = row.operation.all_ranks(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.is_replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
@@ -242,7 +239,9 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         row = _ROWS[ctx.name]
-        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.binding, row.transpose_options(ctx.options), *grads)
+        transposed = _ApplyLinearMap.apply(
+            ctx.token, row.transpose, ctx.binding, row.transpose_options(ctx.options), *grads
+        )
         return (None, None, None, None, *transposed)
 
     @staticmethod
@@ -251,13 +250,13 @@ class _LinearMap(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if t is None else t
             for t, (shape, dtype, device) in zip(tangents[4:], ctx.like, strict=True)
         ]
-        return _LinearMap.apply(ctx.token, ctx.name, ctx.binding, ctx.options, *dense)
+        return _ApplyLinearMap.apply(ctx.token, ctx.name, ctx.binding, ctx.options, *dense)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: _Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
-            ys = _LinearMap.apply(token, name, mapped_binding(binding, n), options, *_all_in_front(xs, dims, n))
+            ys = _ApplyLinearMap.apply(token, name, mapped_binding(binding, n), options, *_all_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.input is not VARYING and any(d is not None for d in dims):
             raise DiffersByRankError(_differs_message(name, binding.axis))
@@ -270,7 +269,7 @@ class _LinearMap(torch.autograd.Function):
         return ys, (None if row.is_replicated else 0,) * len(ys)
 
 
-def _call_local(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _call_local(row: LinearMap, binding: Binding, options: _Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row on one rank of a process group. The other ranks can see that it waits there."""
     heart = current_heart()
     if heart is None or not row.operation.kind or is_tracing():
@@ -281,7 +280,7 @@ def _call_local(row: LinearMap, binding: Binding, options: Options, xs: Tensors)
     return ys
 
 
-def _label(row: LinearMap, options: Options, xs: Tensors) -> str:
+def _label(row: LinearMap, options: _Options, xs: Tensors) -> str:
     unit = row.unit(options)
     return row.name + (f" of unit {unit!r}" if unit else row.operation.detail(options, xs))
 
@@ -292,7 +291,9 @@ def mapped_binding(binding: Binding, n: int) -> Binding:
     return binding._replace(mapped=binding.mapped * n) if is_rank else binding
 
 
-def apply_stacked(name: str, binding: Binding, options: Options, n: int, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def apply_stacked(
+    name: str, binding: Binding, options: _Options, n: int, *xs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Apply the row `name` to the values `[n, ..]` of all n ranks at once, for code that simulates an axis itself.
 
     The results are `[n, ..]`, or without this dimension if they are equal on all ranks.
@@ -309,14 +310,14 @@ def transpose_of(name: str) -> str:
     return _ROWS[name].transpose
 
 
-def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
+def row_of(node: Any) -> tuple[LinearMap, Binding, _Options] | None:
     """Return the row, binding and options of a collective's autograd node; None for other nodes."""
-    if type(node).__name__.startswith(_LinearMap.__name__):
+    if type(node).__name__.startswith(_ApplyLinearMap.__name__):
         return _ROWS[node.name], node.binding, node.options
     return None
 
 
-def _rendezvous(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _rendezvous(row: LinearMap, binding: Binding, options: _Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row where all ranks are threads: one thread computes the map of all ranks."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
@@ -362,12 +363,12 @@ def in_front(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
 
 
 @allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)
-def apply(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
+def apply(token: torch.Tensor, name: str, binding: Binding, options: _Options, *xs: torch.Tensor) -> Any:
     """Apply the row `name`, over the axis of `token` and `binding`, to tensors; return a tuple of tensors."""
-    return _LinearMap.apply(token, name, binding, options, *xs)
+    return _ApplyLinearMap.apply(token, name, binding, options, *xs)
 
 
-def apply_along(name: str, x: torch.Tensor, axes: Sequence[Axis], options: Options) -> torch.Tensor:
+def apply_along(name: str, x: torch.Tensor, axes: Sequence[Axis], options: _Options) -> torch.Tensor:
     """Apply a row to one tensor, over one axis after the other."""
     for axis in axes:
         (x,) = apply(axis.token, name, axis.binding, options, x)

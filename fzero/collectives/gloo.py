@@ -20,7 +20,7 @@ from fzero._torch import c10d, group_of, is_tracing, profiling
 
 __all__ = ["REPLACEMENTS", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
-FIRST_TAG, TAGS = 1 << 20, 1 << 20  # a range of tags for these messages alone
+_FIRST_TAG, _TAGS = 1 << 20, 1 << 20  # a range of tags for these messages alone
 # counts each process group's exchanges, which all ranks run in one order
 _NUMBERS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
 
@@ -119,7 +119,7 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
     process_group: Any = group_of(group)
     ranks = len(sends)
     # each exchange has a tag of its own, so that it cannot receive a message of the user's
-    tag = FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % TAGS
+    tag = _FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % _TAGS
     works = []
     for i in range(1, ranks):  # start with the next rank, so that not all ranks send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks

@@ -17,7 +17,7 @@ from fzero.sharding import PerRank
 __all__ = ["BatchTarget", "check_global_batch", "check_padding", "check_sized", "load_batches"]
 
 
-RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+_RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
 
 class BatchTarget(NamedTuple):
@@ -36,7 +36,7 @@ class BatchTarget(NamedTuple):
         if self.mesh.simulated:
             return indices
         names = self.mesh.names(self.axis)
-        rows = len(indices) // ranks_along(self.mesh, self.axis)
+        rows = len(indices) // _ranks_along(self.mesh, self.axis)
         first = self.mesh.index(names) * rows
         return indices[first : first + rows]
 
@@ -49,7 +49,7 @@ class BatchTarget(NamedTuple):
         return PerRank(box.value, box.axes, BatchSplit(samples=self.mesh.names(self.axis)))
 
 
-def ranks_along(mesh: Mesh, axis: AxisName) -> int:
+def _ranks_along(mesh: Mesh, axis: AxisName) -> int:
     """Return the number of ranks that get different examples."""
     sizes = dict(mesh.shape)
     return math.prod([sizes[name] for name in mesh.names(axis)])
@@ -146,13 +146,13 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, such as fzero.mesh returns")
     check_int("global_batch", global_batch, 1, "a number of examples")
-    n = ranks_along(mesh, axis)
+    n = _ranks_along(mesh, axis)
     if global_batch % n:
         raise ValueError(
             f"global_batch={global_batch} is not a multiple of the {n} ranks of {mesh!r}: use "
             f"{global_batch // n * n or n}"
         )
-    if reserved := [name for name in options if name in RESERVED]:
+    if reserved := [name for name in options if name in _RESERVED]:
         raise TypeError(
             f"{reserved[0]}= cannot be passed to torch's DataLoader here: use global_batch, shuffle, seed or collate"
         )

@@ -13,9 +13,9 @@ from fzero._tracebacks import api_boundary
 
 __all__ = ["Padding", "padding"]
 
-Number = int | float
-FILL: Mapping[str, Number] = {"labels": -100, "targets": -100}  # the index that torch's cross_entropy ignores
-MAX_CANDIDATES = 2048  # the most lengths to choose from
+_Number = int | float
+_FILL: Mapping[str, _Number] = {"labels": -100, "targets": -100}  # the index that torch's cross_entropy ignores
+_MAX_CANDIDATES = 2048  # the most lengths to choose from
 
 
 @api_boundary
@@ -25,7 +25,7 @@ def padding(
     global_batch: int,
     buckets: int | Sequence[int] = 8,
     multiple: int = 8,
-    fill: Mapping[str, Number] | None = None,
+    fill: Mapping[str, _Number] | None = None,
     mask: str | None = "attention_mask",
 ) -> "Padding":
     """Choose a few lengths that batches are padded to, for `fzero.data.batches(..., pad=)`.
@@ -77,7 +77,7 @@ def padding(
             f"example {longest} has {sizes[longest]} tokens, and the longest of buckets={list(choice)} is "
             f"{choice[-1]}: give a longer one, or truncate the example"
         )
-    return Padding(tuple(sizes), choice, global_batch, dict(FILL if fill is None else fill), mask)
+    return Padding(tuple(sizes), choice, global_batch, dict(_FILL if fill is None else fill), mask)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Padding:
     lengths: tuple[int, ...] = field(repr=False)
     buckets: tuple[int, ...]
     global_batch: int
-    fill: Mapping[str, Number]
+    fill: Mapping[str, _Number]
     mask: str | None
 
     def length_of(self, indices: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: 
             raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more, such as (128, 256, 512)")
         return result
     check_int("buckets", buckets, 1, "the lengths, or their number")
-    while len(candidates := _candidates(lengths, multiple)) > MAX_CANDIDATES:
+    while len(candidates := _candidates(lengths, multiple)) > _MAX_CANDIDATES:
         multiple *= 2
     return _best_buckets(candidates, _chances(lengths, candidates, batch), buckets)
 

@@ -15,11 +15,11 @@ from fzero.ranks import Mesh
 __all__ = ["prefetch"]
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @api_boundary
-def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
+def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
     """Take batches before they are used, so that their copies to the device run beside the steps before them.
 
     On the CPU nothing is copied, and the batches come as they are. On an accelerator `ahead` more batches lie in its
@@ -47,10 +47,10 @@ def prefetch(batches: Iterable[T], mesh: Mesh, ahead: int = 1) -> Iterator[T]:
     return iter(batches) if mesh.device.type == "cpu" else _prefetched(iter(batches), mesh.device, ahead)
 
 
-def _prefetched(batches: Iterator[T], device: torch.device, ahead: int) -> Iterator[T]:
+def _prefetched(batches: Iterator[_T], device: torch.device, ahead: int) -> Iterator[_T]:
     """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used."""
     stream = torch.Stream(device)
-    pending: deque[tuple[T, torch.Event]] = deque()
+    pending: deque[tuple[_T, torch.Event]] = deque()
 
     def take(count: int) -> None:
         for _ in range(count):

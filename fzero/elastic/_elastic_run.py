@@ -31,10 +31,10 @@ from fzero.ranks import mesh as make_mesh
 
 __all__ = ["ElasticRun", "run"]
 
-T = TypeVar("T")
-POLL = 0.2  # seconds between two looks of a spare
+_T = TypeVar("_T")
+_POLL = 0.2  # seconds between two looks of a spare
 _CALLS = itertools.count()  # the same on all ranks, since they run one script
-log = logging.getLogger("fzero")
+_log = logging.getLogger("fzero")
 
 
 class ElasticRun:
@@ -70,7 +70,7 @@ class ElasticRun:
         return f"ElasticRun(step {max(self.step, 0)} of {self.steps}, {self.mesh!r})"
 
     @api_boundary
-    def restore(self, state: T) -> T:
+    def restore(self, state: _T) -> _T:
         """Return the newest state that is whole, from the hosts' memory or the disk; `state` itself in a new run.
 
         The state may be one of another number of ranks. It is saved in memory again at once: copies may be lost.
@@ -91,7 +91,7 @@ class ElasticRun:
         self.step = found["step"]
         if self.step:
             if self.mesh.rank == 0:
-                log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
+                _log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
             self._in_memory.save_in_memory(self.step, found)
         return found["state"]
 
@@ -121,7 +121,7 @@ class ElasticRun:
             self._in_memory.save_in_memory(step, values)
             if self._is_leaving:
                 self.wait()
-                log.info("leaves after step %d, which is saved", step)
+                _log.info("leaves after step %d, which is saved", step)
                 raise SystemExit(128 + signal.SIGTERM)
         if step % self._save_every == 0 or step == self.steps:
             self._on_disk.save(step, values)
@@ -144,7 +144,7 @@ class ElasticRun:
 
 @api_boundary
 def run(
-    train: Callable[[ElasticRun], T],
+    train: Callable[[ElasticRun], _T],
     root: Any,
     *,
     steps: int,
@@ -160,7 +160,7 @@ def run(
     simulate: bool | Literal["vmap", "lockstep"] | None = None,
     simulated_ranks: int | None = None,
     **axes: int,
-) -> T | None:
+) -> _T | None:
     """Train on the ranks that are alive, and go on with those that are left when some are lost, or others join.
 
     Start it by `torchrun --nnodes MIN:MAX --max-restarts N`. When a rank is lost, the others raise `LostRankError`, and
@@ -275,7 +275,7 @@ def _axis_tuple(axis: AxisName) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], T]) -> T:
+def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
     """Call the user's function, and release the hosts' memory if it came to the end of the run."""
     with _leaving_at_a_saved_step(elastic_run):
         try:
@@ -288,7 +288,7 @@ def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], T]) -> T:
             elastic_run._end()
             return result
         except LostRankError:
-            log.error("rank %d ends after step %d, to be started again", elastic_run.mesh.rank, elastic_run.step)
+            _log.error("rank %d ends after step %d, to be started again", elastic_run.mesh.rank, elastic_run.step)
             raise
 
 
@@ -320,13 +320,13 @@ def _leave_spares(
 
 def _wait_as_spare(world: World, ranks: int, call_number: int) -> None:
     """Wait until the run has ended. torchrun ends this process if it starts all again."""
-    log.warning("rank %d is a spare: %d of %d ranks share the global batch equally", world.rank, ranks, world.size)
+    _log.warning("rank %d is a spare: %d of %d ranks share the global batch equally", world.rank, ranks, world.size)
     try:
         store = connect_store(world, TIMEOUT)
         while not store.check([_end_key(call_number)]):
-            time.sleep(POLL)
+            time.sleep(_POLL)
     except DistError:  # rank 0 has served the store, and has ended
-        log.warning("rank %d, a spare, ends, since the store is gone", world.rank)
+        _log.warning("rank %d, a spare, ends, since the store is gone", world.rank)
 
 
 def _warn_of_no_restarts(world: World | None) -> None:

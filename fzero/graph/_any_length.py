@@ -30,14 +30,14 @@ from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.trace._call_arguments import Arguments, Key, flatten_arguments
 from fzero.ranks import Mesh
 
-__all__ = ["SAMPLES", "AnyLength", "Formula", "differ_in_sizes", "fit_formula", "graph_structure"]
+__all__ = ["AnyLength", "differ_in_sizes"]
 
 # Formula: a scheduled graph for all batch lengths, derived from the graphs of a few.
 #
 # Graphs that differ only in integers become one graph, whose integers are polynomials of the length.
 
 
-SAMPLES = 3  # three points determine a polynomial of degree 2
+_SAMPLES = 3  # three points determine a polynomial of degree 2
 
 
 class _Numbers(NamedTuple):
@@ -55,7 +55,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Formula:
+class _Formula:
     """A scheduled graph for all lengths.
 
     Attributes:
@@ -72,17 +72,17 @@ class Formula:
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
-        forms, storage_ids = _at(self.numbers.forms, length), [storage_id(x) for x in values_in(self.graph)]
+        forms, storage_ids = _at(self.numbers.forms, length), [storage_id(x) for x in _values_in(self.graph)]
         sizes = dict(zip(dict.fromkeys(storage_ids), _at(self.numbers.memory, length), strict=True))
-        each = list(zip(values_in(self.graph), storage_ids, forms, strict=True))
+        each = list(zip(_values_in(self.graph), storage_ids, forms, strict=True))
         changed = {k for x, k, form in each if form != _form(x) or sizes[k] != x.untyped_storage().nbytes()}
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
         return {id(x): stand_in_at(x, storages[k], form) for x, k, form in each if k in changed}
 
 
-def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
+def _fit_formula(graphs: Sequence[tuple[int, Graph]]) -> _Formula | None:
     """Fit a formula to graphs of one structure at three lengths or more; None if an integer is no polynomial."""
-    assert len(graphs) >= SAMPLES
+    assert len(graphs) >= _SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
     fits = [
         fit_all([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
@@ -92,7 +92,7 @@ def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
         return None
     arguments, forms, memory = [iter(x or ()) for x in fits]
     shaped = tuple([tuple([next(forms) for _ in form]) for form in numbers[0].forms])
-    return Formula(graphs[0][1], _Numbers(tuple(arguments), shaped, tuple(memory)))
+    return _Formula(graphs[0][1], _Numbers(tuple(arguments), shaped, tuple(memory)))
 
 
 def _flat(field: Sequence[Any]) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def _at(field: Sequence[Any], length: int) -> list[Any]:
     return [x.at(length) if isinstance(x, Polynomial) else tuple([p.at(length) for p in x]) for x in field]
 
 
-def graph_structure(graph: Graph) -> Hashable:
+def _graph_structure(graph: Graph) -> Hashable:
     """Describe a graph without its integers."""
     return _structure(graph, {})
 
@@ -145,23 +145,23 @@ def _metadata(node: Node) -> Hashable:
 # ---------------------------------------------------------------- the integers of a graph, always in one order
 
 
-def nodes_in(graph: Graph) -> Iterator[Node]:
+def _nodes_in(graph: Graph) -> Iterator[Node]:
     """Yield the nodes of a graph; the nodes of a loop's body follow the loop's node."""
     for n in graph.nodes:
         yield n
         if loop := loop_of(n):
-            yield from nodes_in(loop.body)
+            yield from _nodes_in(loop.body)
 
 
-def values_in(graph: Graph) -> Iterator[torch.Tensor]:
-    """Yield the values of `nodes_in`."""
-    for n in nodes_in(graph):
+def _values_in(graph: Graph) -> Iterator[torch.Tensor]:
+    """Yield the values of `_nodes_in`."""
+    for n in _nodes_in(graph):
         yield from stand_ins_of(n)
 
 
 def _numbers(graph: Graph) -> _Numbers:
-    tensors = list(values_in(graph))
-    arguments = [i for n in nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
+    tensors = list(_values_in(graph))
+    arguments = [i for n in _nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
     memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
     return _Numbers(tuple(arguments), tuple([_form(x) for x in tensors]), tuple(memory.values()))
 
@@ -191,10 +191,10 @@ def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, 
     return graph
 
 
-MAX_TRACES = 8  # traces; three of them must have the same structure
-NEEDS_MORE = "more lengths must be traced"
+_MAX_TRACES = 8  # traces; three of them must have the same structure
+_NEEDS_MORE = "more lengths must be traced"
 
-log = logging.getLogger("fzero.jit")
+_log = logging.getLogger("fzero.jit")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _TracedCall:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
         donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.reused_tensors)
-        return graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
+        return _graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
 
 
 @dataclass
@@ -226,7 +226,7 @@ class AnyLength:
     """
 
     traced: list[_TracedCall] = field(default_factory=list)
-    formula: Formula | None = None
+    formula: _Formula | None = None
     sample_entry: Entry | None = None
     holds: Callable[[int], bool] = field(default=lambda length: False)
     is_known: bool = False
@@ -247,7 +247,7 @@ class AnyLength:
         if self.is_known or length in [call.length for call in self.traced]:
             return
         self.traced.append(_TracedCall(length, key, entry))
-        if len(self.traced) >= SAMPLES:
+        if len(self.traced) >= _SAMPLES:
             self._find(options, arguments)
 
     def entry(self, options: JitOptions, length: int, arguments: Arguments) -> Entry | None:
@@ -261,7 +261,7 @@ class AnyLength:
         if self.formula is None or self.sample_entry is None:
             return None
         if not self.holds(length):
-            log.info(
+            _log.info(
                 "%s: the step decides otherwise for length %d than for others, so this length is traced",
                 options,
                 length,
@@ -280,33 +280,33 @@ class AnyLength:
 
     def _find(self, options: JitOptions, arguments: Arguments) -> None:
         """Find the formula and the lengths for which it holds; keep them if all ranks find one."""
-        result: tuple[Formula, Callable[[int], bool], Entry] | None = None
+        result: tuple[_Formula, Callable[[int], bool], Entry] | None = None
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
         try:
             result, reason = _formula_and_lengths(max(groups, key=len), options, arguments), ""
             if result is None:
-                reason = NEEDS_MORE if len(self.traced) < MAX_TRACES else "its graphs differ by more than sizes"
+                reason = _NEEDS_MORE if len(self.traced) < _MAX_TRACES else "its graphs differ by more than sizes"
         except _torch.FixedSizeError as error:
             reason = str(error)
         mesh = options.step.mesh
         if mesh is not None and mesh.distributed:
             reasons = gather_values(reason, mesh, options.step.name)
             reason = next((f"{text} (on rank {rank})" for rank, text in enumerate(reasons) if text), "")
-        self.is_known = NEEDS_MORE not in reason
+        self.is_known = _NEEDS_MORE not in reason
         if not reason and result is not None:
             self.formula, self.holds, self.sample_entry = result
-            log.info("%s: further lengths need no trace, unless the step decides otherwise for them", options)
+            _log.info("%s: further lengths need no trace, unless the step decides otherwise for them", options)
         elif self.is_known:
-            log.info("%s: each length is traced by itself: %s", options, reason)
+            _log.info("%s: each length is traced by itself: %s", options, reason)
         else:
-            log.info("%s: the next length is traced: %s", options, reason)
+            _log.info("%s: the next length is traced: %s", options, reason)
         if self.is_known:
             self.traced.clear()
 
 
 def _formula_and_lengths(
     alike: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
-) -> tuple[Formula, Callable[[int], bool], Entry] | None:
+) -> tuple[_Formula, Callable[[int], bool], Entry] | None:
     """Return a formula, a function that says whether it holds for a length, and an entry of one length.
 
     Returns:
@@ -317,11 +317,11 @@ def _formula_and_lengths(
     """
     # the latest: all earlier ones may take another branch
     sample = next((x for x in reversed(alike) if x.length > 1), None)
-    if len(alike) < SAMPLES or sample is None:
+    if len(alike) < _SAMPLES or sample is None:
         return None
     holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
-    return (_formula(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
+    return (_formula(alike), holds, sample.entry) if len(alike) >= _SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
@@ -334,11 +334,11 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula(traced: Sequence[_TracedCall]) -> Formula:
+def _formula(traced: Sequence[_TracedCall]) -> _Formula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
-    formula = fit_formula([(x.length, x.entry.best.graph) for x in traced])
+    formula = _fit_formula([(x.length, x.entry.best.graph) for x in traced])
     if formula is None:
         raise _torch.FixedSizeError("an integer in its graph is no polynomial of the length")
     return formula

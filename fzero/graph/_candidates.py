@@ -20,10 +20,10 @@ from fzero.graph.planning._plan import PlanSettings
 
 __all__ = ["Candidate", "candidates", "choose"]
 
-SLACK = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
+_SLACK = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
 
-T = TypeVar("T")
-Rate = Callable[[Graph], tuple[int, float]]  # returns the peak in bytes and the duration in seconds
+_T = TypeVar("_T")
+_Rate = Callable[[Graph], tuple[int, float]]  # returns the peak in bytes and the duration in seconds
 
 
 class Candidate(NamedTuple):
@@ -98,7 +98,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
 
 
 def _with_recast(
-    passes: PassManager, options: ScheduleOptions, schedules: list[Candidate], rate: Rate
+    passes: PassManager, options: ScheduleOptions, schedules: list[Candidate], rate: _Rate
 ) -> list[Candidate]:
     """Add the schedules in which `recast` saves memory; `options.recast` may force or forbid them."""
     if options.recast is False:
@@ -161,7 +161,7 @@ def _overlap(settings: PassSettings) -> tuple[int | str, int]:
     return settings.prefetch, settings.in_flight
 
 
-def _candidate(passes: PassManager, settings: PassSettings, rate: Rate) -> Candidate:
+def _candidate(passes: PassManager, settings: PassSettings, rate: _Rate) -> Candidate:
     """Schedule a graph with some settings, and rate the result."""
     scheduled = passes.schedule_with(settings)
     return Candidate(settings, scheduled, *rate(scheduled))
@@ -169,10 +169,10 @@ def _candidate(passes: PassManager, settings: PassSettings, rate: Rate) -> Candi
 
 def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
     """Return the largest peak that a schedule may have, in bytes."""
-    return budget if budget is not None else SLACK * min(c.peak_bytes for c in schedules)
+    return budget if budget is not None else _SLACK * min(c.peak_bytes for c in schedules)
 
 
-def _choices(option: T | str, auto: list[T]) -> list[T]:
+def _choices(option: _T | str, auto: list[_T]) -> list[_T]:
     return auto if isinstance(option, str) else [option]
 
 

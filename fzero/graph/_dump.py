@@ -19,10 +19,10 @@ from fzero.ranks import Mesh
 
 __all__ = ["dump", "dump_folder", "make_folder"]
 
-TRACED, SUMMARY, LEFT_OUT = "traced", "peaks.txt", "left out"
+_TRACED, _SUMMARY, _LEFT_OUT = "traced", "peaks.txt", "left out"
 
 
-class DumpedGraph(NamedTuple):
+class _DumpedGraph(NamedTuple):
     """A graph after a pass: the pass, which names its file, its arguments as text, and the graph."""
 
     name: str
@@ -93,10 +93,10 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
              1               16  float32[2]                   add = aten.add.Tensor(arg0_1, 1)
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for graph_name in [TRACED, *[row.name for row in PASSES]]:  # an earlier dump may have run other passes
+    for graph_name in [_TRACED, *[row.name for row in PASSES]]:  # an earlier dump may have run other passes
         Path(folder, f"{graph_name}.txt").unlink(missing_ok=True)
-    states = [DumpedGraph(TRACED, "", passes.traced)]
-    states += [DumpedGraph(ran.row.name, _arguments_text(ran), ran.graph) for ran in passes.run(settings)]
+    states = [_DumpedGraph(_TRACED, "", passes.traced)]
+    states += [_DumpedGraph(ran.row.name, _arguments_text(ran), ran.graph) for ran in passes.run(settings)]
     if body is not None and settings.across_iterations:  # passes over the loop change its body, too
         states[-1] = states[-1]._replace(detail="of the loop", graph=body)
     last = states[-1].graph
@@ -104,13 +104,13 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
     for order, state in enumerate(states):
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
         rows.append(_row(order, state, live))
-        if state.detail != LEFT_OUT:
+        if state.detail != _LEFT_OUT:
             Path(folder, f"{state.name}.txt").write_text(_text(name, state, live), encoding="utf-8")
     for node in last.nodes:
         if loop := loop_of(node):
             dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
     head = f"{'':>2}  {'graph':<21} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
-    Path(folder, SUMMARY).write_text(
+    Path(folder, _SUMMARY).write_text(
         "\n".join([f"{name}: {settings.shown_in_plan()}", "", head, *rows, ""]), encoding="utf-8"
     )
 
@@ -118,13 +118,13 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
 def _arguments_text(passed: PassResult) -> str:
     """Show the arguments of a pass, by name, in one line."""
     if passed.arguments is None:
-        return LEFT_OUT
+        return _LEFT_OUT
     names = list(inspect.signature(passed.row.apply).parameters)[1:]
     texts = [f"{name}={x}" for name, x in zip(names, passed.arguments, strict=False)]
     return textwrap.shorten(", ".join(texts), 80, placeholder=" ...")
 
 
-def _row(order: int, state: DumpedGraph, live: Sequence[int]) -> str:
+def _row(order: int, state: _DumpedGraph, live: Sequence[int]) -> str:
     """Show a graph's place in the order, its operations and collectives, its peak, and the peak's position."""
     nodes = list(state.graph.nodes)
     operations, collectives = sum(n.op == "call_function" for n in nodes), sum(map(is_collective, nodes))
@@ -133,7 +133,7 @@ def _row(order: int, state: DumpedGraph, live: Sequence[int]) -> str:
     return f"{order:>2}  {state.name:<21} {counts}  {state.detail}".rstrip()
 
 
-def _text(name: str, state: DumpedGraph, live: Sequence[int]) -> str:
+def _text(name: str, state: _DumpedGraph, live: Sequence[int]) -> str:
     """Describe a graph: a line for each node, with the bytes that are live while the node runs."""
     peak = max(live)
     lines = [

@@ -77,15 +77,15 @@ aten: Any = torch.ops.aten
 
 LATE, FUSED, COMPILED = "late", "fused", "compiled"
 # torch counts no FLOPs for a CPU's attention: take the GPU's operation of the same work
-ATTENTION = {
+_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 METRIC = "(metric)"  # `meta["unit"]` of a collective of the user
 WAIT = c10d.wait_tensor.default
 GATHER_INTO = gloo.all_gather_into  # followed by a wait for each argument that it writes
-GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
-REDUCE_COLLECTIVES = (
+_GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
+_REDUCE_COLLECTIVES = (
     c10d.reduce_scatter_tensor.default,
     c10d.reduce_scatter_tensor_coalesced.default,
     c10d.all_reduce.default,
@@ -93,7 +93,7 @@ REDUCE_COLLECTIVES = (
     c10d.all_reduce_.default,
     c10d.all_reduce_coalesced_.default,
 )
-EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
+_EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 CASTS = (aten._to_copy.default, aten.to.dtype)
@@ -106,12 +106,12 @@ def is_wait(node: Node) -> bool:
 
 def is_gather(node: Node) -> bool:
     """Return whether a node starts an all_gather."""
-    return node.target in GATHERS
+    return node.target in _GATHERS
 
 
 def is_reduce_collective(node: Node) -> bool:
     """Return whether a node starts a reduce_scatter or an all_reduce, or sends a gradient's codes to be summed."""
-    return node.target in REDUCE_COLLECTIVES or _sends_codes(node)
+    return node.target in _REDUCE_COLLECTIVES or _sends_codes(node)
 
 
 def _sends_codes(node: Node) -> bool:
@@ -121,7 +121,7 @@ def _sends_codes(node: Node) -> bool:
 
 def is_maximum(node: Node) -> bool:
     """Return whether a node starts an all_reduce of maxima, such as the largest magnitudes of a unit's blocks."""
-    return node.target in REDUCE_COLLECTIVES and "max" in node.args
+    return node.target in _REDUCE_COLLECTIVES and "max" in node.args
 
 
 def write_part(buffer: torch.Tensor, part: torch.Tensor, dim: int, start: int) -> torch.Tensor:
@@ -137,12 +137,12 @@ def is_write(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Return whether a node starts a collective."""
-    return node.target in GATHERS or node.target in REDUCE_COLLECTIVES or node.target in EXCHANGES
+    return node.target in _GATHERS or node.target in _REDUCE_COLLECTIVES or node.target in _EXCHANGES
 
 
-def is_exchange(node: Node) -> bool:
+def _is_exchange(node: Node) -> bool:
     """Return whether a node exchanges activations or other values between ranks. The scheduler orders it like work."""
-    return node.target in EXCHANGES and not _sends_codes(node)
+    return node.target in _EXCHANGES and not _sends_codes(node)
 
 
 def is_input(node: Node) -> bool:
@@ -233,7 +233,7 @@ def is_cheap(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cheap(operation: Any) -> bool:
-    if operation is WAIT or operation in GATHERS or operation in REDUCE_COLLECTIVES or is_view_operation(operation):
+    if operation is WAIT or operation in _GATHERS or operation in _REDUCE_COLLECTIVES or is_view_operation(operation):
         return True
     if isinstance(operation, OpOverload) and operation.overloadpacket in flop_formulas():
         return False
@@ -350,7 +350,7 @@ def flops(node: Node) -> int:
     if cached and cached[0] is node.target:
         return cached[1]
     packet = getattr(node.target, "overloadpacket", None)
-    packet = ATTENTION.get(packet, packet)
+    packet = _ATTENTION.get(packet, packet)
     if packet not in flop_formulas():
         node.meta["flops"] = (node.target, 0)
         return 0

@@ -29,7 +29,7 @@ from fzero.graph.trace._python_state import refuse_python_state
 
 __all__ = ["Jitted", "jit"]
 
-log = logging.getLogger("fzero.jit")
+_log = logging.getLogger("fzero.jit")
 
 
 @api_boundary
@@ -351,14 +351,14 @@ class Jitted:
 
     def _log_trace(self, arguments: Arguments) -> None:
         if not self._entries:
-            log.info("%s: traced for the first time", self)
+            _log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
         reason = difference(last, arguments) + trouble_link("recompilation")
-        log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
+        _log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:
         if entry.donated_argnums:
             params = self.options.step.param_argnums
             texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.donated_argnums]
-            log.info("%s: the results take over the memory of %s", self, ", ".join(texts))
+            _log.info("%s: the results take over the memory of %s", self, ", ".join(texts))

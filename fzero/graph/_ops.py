@@ -1,4 +1,4 @@
-"""Operations: one table of their traits. A row is an operation of aten; a column is a flag of `OperationTraits`.
+"""Operations: one table of their traits. A row is an operation of aten; a column is a flag of `_OperationTraits`.
 
 Rows are named without namespace and overload. There are no columns for what torch itself knows: whether an operation
 is pointwise, a view or random, and how many FLOPs it takes.
@@ -16,8 +16,6 @@ from torch.fx import Node
 from fzero._torch import OneNode, OpOverload
 
 __all__ = [
-    "OPERATIONS",
-    "OperationTraits",
     "changes_layout",
     "decodes",
     "differs_by_rank",
@@ -37,7 +35,7 @@ __all__ = [
 ]
 
 
-class OperationTraits(enum.Flag):
+class _OperationTraits(enum.Flag):
     """The traits of an operation.
 
     Attributes:
@@ -68,114 +66,114 @@ class OperationTraits(enum.Flag):
     HOST_SIZES = enum.auto()
 
 
-CHEAP = OperationTraits.CHEAP
-FACTORY = OperationTraits.FACTORY
-BY_RANK = OperationTraits.BY_RANK
-LAYOUT = OperationTraits.LAYOUT
-LINEAR = OperationTraits.LINEAR
-EMPTY = OperationTraits.EMPTY
-VIEW = OperationTraits.VIEW
-COPIES = OperationTraits.COPIES
-ENCODES = OperationTraits.ENCODES
-DECODES = OperationTraits.DECODES
-HOST_SIZES = OperationTraits.HOST_SIZES
+_CHEAP = _OperationTraits.CHEAP
+_FACTORY = _OperationTraits.FACTORY
+_BY_RANK = _OperationTraits.BY_RANK
+_LAYOUT = _OperationTraits.LAYOUT
+_LINEAR = _OperationTraits.LINEAR
+_EMPTY = _OperationTraits.EMPTY
+_VIEW = _OperationTraits.VIEW
+_COPIES = _OperationTraits.COPIES
+_ENCODES = _OperationTraits.ENCODES
+_DECODES = _OperationTraits.DECODES
+_HOST_SIZES = _OperationTraits.HOST_SIZES
 
-OPERATIONS: dict[str, OperationTraits] = {
+_OPERATIONS: dict[str, _OperationTraits] = {
     # constants
-    "full": CHEAP | FACTORY | BY_RANK | COPIES,
-    "full_like": CHEAP | FACTORY | BY_RANK | COPIES,
-    "new_full": CHEAP | FACTORY | BY_RANK | COPIES,
-    "zeros": CHEAP | FACTORY | BY_RANK | COPIES,
-    "zeros_like": CHEAP | FACTORY | BY_RANK | COPIES,
-    "new_zeros": CHEAP | FACTORY | BY_RANK | COPIES,
-    "ones": CHEAP | FACTORY | BY_RANK | COPIES,
-    "ones_like": CHEAP | FACTORY | BY_RANK | COPIES,
-    "new_ones": CHEAP | FACTORY | BY_RANK,
-    "arange": CHEAP | FACTORY | BY_RANK,
-    "eye": CHEAP | FACTORY | BY_RANK,
-    "scalar_tensor": CHEAP | FACTORY | BY_RANK,
-    "lift_fresh": CHEAP | FACTORY | BY_RANK,
-    "lift_fresh_copy": CHEAP | FACTORY | BY_RANK,
-    "empty": CHEAP | FACTORY | BY_RANK | EMPTY,
-    "empty_like": CHEAP | EMPTY,
-    "new_empty": CHEAP | BY_RANK | EMPTY,
+    "full": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "full_like": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "new_full": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "zeros": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "zeros_like": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "new_zeros": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "ones": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "ones_like": _CHEAP | _FACTORY | _BY_RANK | _COPIES,
+    "new_ones": _CHEAP | _FACTORY | _BY_RANK,
+    "arange": _CHEAP | _FACTORY | _BY_RANK,
+    "eye": _CHEAP | _FACTORY | _BY_RANK,
+    "scalar_tensor": _CHEAP | _FACTORY | _BY_RANK,
+    "lift_fresh": _CHEAP | _FACTORY | _BY_RANK,
+    "lift_fresh_copy": _CHEAP | _FACTORY | _BY_RANK,
+    "empty": _CHEAP | _FACTORY | _BY_RANK | _EMPTY,
+    "empty_like": _CHEAP | _EMPTY,
+    "new_empty": _CHEAP | _BY_RANK | _EMPTY,
     # another dtype, another layout
-    "_to_copy": CHEAP | FACTORY | BY_RANK | LAYOUT | LINEAR | COPIES,
-    "convert_element_type": CHEAP | FACTORY | BY_RANK | LAYOUT,
-    "clone": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
-    "constant_pad_nd": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
-    "contiguous": CHEAP | COPIES,
-    "_unsafe_view": VIEW,
-    "_reshape_alias": VIEW,
+    "_to_copy": _CHEAP | _FACTORY | _BY_RANK | _LAYOUT | _LINEAR | _COPIES,
+    "convert_element_type": _CHEAP | _FACTORY | _BY_RANK | _LAYOUT,
+    "clone": _CHEAP | _BY_RANK | _LAYOUT | _LINEAR | _COPIES,
+    "constant_pad_nd": _CHEAP | _BY_RANK | _LAYOUT | _LINEAR | _COPIES,
+    "contiguous": _CHEAP | _COPIES,
+    "_unsafe_view": _VIEW,
+    "_reshape_alias": _VIEW,
     # moves between device and host
-    "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
-    "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "to_host": _CHEAP | _BY_RANK | _LAYOUT | _LINEAR | _COPIES,
+    "to_device": _CHEAP | _BY_RANK | _LAYOUT | _LINEAR | _COPIES,
     # experts (parallel/experts/_grouped.py)
-    "grouped_mm": HOST_SIZES,
-    "grouped_outer": HOST_SIZES,
+    "grouped_mm": _HOST_SIZES,
+    "grouped_outer": _HOST_SIZES,
     # slicing and concatenation
-    "cat": CHEAP | BY_RANK | LINEAR | COPIES,
-    "stack": CHEAP | COPIES,
-    "slice": BY_RANK,
-    "flatten_leaves": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (sharding/_flat.py)
-    "view_ranges": VIEW,
+    "cat": _CHEAP | _BY_RANK | _LINEAR | _COPIES,
+    "stack": _CHEAP | _COPIES,
+    "slice": _BY_RANK,
+    "flatten_leaves": _CHEAP | _BY_RANK | _LINEAR | _COPIES,  # these two are fzero's (sharding/_flat.py)
+    "view_ranges": _VIEW,
     # a codec's codes of a unit (sharding/_coded.py)
-    "range_magnitudes": CHEAP | BY_RANK | ENCODES,
-    "encode_range": CHEAP | BY_RANK | ENCODES,
-    "decode_unit": CHEAP | DECODES,
-    "sum_payloads": CHEAP,
-    "sums_to_bytes": CHEAP,
-    "sums_of_bytes": CHEAP,
-    "decode_sum": CHEAP | BY_RANK,
-    "slice_scatter": CHEAP | COPIES,
-    "slice_backward": CHEAP,
-    "select_scatter": CHEAP,
-    "select_backward": CHEAP,
-    "diagonal_copy": CHEAP,
-    "tril": CHEAP,
-    "triu": CHEAP,
+    "range_magnitudes": _CHEAP | _BY_RANK | _ENCODES,
+    "encode_range": _CHEAP | _BY_RANK | _ENCODES,
+    "decode_unit": _CHEAP | _DECODES,
+    "sum_payloads": _CHEAP,
+    "sums_to_bytes": _CHEAP,
+    "sums_of_bytes": _CHEAP,
+    "decode_sum": _CHEAP | _BY_RANK,
+    "slice_scatter": _CHEAP | _COPIES,
+    "slice_backward": _CHEAP,
+    "select_scatter": _CHEAP,
+    "select_backward": _CHEAP,
+    "diagonal_copy": _CHEAP,
+    "tril": _CHEAP,
+    "triu": _CHEAP,
     # look-ups
-    "index": CHEAP,
-    "gather": CHEAP,
-    "embedding": CHEAP,
-    "bucketize": CHEAP,
-    "where": CHEAP,
+    "index": _CHEAP,
+    "gather": _CHEAP,
+    "embedding": _CHEAP,
+    "bucketize": _CHEAP,
+    "where": _CHEAP,
     # arithmetic; what torch tags as pointwise is cheap without a row
-    "add": LINEAR,
-    "div": LINEAR,
-    "mul": LINEAR,
-    "fill": CHEAP,
-    "gelu_backward": CHEAP,
+    "add": _LINEAR,
+    "div": _LINEAR,
+    "mul": _LINEAR,
+    "fill": _CHEAP,
+    "gelu_backward": _CHEAP,
     # reductions over dimensions, and operations that contain them
-    "sum": CHEAP,
-    "mean": CHEAP,
-    "var": CHEAP,
-    "var_mean": CHEAP,
-    "amax": CHEAP,
-    "amin": CHEAP,
-    "argmax": CHEAP,
-    "any": CHEAP,
-    "all": CHEAP,
-    "linalg_vector_norm": CHEAP,
-    "_softmax": CHEAP,
-    "_log_softmax": CHEAP,
-    "_log_softmax_backward_data": CHEAP,
-    "native_layer_norm": CHEAP,
-    "native_layer_norm_backward": CHEAP,
-    "nll_loss_forward": CHEAP,
-    "nll_loss_backward": CHEAP,
+    "sum": _CHEAP,
+    "mean": _CHEAP,
+    "var": _CHEAP,
+    "var_mean": _CHEAP,
+    "amax": _CHEAP,
+    "amin": _CHEAP,
+    "argmax": _CHEAP,
+    "any": _CHEAP,
+    "all": _CHEAP,
+    "linalg_vector_norm": _CHEAP,
+    "_softmax": _CHEAP,
+    "_log_softmax": _CHEAP,
+    "_log_softmax_backward_data": _CHEAP,
+    "native_layer_norm": _CHEAP,
+    "native_layer_norm_backward": _CHEAP,
+    "nll_loss_forward": _CHEAP,
+    "nll_loss_backward": _CHEAP,
     # writes: a graph has only `copy_`, which donation adds; a profiler sees the other ones
-    "copy_": CHEAP | BY_RANK | COPIES,
-    "fill_": COPIES,
-    "zero_": COPIES,
-    "index_copy_": COPIES,
-    "_foreach_copy_": COPIES,
+    "copy_": _CHEAP | _BY_RANK | _COPIES,
+    "fill_": _COPIES,
+    "zero_": _COPIES,
+    "index_copy_": _COPIES,
+    "_foreach_copy_": _COPIES,
     # copies of views: a profiler sees them
-    "view_copy": COPIES,
-    "expand_copy": COPIES,
-    "slice_copy": COPIES,
-    "as_strided_copy": COPIES,
-    "split_with_sizes_copy": COPIES,
+    "view_copy": _COPIES,
+    "expand_copy": _COPIES,
+    "slice_copy": _COPIES,
+    "as_strided_copy": _COPIES,
+    "split_with_sizes_copy": _COPIES,
 }
 
 
@@ -196,64 +194,64 @@ def _name(operation: Any) -> str:
     return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
-def _traits(name: str) -> OperationTraits:
-    return OPERATIONS.get(name, OperationTraits.NOTHING)
+def _traits(name: str) -> _OperationTraits:
+    return _OPERATIONS.get(name, _OperationTraits.NOTHING)
 
 
-def _row(node: Node) -> OperationTraits:
+def _row(node: Node) -> _OperationTraits:
     return _row_of(node.target)
 
 
 def is_known_cheap(operation: OpOverload | OneNode) -> bool:
     """Return whether an operation is cheap by the table, or pointwise by torch."""
-    if OperationTraits.CHEAP in _row_of(operation):
+    if _OperationTraits.CHEAP in _row_of(operation):
         return True
     return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
 
 
 def is_factory(node: Node) -> bool:
     """Return whether a node computes its result from sizes and numbers, or only casts."""
-    return OperationTraits.FACTORY in _row(node)
+    return _OperationTraits.FACTORY in _row(node)
 
 
 def differs_by_rank(node: Node) -> bool:
     """Return whether a node may differ between ranks of one step: a view, or an operation on the rank's own shard."""
-    return is_view(node) or OperationTraits.BY_RANK in _row(node)
+    return is_view(node) or _OperationTraits.BY_RANK in _row(node)
 
 
 def changes_layout(node: Node) -> bool:
     """Return whether a node only changes the layout or the dtype of its operand."""
-    return is_view(node) or OperationTraits.LAYOUT in _row(node)
+    return is_view(node) or _OperationTraits.LAYOUT in _row(node)
 
 
 def encodes(node: Node) -> bool:
     """Return whether a node encodes a shard for its gather."""
-    return OperationTraits.ENCODES in _row(node)
+    return _OperationTraits.ENCODES in _row(node)
 
 
 def decodes(node: Node) -> bool:
     """Return whether a node decodes a gathered unit."""
-    return OperationTraits.DECODES in _row(node)
+    return _OperationTraits.DECODES in _row(node)
 
 
 def is_linear(node: Node) -> bool:
     """Return whether a node only changes the layout of its operands, scales them or adds them."""
-    return is_view(node) or OperationTraits.LINEAR in _row(node)
+    return is_view(node) or _OperationTraits.LINEAR in _row(node)
 
 
 def is_uninitialized(node: Node) -> bool:
     """Return whether a node's result is uninitialized memory."""
-    return OperationTraits.EMPTY in _row(node)
+    return _OperationTraits.EMPTY in _row(node)
 
 
 def only_copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
-    return OperationTraits.COPIES in _traits(name)
+    return _OperationTraits.COPIES in _traits(name)
 
 
 def reads_sizes_on_host(node: Node) -> bool:
     """Return whether an operation reads its int64 operands on the host, so that they may lie there."""
-    return OperationTraits.HOST_SIZES in _row(node)
+    return _OperationTraits.HOST_SIZES in _row(node)
 
 
 def is_view(node: Node) -> bool:
@@ -281,7 +279,7 @@ def is_pointwise(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _makes_view(operation: Any) -> bool:
-    return (isinstance(operation, OpOverload) and operation.is_view) or OperationTraits.VIEW in _row_of(operation)
+    return (isinstance(operation, OpOverload) and operation.is_view) or _OperationTraits.VIEW in _row_of(operation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -295,5 +293,5 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_of(operation: Any) -> OperationTraits:
+def _row_of(operation: Any) -> _OperationTraits:
     return _traits(_name(operation))

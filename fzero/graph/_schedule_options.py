@@ -5,25 +5,25 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-__all__ = ["AUTO", "FITTING", "ScheduleOptions"]
+__all__ = ["FITTING", "ScheduleOptions"]
 
-AUTO = "auto"  # the cost model chooses
+_AUTO = "auto"  # the cost model chooses
 FITTING = "fitting"  # a value of `prefetch`: one gather ahead, where there is room
 
 
 class ScheduleOptions(NamedTuple):
     """The user's restrictions of the schedule; "auto" leaves a setting to the cost model."""
 
-    prefetch: int | str = AUTO
-    in_flight: int | str = AUTO
-    bucket_bytes: int | str = AUTO
-    max_reuse_bytes: float | str = AUTO
+    prefetch: int | str = _AUTO
+    in_flight: int | str = _AUTO
+    bucket_bytes: int | str = _AUTO
+    max_reuse_bytes: float | str = _AUTO
     memory_budget: float | None = None
-    recompute: bool | str = AUTO
-    recast: bool | str = AUTO
+    recompute: bool | str = _AUTO
+    recast: bool | str = _AUTO
     # no arguments of fzero.jit: they are set to reproduce a given schedule
-    across_iterations: bool | str = AUTO
-    send_early: bool | str = AUTO
+    across_iterations: bool | str = _AUTO
+    send_early: bool | str = _AUTO
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> "ScheduleOptions":
@@ -39,7 +39,9 @@ class ScheduleOptions(NamedTuple):
         Raises:
             ValueError: if an option has a value that it does not take. The message lists the values that it takes.
         """
-        return ScheduleOptions(**{name: DOMAINS[name].validated(name, value) for name, value in self._asdict().items()})
+        return ScheduleOptions(
+            **{name: _DOMAINS[name].validated(name, value) for name, value in self._asdict().items()}
+        )
 
 
 class _Domain(NamedTuple):
@@ -47,7 +49,7 @@ class _Domain(NamedTuple):
 
     Attributes:
         values: the special values.
-        accepts: the kind of numbers that it takes, `COUNT` or `AMOUNT`; "" if it takes none.
+        accepts: the kind of numbers that it takes, `_COUNT` or `_AMOUNT`; "" if it takes none.
     """
 
     values: tuple[Any, ...]
@@ -57,9 +59,9 @@ class _Domain(NamedTuple):
         """Return the value if the option takes it, else raise `ValueError`."""
         if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
             return value
-        if self.accepts == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        if self.accepts == _COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
             return int(value)
-        if self.accepts == AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+        if self.accepts == _AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
             return int(value) if isinstance(value, Integral) else float(value)
         raise ValueError(f"{name}={value!r}: expected {self}")
 
@@ -69,20 +71,20 @@ class _Domain(NamedTuple):
         return " or ".join([", ".join(parts[:-1]), parts[-1]])
 
 
-COUNT = "an int from 0 on"
+_COUNT = "an int from 0 on"
 
 
-AMOUNT = "a number from 0 on"
+_AMOUNT = "a number from 0 on"
 
 
-DOMAINS = {
-    "prefetch": _Domain((FITTING, AUTO), COUNT),
-    "in_flight": _Domain((AUTO,), COUNT),
-    "bucket_bytes": _Domain((AUTO,), COUNT),
-    "max_reuse_bytes": _Domain((math.inf, AUTO), AMOUNT),
-    "memory_budget": _Domain((None,), AMOUNT),
-    "recompute": _Domain((True, False, AUTO), ""),
-    "recast": _Domain((True, False, AUTO), ""),
-    "across_iterations": _Domain((True, False, AUTO), ""),
-    "send_early": _Domain((True, False, AUTO), ""),
+_DOMAINS = {
+    "prefetch": _Domain((FITTING, _AUTO), _COUNT),
+    "in_flight": _Domain((_AUTO,), _COUNT),
+    "bucket_bytes": _Domain((_AUTO,), _COUNT),
+    "max_reuse_bytes": _Domain((math.inf, _AUTO), _AMOUNT),
+    "memory_budget": _Domain((None,), _AMOUNT),
+    "recompute": _Domain((True, False, _AUTO), ""),
+    "recast": _Domain((True, False, _AUTO), ""),
+    "across_iterations": _Domain((True, False, _AUTO), ""),
+    "send_early": _Domain((True, False, _AUTO), ""),
 }

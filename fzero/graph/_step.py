@@ -6,12 +6,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from fzero.ranks import Mesh, Spmd
 
-__all__ = ["PlainStep", "TrainStep", "as_step"]
+__all__ = ["TrainStep", "as_step"]
 
 
 @runtime_checkable
 class TrainStep(Protocol):
-    """A train step for jit: a `fzero.zero.ShardedStep`, or a `PlainStep` around any other function."""
+    """A train step for jit: a `fzero.zero.ShardedStep`, or a `_PlainStep` around any other function."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class TrainStep(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainStep:
+class _PlainStep:
     """Any function as a step: its results replace no argument, and it has a mesh only if `mesh.spmd` made it."""
 
     function: Callable[..., Any]
@@ -83,11 +83,11 @@ class PlainStep:
     def state_argnums(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         return ()
 
-    def on_mesh(self, mesh: Mesh) -> "PlainStep":
+    def on_mesh(self, mesh: Mesh) -> "_PlainStep":
         assert isinstance(self.function, Spmd)
-        return PlainStep(replace(self.function, mesh=mesh))
+        return _PlainStep(replace(self.function, mesh=mesh))
 
 
 def as_step(function: Callable[..., Any]) -> TrainStep:
     """Wrap a function as a step, unless it is one already."""
-    return function if isinstance(function, TrainStep) else PlainStep(function)
+    return function if isinstance(function, TrainStep) else _PlainStep(function)

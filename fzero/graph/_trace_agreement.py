@@ -17,10 +17,10 @@ from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRankError, gather_texts
 
-__all__ = ["agree", "common_schedules", "digest_of_order", "gather_values", "signatures"]
+__all__ = ["common_schedules", "gather_values"]
 
 
-def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
+def _signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe the operations and collectives of a graph, node by node.
 
     Data movement and constants are left out, since each rank slices and pads a shard of its own. The name of a process
@@ -29,10 +29,10 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     lines = []
     for n in graph.nodes:
         loop = loop_of(n)
-        if loop and loop.rank_schedule:  # its ranks run different stages: see `stage_signatures`
+        if loop and loop.rank_schedule:  # its ranks run different stages: see `_stage_signatures`
             lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.rank_schedule.schedule.rows}")
         elif loop:
-            lines += [f"{loop.iterations} times", *signatures(loop.body, groups)]
+            lines += [f"{loop.iterations} times", *_signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
             lines.append(_signature(n, groups or {}))
     return lines
@@ -63,7 +63,7 @@ def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
     ]
 
 
-def digest_of_order(graph: Graph) -> str:
+def _digest_of_order(graph: Graph) -> str:
     """Return a digest of the order in which a scheduled graph starts its collectives.
 
     Ranks that traced the same graph compare it. A pipeline's loop counts as a collective: its ranks wait for one
@@ -74,17 +74,17 @@ def digest_of_order(graph: Graph) -> str:
     return _digest(names)
 
 
-def stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
+def _stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe the work of this rank's pipeline stages. Other ranks along the pipeline's axis run other stages."""
-    return [line for body in _stages(graph) for line in signatures(body, groups)]
+    return [line for body in _stages(graph) for line in _signatures(body, groups)]
 
 
-def digest_of_stage_order(graph: Graph) -> str:
+def _digest_of_stage_order(graph: Graph) -> str:
     """Return a digest of the order in which this rank's stages start their collectives."""
     return _digest([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
 
 
-def pipeline_coordinates(graph: Graph) -> str:
+def _pipeline_coordinates(graph: Graph) -> str:
     """Return this rank's coordinates along the axes of pipelines: ranks with equal coordinates have the same stages."""
     loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
     bindings = [loop.rank_schedule.binding for loop in loops if loop.rank_schedule]
@@ -128,17 +128,17 @@ def common_schedules(
         The schedules that all ranks have, each with the largest peak and the most seconds of any rank.
 
     Raises:
-        RuntimeError: as `agree` does.
+        RuntimeError: as `_agree` does.
     """
     if mesh is None or not mesh.distributed:
         return schedules
-    schedule_of = {f"{c.settings} {digest_of_order(c.graph)}": c for c in schedules}
-    ratings = {key: (c.peak_bytes, c.seconds, digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
-    largest = agree(graph, settings_text, ratings, mesh, name)
+    schedule_of = {f"{c.settings} {_digest_of_order(c.graph)}": c for c in schedules}
+    ratings = {key: (c.peak_bytes, c.seconds, _digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
+    largest = _agree(graph, settings_text, ratings, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
 
-def agree(
+def _agree(
     graph: Graph, settings_text: str, ratings: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
     """Compare a traced graph and its schedules with those of the other ranks.
@@ -161,8 +161,8 @@ def agree(
             in common. The message names the first node that differs.
     """
     groups = mesh.groups()
-    stages = pipeline_coordinates(graph) or "no pipeline"
-    descriptions = {"": [settings_text, *signatures(graph, groups)], stages: stage_signatures(graph, groups)}
+    stages = _pipeline_coordinates(graph) or "no pipeline"
+    descriptions = {"": [settings_text, *_signatures(graph, groups)], stages: _stage_signatures(graph, groups)}
     digests = {part: _digest(lines) for part, lines in descriptions.items()}
     replies = gather_values([digests, ratings], mesh, name)
     first: dict[str, str] = {}

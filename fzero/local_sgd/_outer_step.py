@@ -41,7 +41,7 @@ class OuterStep:
     def anchor(self, params: Any, state: Any) -> Any:
         """Return the anchor for the parameters and optimizer state that all replicas start with."""
         program = self.step.program(lambda params, masters: tree.map(at_least_float32, self._own(params, masters)))
-        return own_memory(program(params, masters_of(state)))
+        return own_memory(program(params, _masters_of(state)))
 
     def init(self, anchor: Any) -> Any:
         """Make the outer optimizer's state for a part of the anchor."""
@@ -51,7 +51,7 @@ class OuterStep:
         """Start to average the pseudo-gradients of a part: sum (anchor - parameters) / number of replicas.
 
         Returns:
-            A tree like the part's anchor, or with a codec a `CodedSum`. On processes it may be under way:
+            A tree like the part's anchor, or with a codec a `_CodedSum`. On processes it may be under way:
             `apply_average` waits.
         """
         replicas = self._replicas(params, states)
@@ -118,7 +118,7 @@ class OuterStep:
 
     @staticmethod
     def _replicas(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
-        return [(p, masters_of(s)) for p, s in zip(params, states, strict=True)]
+        return [(p, _masters_of(s)) for p, s in zip(params, states, strict=True)]
 
     def _own(self, params: Any, masters: Any) -> Any:
         """Return a replica's parameters in the layout of the anchor: master weights where there are any."""
@@ -142,7 +142,7 @@ def _is_master_state(x: Any) -> bool:
     return isinstance(x, MasterState)
 
 
-def masters_of(state: Any) -> Any:
+def _masters_of(state: Any) -> Any:
     """Return the tree of master weights in an optimizer's state, None if it has none."""
     masters = [x.master for x in tree.flatten(state, _is_master_state)[0] if _is_master_state(x)]
     return masters[0] if masters else None

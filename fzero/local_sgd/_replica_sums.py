@@ -21,10 +21,10 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["CodedSum", "start_sum", "wait_sum"]
+__all__ = ["start_sum", "wait_sum"]
 
 
-class CodedSum(NamedTuple):
+class _CodedSum(NamedTuple):
     """A sum over replicas that is still encoded.
 
     Attributes:
@@ -40,11 +40,11 @@ def start_sum(values: Any, over: str, codec: Codec | None) -> Any:
     """Start to sum a tree over the replicas, in a rank program. On processes the result may be under way.
 
     Returns:
-        A tree like `values`, or with a codec a `CodedSum`.
+        A tree like `values`, or with a codec a `_CodedSum`.
     """
     if codec is None:
         return tree.map(lambda x: start_psum(x, over), values)
-    coded = CodedSum([], [])
+    coded = _CodedSum([], [])
     for spec_id, x in _units(values, codec):
         encoded = encode_shard(spec_id, join_axes(unit_axes(spec_id)), x.reshape(-1))
         for boxes, part in zip(coded, encoded, strict=True):
@@ -62,7 +62,7 @@ def wait_sum(pending_sum: Any, like: Any, replicas: int, codec: Codec | None) ->
         replicas: the number of replicas.
         codec: the codec.
     """
-    if codec is None or not isinstance(pending_sum, CodedSum):  # a loaded sum is decoded already
+    if codec is None or not isinstance(pending_sum, _CodedSum):  # a loaded sum is decoded already
         return tree.map(wait_tensor, pending_sum)
     sums: dict[int, torch.Tensor] = {}
     for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *pending_sum, strict=True):

@@ -15,11 +15,11 @@ from fzero import tree
 from fzero._torch import tensor_on
 from fzero.random import call_with_key, key
 
-__all__ = ["Calls", "DynamicIndex", "record_calls", "run_dynamic_block", "same_calls"]
+__all__ = ["DynamicIndex", "run_dynamic_block"]
 
-Calls = list[Any]
-CallCache = dict[Any, Calls | None]
-Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
+_Calls = list[Any]
+_CallCache = dict[Any, _Calls | None]
+_Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
 
 
 class _CallRecorder(TorchFunctionMode):
@@ -27,7 +27,7 @@ class _CallRecorder(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.calls: Calls = []
+        self.calls: _Calls = []
         self.tensors: list[torch.Tensor] = list(inputs)  # kept alive, so that no id is used twice
         self.indices = {id(x): i for i, x in enumerate(self.tensors)}
 
@@ -47,7 +47,7 @@ class _CallRecorder(TorchFunctionMode):
         return ("tensor", self.indices[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.indices else x
 
 
-def record_calls(f: Callable[..., Any], *args: Any) -> Calls | None:
+def _record_calls(f: Callable[..., Any], *args: Any) -> _Calls | None:
     """List the torch functions that `f(*args)` calls, run on meta tensors; None if it does not run on those."""
     leaves, structure = tree.flatten(args)
     meta_tensors = {
@@ -68,7 +68,7 @@ def record_calls(f: Callable[..., Any], *args: Any) -> Calls | None:
     return recorder.calls
 
 
-def same_calls(first: Calls | None, second: Calls | None) -> bool:
+def _same_calls(first: _Calls | None, second: _Calls | None) -> bool:
     """Return whether two lists of calls certainly belong to one function."""
     if first is None or second is None:
         return False
@@ -95,7 +95,7 @@ class DynamicIndex(NamedTuple):
     position: torch.Tensor
 
 
-def select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
+def _select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
     """Return `values[position]`, where `position` is a tensor."""
     if all(x is values[0] for x in values):
         return values[0]
@@ -103,8 +103,8 @@ def select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tens
 
 
 def run_dynamic_block(
-    run: Run,
-    cache: CallCache,
+    run: _Run,
+    cache: _CallCache,
     params: Any,
     constants: Sequence[Any],
     x: torch.Tensor,
@@ -135,14 +135,14 @@ def run_dynamic_block(
             out = y
         else:
             is_mine = tensor_on([i in members for i in index.indices], device=index.position.device)
-            out = torch.where(select(list(is_mine), index.position), y, out)
+            out = torch.where(_select(list(is_mine), index.position), y, out)
     assert out is not None, "no index is possible"
     return out
 
 
 def _kinds(
-    run: Run,
-    cache: CallCache,
+    run: _Run,
+    cache: _CallCache,
     params: Any,
     constants: Sequence[Any],
     x: torch.Tensor,
@@ -150,13 +150,13 @@ def _kinds(
     index: DynamicIndex,
 ) -> list[list[int]]:
     """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
-    kinds: list[tuple[Calls | None, list[int]]] = []
+    kinds: list[tuple[_Calls | None, list[int]]] = []
     for i in sorted(set(index.indices)):
         cache_key = (i, _signature((params, constants[i], x, arguments[i])))
         if cache_key not in cache:
-            cache[cache_key] = record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
+            cache[cache_key] = _record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
-        same = next((members for kind_calls, members in kinds if same_calls(kind_calls, calls)), None)
+        same = next((members for kind_calls, members in kinds if _same_calls(kind_calls, calls)), None)
         if same is None:
             kinds.append((calls, [i]))
         else:
@@ -173,5 +173,5 @@ def _select_tree(trees: Sequence[Any], position: torch.Tensor) -> Any:
     """Select one of several trees of equal structure, leaf by leaf."""
     columns = [tree.flatten(t)[0] for t in trees]
     structure = tree.flatten(trees[0])[1]
-    leaves = [select(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
+    leaves = [_select(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
     return tree.unflatten(structure, leaves)

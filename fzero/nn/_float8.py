@@ -15,11 +15,11 @@ from fzero.codecs import KINDS, largest_magnitudes, scales_of
 __all__ = ["SCALINGS", "SIZE_MULTIPLE", "float8_linear"]
 
 SCALINGS = ("tensorwise", "rowwise")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZE_MULTIPLE = 16  # of the sizes that the products of cards have
 
-VALUE_DTYPE = torch.float8_e4m3fn  # the codes of inputs and weights
-KIND_OF_DTYPE = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
+_VALUE_DTYPE = torch.float8_e4m3fn  # the codes of inputs and weights
+_KIND_OF_DTYPE = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 
 
 @api_boundary
@@ -60,9 +60,9 @@ def float8_linear(
         Micikevicius et al.: FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
     _check(x, weight, bias, scaling)
-    gradient = torch.float8_e5m2 if scaling == "tensorwise" else VALUE_DTYPE
+    gradient = torch.float8_e5m2 if scaling == "tensorwise" else _VALUE_DTYPE
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(Recipe(VALUE_DTYPE, VALUE_DTYPE, gradient, scaling == "rowwise", True), rows, weight)
+    y = _product(_Recipe(_VALUE_DTYPE, _VALUE_DTYPE, gradient, scaling == "rowwise", True), rows, weight)
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
@@ -80,14 +80,14 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {list(bias.shape)}: expected [{len(weight)}], one number for each row of weight")
     for name, other in (("weight", weight), ("bias", bias)):
-        if x.dtype not in DTYPES or (other is not None and other.dtype != x.dtype):
+        if x.dtype not in _DTYPES or (other is not None and other.dtype != x.dtype):
             kind = "None" if other is None else other.dtype
             raise TypeError(
                 f"x is {x.dtype}, and {name} {kind}: expected one dtype, float32, bfloat16 or float16; cast either"
             )
 
 
-class Recipe(NamedTuple):
+class _Recipe(NamedTuple):
     """How the operands of a product `a @ b.mT` are rounded.
 
     Attributes:
@@ -104,12 +104,12 @@ class Recipe(NamedTuple):
     is_rowwise: bool
     adds_fast: bool
 
-    def of_gradient(self) -> "Recipe":
+    def of_gradient(self) -> "_Recipe":
         """Return how a gradient and a value are rounded: never two gradients, for which cards have no product."""
-        return Recipe(self.gradient, VALUE_DTYPE, self.gradient, self.is_rowwise, False)
+        return _Recipe(self.gradient, _VALUE_DTYPE, self.gradient, self.is_rowwise, False)
 
 
-class ScaledOperand(NamedTuple):
+class _ScaledOperand(NamedTuple):
     """An operand's codes and scales.
 
     Attributes:
@@ -121,32 +121,32 @@ class ScaledOperand(NamedTuple):
     scale: torch.Tensor
 
     @property
-    def transposed(self) -> "ScaledOperand":
+    def transposed(self) -> "_ScaledOperand":
         """The codes of the transposed operand; with one scale for all numbers."""
-        return ScaledOperand(self.codes.mT, self.scale)
+        return _ScaledOperand(self.codes.mT, self.scale)
 
 
-def encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> ScaledOperand:
+def _encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> _ScaledOperand:
     """Return the codes of a matrix, without a derivative."""
     x = x.detach()
     # infinity if a number is not finite: a quotient is then 0 or nan, and the product nan
     largest = largest_magnitudes(x).unsqueeze(-1) if is_rowwise else largest_magnitudes(x.reshape(-1))
-    scale = scales_of(KINDS[KIND_OF_DTYPE[dtype]], largest)
-    return ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
+    scale = scales_of(KINDS[_KIND_OF_DTYPE[dtype]], largest)
+    return _ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
 
 
 def _product(
-    recipe: Recipe,
+    recipe: _Recipe,
     a: torch.Tensor,
     b: torch.Tensor,
-    a_operand: ScaledOperand | None = None,
-    b_operand: ScaledOperand | None = None,
+    a_operand: _ScaledOperand | None = None,
+    b_operand: _ScaledOperand | None = None,
 ) -> torch.Tensor:
     """Return `a @ b.mT` of `[m, k]` and `[n, k]`, from these codes of the operands or by default from their own."""
     if not a.numel() or not b.numel():
         return a @ b.mT  # nothing has no largest magnitude
-    a_operand = encode(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
-    b_operand = encode(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
+    a_operand = _encode(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
+    b_operand = _encode(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
     return _apply(recipe, a, b, *a_operand, *b_operand)
 
 
@@ -164,7 +164,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(recipe: Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
+    def forward(recipe: _Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
         a_codes, a_scale, b_codes, b_scale = codes
         # the columns of the product: only derivatives of gradients have a rest
         n, rest = len(b), -len(b) % SIZE_MULTIPLE
@@ -176,7 +176,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.recipe, a, b, a_codes, a_scale, *_ = inputs
-        reuses = not ctx.recipe.is_rowwise and ctx.recipe.a == VALUE_DTYPE
+        reuses = not ctx.recipe.is_rowwise and ctx.recipe.a == _VALUE_DTYPE
         ctx.save_for_backward(a, b, *([a_codes, a_scale] if reuses else []))
 
     @staticmethod
@@ -188,11 +188,11 @@ class _Product(torch.autograd.Function):
             of_a = _product(recipe, g, b.mT) if needs_a else None
             of_b = _product(recipe, g.mT, a.mT) if needs_b else None
             return None, of_a, of_b, None, None, None, None
-        g_operand = encode(g, recipe.a, False)
+        g_operand = _encode(g, recipe.a, False)
         if needs_a:
-            of_a = _product(recipe, g, b.mT, g_operand, encode(b, VALUE_DTYPE, False).transposed)
+            of_a = _product(recipe, g, b.mT, g_operand, _encode(b, _VALUE_DTYPE, False).transposed)
         if needs_b:
-            a_operand = ScaledOperand(*saved) if saved else encode(a, VALUE_DTYPE, False)
+            a_operand = _ScaledOperand(*saved) if saved else _encode(a, _VALUE_DTYPE, False)
             of_b = _product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
         return None, of_a, of_b, None, None, None, None
 
@@ -204,7 +204,7 @@ class _Product(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, recipe: Recipe, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, recipe: _Recipe, *tensors: Any) -> Any:
         """Map over samples, such as simulated ranks. Each has scales of its own, so each is a product of its own."""
         columns = list(zip(tensors, in_dims[1:], strict=True))
         samples = [[x if d is None else x.select(d, i) for x, d in columns] for i in range(info.batch_size)]

@@ -1,7 +1,7 @@
 """LazyLogits: logits of a head that are not computed, in place of a model's, until its own code asks for their loss.
 
 The model's code between the head and `F.cross_entropy` runs as it is: it scales or caps logits, drops the last token,
-flattens. `LazyLogits` keeps the input of the head, and does the same to it. So the shift of labels, ignored labels
+flattens. `_LazyLogits` keeps the input of the head, and does the same to it. So the shift of labels, ignored labels
 and the count of the mean are the model's own, and the loss is taken in chunks of classes.
 """
 
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from fzero.nn._linear_cross_entropy import LogitMap, LossOptions, cross_entropy_of_head
 from fzero.parallel.tensor import Layers
 
-__all__ = ["LazyLogits", "check_head", "install_lazy_logits"]
+__all__ = ["check_head", "install_lazy_logits"]
 
-BY_HAND = (
+_BY_HAND = (
     "leave chunked_loss out, call the model without its head for its hidden states, and pass these and the head's "
     "weight to fzero.nn.linear_cross_entropy"
 )
 
 
 @dataclass(frozen=True, eq=False)
-class LazyLogits:
+class _LazyLogits:
     """Logits `[.., v]` that are not computed: the input of their head, its weight, and later changes.
 
     `torch.nn.functional.cross_entropy` computes their loss in chunks. Shapes, scales, `tanh` and slices of tokens are
@@ -83,13 +83,13 @@ class LazyLogits:
 
     # ---- operations that change no number
 
-    def contiguous(self) -> "LazyLogits":
+    def contiguous(self) -> "_LazyLogits":
         return self
 
-    def float(self) -> "LazyLogits":
+    def float(self) -> "_LazyLogits":
         return replace(self, dtype=torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> "LazyLogits":
+    def to(self, *args: Any, **kwargs: Any) -> "_LazyLogits":
         """Take another dtype; the device stays."""
         place = args[0] if args else kwargs.get("dtype", kwargs.get("device"))
         if isinstance(place, torch.dtype):
@@ -100,7 +100,7 @@ class LazyLogits:
 
     # ---- operations that move tokens
 
-    def view(self, *shape: Any) -> "LazyLogits":
+    def view(self, *shape: Any) -> "_LazyLogits":
         """Give the tokens another shape; the last dimension must be that of the classes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         if not sizes or sizes[-1] not in (self.classes, -1) or (sizes[-1] == -1 and -1 in sizes[:-1]):
@@ -111,13 +111,13 @@ class LazyLogits:
 
     reshape = view
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "LazyLogits":
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "_LazyLogits":
         """Flatten dimensions of tokens."""
         if self.ndim < 2 or end_dim % self.ndim == self.ndim - 1:
             raise self._error(f"flatten({start_dim}, {end_dim})")
         return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
 
-    def __getitem__(self, index: Any) -> "LazyLogits":
+    def __getitem__(self, index: Any) -> "_LazyLogits":
         parts = list(index) if isinstance(index, tuple) else [index]
         if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts) or parts.count(Ellipsis) > 1:
             raise self._error(f"[{index}]")
@@ -130,20 +130,20 @@ class LazyLogits:
 
     # ---- operations that change logits one by one
 
-    def _then(self, change: LogitMap) -> "LazyLogits":
+    def _then(self, change: LogitMap) -> "_LazyLogits":
         return replace(self, maps=(*self.maps, change))
 
-    def __mul__(self, factor: Any) -> "LazyLogits":
+    def __mul__(self, factor: Any) -> "_LazyLogits":
         return self._then(partial(torch.mul, other=self._number("*", factor)))
 
     __rmul__ = mul = __mul__
 
-    def __truediv__(self, divisor: Any) -> "LazyLogits":
+    def __truediv__(self, divisor: Any) -> "_LazyLogits":
         return self._then(partial(torch.div, other=self._number("/", divisor)))
 
     div = __truediv__
 
-    def tanh(self) -> "LazyLogits":
+    def tanh(self) -> "_LazyLogits":
         return self._then(torch.tanh)
 
     def _number(self, sign: str, x: Any) -> Any:
@@ -156,8 +156,8 @@ class LazyLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in FUNCTIONS and isinstance(args[0] if args else kwargs.get("input"), cls):
-            return FUNCTIONS[function](*args, **kwargs)
+        if function in _FUNCTIONS and isinstance(args[0] if args else kwargs.get("input"), cls):
+            return _FUNCTIONS[function](*args, **kwargs)
         logits = next(x for x in [*args, *kwargs.values()] if isinstance(x, cls))
         raise logits._error(getattr(function, "__name__", str(function)))
 
@@ -171,12 +171,12 @@ class LazyLogits:
 def _message(model: str, what: str) -> str:
     return (
         f"chunked_loss=True: {what} needs the logits of {model}, of which only the cross entropy is computed. For "
-        f"predictions call fzero.nn.functional without it; for another loss {BY_HAND}"
+        f"predictions call fzero.nn.functional without it; for another loss {_BY_HAND}"
     )
 
 
 def _cross_entropy(
-    input: LazyLogits,
+    input: _LazyLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
@@ -195,7 +195,7 @@ def _cross_entropy(
     return cross_entropy_of_head(input.hidden, input.weight, target, input.bias, input.maps, options)
 
 
-FUNCTIONS: Mapping[Any, Callable[..., Any]] = {torch.tanh: LazyLogits.tanh, F.cross_entropy: _cross_entropy}
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {torch.tanh: _LazyLogits.tanh, F.cross_entropy: _cross_entropy}
 
 
 def check_head(model: torch.nn.Module) -> str:
@@ -217,12 +217,12 @@ def check_head(model: torch.nn.Module) -> str:
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not torch.nn.Linear:
         actual = "no output embedding" if head is None else f"a {type(head).__name__} as its output embedding"
-        raise ValueError(f"chunked_loss=True: {name} has {actual}, expected a torch.nn.Linear: {BY_HAND}")
+        raise ValueError(f"chunked_loss=True: {name} has {actual}, expected a torch.nn.Linear: {_BY_HAND}")
     return next(path for path, module in model.named_modules() if module is head)
 
 
 def install_lazy_logits(copied: torch.nn.Module, path: str, tp: Layers | None = None) -> None:
-    """Make a copy of a model return `LazyLogits`, and compute its loss of them.
+    """Make a copy of a model return `_LazyLogits`, and compute its loss of them.
 
     Args:
         copied: the copy.
@@ -235,10 +235,10 @@ def install_lazy_logits(copied: torch.nn.Module, path: str, tp: Layers | None = 
     copied.forward = _with_check(copied.forward, type(copied).__name__)
 
 
-def _lazy_head(model: str, head: Any, axis: str | None, classes: int, input: torch.Tensor) -> LazyLogits:
+def _lazy_head(model: str, head: Any, axis: str | None, classes: int, input: torch.Tensor) -> _LazyLogits:
     """Take the place of a head's forward pass."""
     dtype = torch.promote_types(input.dtype, head.weight.dtype)
-    return LazyLogits(model, input, head.weight, head.bias, axis, classes, dtype)
+    return _LazyLogits(model, input, head.weight, head.bias, axis, classes, dtype)
 
 
 def _with_check(run: Callable[..., Any], model: str) -> Callable[..., Any]:
@@ -248,10 +248,10 @@ def _with_check(run: Callable[..., Any], model: str) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else [out]
-        if not any(isinstance(x, LazyLogits) for x in values):
+        if not any(isinstance(x, _LazyLogits) for x in values):
             raise ValueError(
                 f"chunked_loss=True: {model} returned {type(out).__name__} without the logits of its output embedding, "
-                f"which it does not call: {BY_HAND}"
+                f"which it does not call: {_BY_HAND}"
             )
         return out
 

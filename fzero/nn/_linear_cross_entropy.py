@@ -24,7 +24,7 @@ from fzero.transforms import remat
 
 __all__ = ["LogitMap", "LossOptions", "cross_entropy_of_head", "linear_cross_entropy"]
 
-HALF = torch.bfloat16, torch.float16
+_HALF = torch.bfloat16, torch.float16
 LogitMap = Callable[[torch.Tensor], torch.Tensor]  # changes logits one by one
 
 
@@ -150,7 +150,7 @@ def _check(
         raise TypeError(f"labels are {labels.dtype}: expected int64, the number of a class for each token")
 
 
-class TokenSums(NamedTuple):
+class _TokenSums(NamedTuple):
     """The three numbers of each token `[..]`, which its logits become."""
 
     log_sum_exp: torch.Tensor
@@ -178,19 +178,19 @@ def _sums_of_chunks(
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     options: _ChunkOptions,
-) -> TokenSums:
+) -> _TokenSums:
     """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
     run: Callable[..., torch.Tensor] = remat(_of_chunk)
     # split, not slices: the gradients of the parts are concatenated once
     weights = weight.split(options.chunk)
     wide = None
     # a forward-mode derivative has no sum, and takes no tangents of values without memory
-    if hidden.dtype in HALF and not torch.compiler.is_dynamo_compiling() and not in_forward_mode():
+    if hidden.dtype in _HALF and not torch.compiler.is_dynamo_compiling() and not in_forward_mode():
         hidden, wide = hidden.detach(), _WideGradient.apply(hidden)
     biases = [None] * len(weights) if bias is None else bias.split(options.chunk)
     chunks = enumerate(zip(weights, biases, strict=True))
     sums = torch.stack([run(hidden, wide, w, b, labels, i, options) for i, (w, b) in chunks])
-    return TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if options.smooth else None)
+    return _TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if options.smooth else None)
 
 
 class _WideGradient(torch.autograd.Function):
@@ -230,10 +230,10 @@ def _of_chunk(
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if options.smooth else [])])
 
 
-def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> TokenSums:
+def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> _TokenSums:
     """Combine the numbers of the ranks, each of which holds part of the classes."""
     # Detached, since the result does not depend on the maximum.
     maximum = along("all_gather", log_sum.detach().unsqueeze(-1), axis, -1).amax(-1)
     rest = [] if total is None else [total]
     sums = leave(torch.stack([(log_sum - maximum).exp(), target, *rest]), axis)
-    return TokenSums(sums[0].log() + maximum, sums[1], None if total is None else sums[2])
+    return _TokenSums(sums[0].log() + maximum, sums[1], None if total is None else sums[2])

@@ -12,10 +12,10 @@ from fzero._tracebacks import api_boundary_of_class
 from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._remat_blocks import repeated_blocks
 
-__all__ = ["Linear", "MatmulPrecision", "MatmulPrecisionLike", "install_matmuls", "matmul_precision_of"]
+__all__ = ["MatmulPrecision", "MatmulPrecisionLike", "install_matmuls", "matmul_precision_of"]
 
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
+_Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
 
 
 @api_boundary_of_class
@@ -59,7 +59,7 @@ class MatmulPrecision:
         Raises:
             ValueError: if the rule names no layer, or one whose sizes are no multiples of 16.
         """
-        weights = {path: _weight(m) for path, m in linear_layers(module).items()}
+        weights = {path: _weight(m) for path, m in _linear_layers(module).items()}
         names = (
             _default(module, weights) if self.layers is None else [p for p, w in weights.items() if self.layers(p, w)]
         )
@@ -82,7 +82,7 @@ class MatmulPrecision:
             raise ValueError(f"matmul_precision: no layer of {type(module).__name__} is chosen: {advice}")
         return tuple(names)
 
-    def linears(self, module: torch.nn.Module) -> dict[str, Linear]:
+    def linears(self, module: torch.nn.Module) -> dict[str, _Linear]:
         """Return the function that replaces `torch.nn.functional.linear`, by the name of the layer."""
         return dict.fromkeys([path.rpartition(".")[0] for path in self.paths(module)], self.linear)
 
@@ -110,7 +110,7 @@ def matmul_precision_of(precision: Any) -> MatmulPrecision | None:
     return MatmulPrecision(precision)  # pyright: ignore[reportArgumentType]  # it checks the kind
 
 
-def linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def _linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """List the linear layers of a module that run their class's forward pass, by the paths of their weights."""
     called = {id(m) for m in module.modules()}
     for attention in module.modules():
@@ -140,11 +140,11 @@ def _divides(weight: torch.Tensor) -> bool:
 def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     blocks = tuple([f"{name}." for name in repeated_blocks(module)])
     within = [path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks]
-    names = [path for path in within if path.split(".")[-2] not in ROUTERS] if within else list(weights)[1:-1]
+    names = [path for path in within if path.split(".")[-2] not in _ROUTERS] if within else list(weights)[1:-1]
     return [path for path in names if _divides(weights[path])]
 
 
-def install_matmuls(module: torch.nn.Module, linears: Mapping[str, Linear]) -> None:
+def install_matmuls(module: torch.nn.Module, linears: Mapping[str, _Linear]) -> None:
     """Make layers of a copy of a module, by their names, compute their product by a function."""
     for name, linear in linears.items():
         layer: Any = module.get_submodule(name)
@@ -156,5 +156,5 @@ def install_matmuls(module: torch.nn.Module, linears: Mapping[str, Linear]) -> N
             m.use_nested_tensor = False
 
 
-def _forward(layer: Any, linear: Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: Any, linear: _Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:
     return linear(x, layer.weight.mT if is_transposed else layer.weight, layer.bias)

@@ -12,7 +12,7 @@ from fzero.sharding import is_box
 __all__ = ["check_module", "check_one_device", "check_tensors", "explain_old_function"]
 
 
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
 
 
 def check_module(module: object, is_copied: bool = True) -> None:
@@ -44,7 +44,7 @@ def check_module(module: object, is_copied: bool = True) -> None:
 
 def _check_kind(name: str, module: torch.nn.Module) -> None:
     kinds = {cls.__name__ for cls in type(module).__mro__}
-    if wrapper := kinds & WRAPPERS:
+    if wrapper := kinds & _WRAPPERS:
         raise TypeError(
             f"module {name!r} is {wrapper.pop()}, whose own synchronisation does not work under torch.func: pass the "
             "plain module; fzero.shard does the sharding"

@@ -152,13 +152,13 @@ def pipeline(
         stages_per_rank=stages_per_rank,
         depth=depth,
         remat=remat,
-        split=split if tp is None else (TensorSplit(tp, split_model.names[0]), *_as_tuple(split)),
+        split=split if tp is None else (_TensorSplit(tp, split_model.names[0]), *_as_tuple(split)),
     )
     return ModulePipeline(pipelined_loss, params, split_model.join)
 
 
 @dataclass(frozen=True)
-class TensorSplit:
+class _TensorSplit:
     """The split rule of tensor-parallel layers, for the parameters of a pipeline.
 
     Attributes:

@@ -21,8 +21,6 @@ from fzero._torch.modules import attributes, version_of
 
 __all__ = [
     "LeftoverCheck",
-    "ModuleContents",
-    "Versions",
     "check_leftovers",
     "check_writes",
     "module_states",
@@ -33,26 +31,26 @@ __all__ = [
 ]
 
 
-CONTAINERS = (list, tuple, dict, set, deque)
+_CONTAINERS = (list, tuple, dict, set, deque)
 
 
-PLAIN = (int, float, complex, str, bytes)  # bool is an int
+_PLAIN = (int, float, complex, str, bytes)  # bool is an int
 
 
-class Versions(NamedTuple):
+class _Versions(NamedTuple):
     """The tensors of a call, and their version counters at its start, both by name."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int | None]
 
 
-def record_versions(state: Mapping[str, torch.Tensor]) -> Versions:
+def record_versions(state: Mapping[str, torch.Tensor]) -> _Versions:
     """Record the tensors of a call and their versions."""
-    return Versions(dict(state), {name: version_of(x) for name, x in state.items()})
+    return _Versions(dict(state), {name: version_of(x) for name, x in state.items()})
 
 
 def check_writes(
-    before: Versions, state: Mapping[str, torch.Tensor], params: frozenset[str], mutable: frozenset[str]
+    before: _Versions, state: Mapping[str, torch.Tensor], params: frozenset[str], mutable: frozenset[str]
 ) -> None:
     """Check that a forward pass replaced no parameter, and wrote in place only into mutable buffers.
 
@@ -82,7 +80,7 @@ def check_writes(
             raise RuntimeError(f"the module's forward pass wrote {kind} {name!r} in place: {expected}")
 
 
-class ModuleState(NamedTuple):
+class _ModuleState(NamedTuple):
     """The attributes, parameters and buffers of a submodule before a call."""
 
     module: torch.nn.Module
@@ -91,12 +89,12 @@ class ModuleState(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
 
 
-def module_states(module: torch.nn.Module) -> list[ModuleState]:
+def module_states(module: torch.nn.Module) -> list[_ModuleState]:
     """Record the current state of a module and its submodules."""
-    return [ModuleState(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    return [_ModuleState(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
 
-def restore_modules(before: list[ModuleState], traced: bool) -> None:
+def restore_modules(before: list[_ModuleState], traced: bool) -> None:
     """Restore a module's parameters and buffers after a call. After a trace, restore all attributes too.
 
     `functional_call` does not restore a submodule that is registered twice. A trace leaves tensors without values in
@@ -112,7 +110,7 @@ def restore_modules(before: list[ModuleState], traced: bool) -> None:
         m._buffers.update(state.buffers)
 
 
-class ModuleContents(NamedTuple):
+class _ModuleContents(NamedTuple):
     """The contents of a module and its submodules that a call may add to or change.
 
     Attributes:
@@ -128,7 +126,7 @@ class ModuleContents(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
 
-def record_contents(module: torch.nn.Module) -> ModuleContents:
+def record_contents(module: torch.nn.Module) -> _ModuleContents:
     """Record the contents of a module and its submodules."""
     tensors: dict[str, dict[int, torch.Tensor]] = {}
     values: dict[str, Any] = {}
@@ -137,7 +135,7 @@ def record_contents(module: torch.nn.Module) -> ModuleContents:
             path = f"{prefix}.{name}" if prefix else name
             tensors[path] = {id(y): y for y in tensors_in(x)}
             values[path] = _plain(x, set())
-    return ModuleContents(tensors, values, set(dict(module.named_parameters())), dict(module.named_buffers()))
+    return _ModuleContents(tensors, values, set(dict(module.named_parameters())), dict(module.named_buffers()))
 
 
 def _stored_attributes(module: torch.nn.Module) -> dict[str, object]:
@@ -154,7 +152,7 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, which may be a container."""
     if isinstance(x, torch.Tensor):
         yield x
-    elif isinstance(x, CONTAINERS):
+    elif isinstance(x, _CONTAINERS):
         for y in x.values() if isinstance(x, dict) else x:
             yield from tensors_in(y)
 
@@ -164,7 +162,7 @@ _NOT_PLAIN = object()
 
 def _plain(x: object, visited: set[int]) -> Any:
     """Copy the numbers, strings and flags of a value, which may be a container; anything else is left out."""
-    if x is None or isinstance(x, PLAIN):
+    if x is None or isinstance(x, _PLAIN):
         return x
     if id(x) in visited:
         return _NOT_PLAIN
@@ -175,8 +173,8 @@ def _plain(x: object, visited: set[int]) -> Any:
         copied = {key: _plain(y, visited) for key, y in x.items()}
         return {key: y for key, y in copied.items() if y is not _NOT_PLAIN}
     if isinstance(x, set):
-        return {y for y in x if isinstance(y, PLAIN)}
-    if isinstance(x, CONTAINERS):
+        return {y for y in x if isinstance(y, _PLAIN)}
+    if isinstance(x, _CONTAINERS):
         return [y for y in [_plain(y, visited) for y in x] if y is not _NOT_PLAIN]
     return _NOT_PLAIN
 
@@ -203,7 +201,7 @@ class LeftoverCheck(NamedTuple):
         return any(fnmatchcase(self.prefix + name, pattern) for pattern in self.ignored)
 
 
-def check_leftovers(before: ModuleContents, module: torch.nn.Module, check: LeftoverCheck) -> None:
+def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: LeftoverCheck) -> None:
     """Refuse a value that a forward pass left in an attribute if a later reader would miss it; else give a notice.
 
     Raises:

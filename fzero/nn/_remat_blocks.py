@@ -11,7 +11,7 @@ from fzero.transforms import gather, remat
 
 __all__ = ["boxes_to_blocks", "remat_blocks", "repeated_blocks", "undo_remat_blocks"]
 
-Save = str | Callable[[Any], bool] | None
+_Save = str | Callable[[Any], bool] | None
 
 
 def repeated_blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -25,7 +25,7 @@ def repeated_blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return blocks
 
 
-def remat_blocks(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
+def remat_blocks(module: torch.nn.Module, save: _Save, mutable: frozenset[str]) -> tuple[str, ...]:
     """Make each repeated block of a module run again in the backward pass, and return the blocks' names.
 
     The repeated blocks are the outermost numbered children that hold parameters or modules, as in
@@ -63,7 +63,7 @@ class _Forward:
     """
 
     def __init__(
-        self, block: torch.nn.Module, save: Save, mutable: frozenset[str], run: Callable[..., Any] | None
+        self, block: torch.nn.Module, save: _Save, mutable: frozenset[str], run: Callable[..., Any] | None
     ) -> None:
         self.block, self.mutable, self.run = block, mutable, run
         self.save = save

@@ -25,7 +25,7 @@ __all__ = [
 
 
 _HANDLER: ContextVar["BlockHandler"] = ContextVar("handler")
-CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
+_CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class StopForward(Exception):
@@ -215,7 +215,7 @@ def _check_plain(value: Any, block: str, name: str) -> None:
     if isinstance(value, tuple | list | dict):
         for x in value.values() if isinstance(value, dict) else value:
             _check_plain(x, block, name)
-    elif not isinstance(value, CONSTANTS):
+    elif not isinstance(value, _CONSTANTS):
         raise TypeError(
             f"block {block!r} is given {name}, a {type(value).__name__}: expected tensors and constants. If it is a "
             "cache, set model.config.use_cache = False; caches are for sampling. If it is a mask, use "

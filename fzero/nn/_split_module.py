@@ -37,10 +37,10 @@ from fzero.parallel.tensor import Layers, of_block, outside
 from fzero.parallel.tensor import gather as gather_tokens
 from fzero.parallel.tensor import scatter as scatter_tokens
 
-__all__ = ["DynamicIndex", "ModuleSplit", "SplitModule", "split_module"]
+__all__ = ["DynamicIndex", "split_module"]
 
 
-class ModuleSplit(NamedTuple):
+class _ModuleSplit(NamedTuple):
     """A module split at its blocks: `split, params = split_module(module)`.
 
     Attributes:
@@ -48,12 +48,12 @@ class ModuleSplit(NamedTuple):
         params: the trainable parameters: `{"blocks": [{name: tensor}, ...], "rest": {name: tensor}}`.
     """
 
-    split: "SplitModule"
+    split: "_SplitModule"
     params: dict[str, Any]
 
 
 class _SplitCache:
-    """Results that the calls of a `SplitModule` keep for later calls.
+    """Results that the calls of a `_SplitModule` keep for later calls.
 
     Attributes:
         form: the form in which the module expects a block's output.
@@ -68,7 +68,7 @@ class _SplitCache:
 
 
 @dataclass(frozen=True)
-class SplitModule:
+class _SplitModule:
     """A module as pure functions of its blocks' parameters and of the rest of its parameters.
 
     A batch holds the arguments of the module's forward pass: a dict by name, a tuple, or one tensor.
@@ -213,7 +213,7 @@ def split_module(
     blocks: str | None = None,
     tp: Layers | None = None,
     ignore_writes: Sequence[str] = (),
-) -> ModuleSplit:
+) -> _ModuleSplit:
     """Split a module at its repeated blocks into pure functions, without editing it.
 
     The blocks are the children of a ModuleList or Sequential: at least two modules of one class, whose parameters have
@@ -266,7 +266,7 @@ def split_module(
     if tp is not None:
         copied = copy_module(module, {**shells, **shared})
         rest = functional(copied, tp=outside(tp, names), ignore_writes=ignore_writes)
-    split = SplitModule(
+    split = _SplitModule(
         shell=_read_only(rest.apply),
         constants=rest.buffers,
         param_meta={name: (p.shape, p.dtype) for name, p in plain.params.items()},
@@ -276,7 +276,7 @@ def split_module(
         plain=_read_only(plain.apply),
         tp=tp,
     )
-    return ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
+    return _ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
 
 
 def _share_constants(constants: NamedTensors, first: NamedTensors) -> NamedTensors:

@@ -9,31 +9,31 @@ from typing import Any, NamedTuple
 from fzero._report import new_figure
 from fzero.observe._lines import Span
 
-__all__ = ["bars", "colours", "draw", "label"]
+__all__ = ["draw"]
 
 
-PASSES = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b"}
+_PASSES = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b"}
 
 
-FUNCTIONS = ("#b279a2", "#72b7b2", "#eeca3b", "#e45756", "#9d755d")
+_FUNCTIONS = ("#b279a2", "#72b7b2", "#eeca3b", "#e45756", "#9d755d")
 
 
-OPERATIONS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#ff9d98", "#bab0ac")
+_OPERATIONS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#ff9d98", "#bab0ac")
 
 
-OTHER_COLOUR = "#dddddd"
+_OTHER_COLOUR = "#dddddd"
 
 
-DEPTH = 8  # the largest number of rows of the chart for functions and modules
+_DEPTH = 8  # the largest number of rows of the chart for functions and modules
 
 
-LEAST = 0.0005  # bars below this share of the step are left out
+_LEAST = 0.0005  # bars below this share of the step are left out
 
 
-LETTERS = 170  # the number of letters that fit into the full width
+_LETTERS = 170  # the number of letters that fit into the full width
 
 
-class Bar(NamedTuple):
+class _Bar(NamedTuple):
     """A bar of the chart.
 
     Attributes:
@@ -56,9 +56,9 @@ class Bar(NamedTuple):
         return self.names[-1]
 
 
-def bars(spans: Sequence[Span]) -> Iterator[Bar]:
+def _bars(spans: Sequence[Span]) -> Iterator[_Bar]:
     """Yield the bars of a chart. Neighbours with the same name are joined if the bars above them are the same."""
-    rows = len(row_names(spans))
+    rows = len(_row_names(spans))
     named = [(_names(s, rows), s) for s in spans]
     for row in range(rows):
         for names, group in groupby(named, key=lambda x: x[0][: row + 1]):
@@ -66,12 +66,12 @@ def bars(spans: Sequence[Span]) -> Iterator[Bar]:
                 group_spans = [span for _, span in group]
                 inner = next((name for name in reversed(names[1 : rows - 2]) if name), "")
                 seconds = sum([s.seconds for s in group_spans])
-                yield Bar(row, names, group_spans[0].start, seconds, _without_numbers(inner))
+                yield _Bar(row, names, group_spans[0].start, seconds, _without_numbers(inner))
 
 
-def row_names(spans: Sequence[Span]) -> tuple[str, ...]:
+def _row_names(spans: Sequence[Span]) -> tuple[str, ...]:
     """Return the names of a chart's rows: as many for functions and modules as the deepest stack has, at most 8."""
-    depth = min(max([len(_stack(s)) for s in spans], default=1), DEPTH)
+    depth = min(max([len(_stack(s)) for s in spans], default=1), _DEPTH)
     return ("pass", "function", *[""] * (depth - 1), "line", "operation")
 
 
@@ -94,11 +94,11 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\.?\b\d+\b", "", name)
 
 
-def colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
+def _colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
     """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
-    functions = [(_without_numbers(_stack(s)[:DEPTH][-1]), s.seconds) for s in spans]
+    functions = [(_without_numbers(_stack(s)[:_DEPTH][-1]), s.seconds) for s in spans]
     operations = [(_operation(s), s.seconds) for s in spans]
-    return PASSES, _colours_of_top(functions, FUNCTIONS), _colours_of_top(operations, OPERATIONS)
+    return _PASSES, _colours_of_top(functions, _FUNCTIONS), _colours_of_top(operations, _OPERATIONS)
 
 
 def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) -> dict[str, str]:
@@ -109,9 +109,9 @@ def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) 
     return dict(zip(sorted(sums, key=lambda name: -sums[name]), palette, strict=False))
 
 
-def label(text: str, share: float) -> str:
+def _label(text: str, share: float) -> str:
     """Return a text cut to a share of the width; "" if not even its beginning fits."""
-    room = int(LETTERS * share)
+    room = int(_LETTERS * share)
     return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
 
 
@@ -119,23 +119,23 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
     """Draw a flame chart as a matplotlib figure. A line has the colour of its function."""
     from matplotlib.patches import Patch
 
-    rows = row_names(spans)
+    rows = _row_names(spans)
     figure = new_figure(11, 2.4 + 0.35 * len(rows))
     axes = figure.subplots()
-    passes, functions, operations = colours(spans)
+    passes, functions, operations = _colours(spans)
     total = sum([s.seconds for s in spans]) or 1.0
-    for bar in bars(spans):
-        if bar.seconds < LEAST * total:
+    for bar in _bars(spans):
+        if bar.seconds < _LEAST * total:
             continue
         named = passes if bar.row == 0 else operations if bar.row == len(rows) - 1 else functions
-        colour = named.get(bar.function if named is functions else bar.text, OTHER_COLOUR)
+        colour = named.get(bar.function if named is functions else bar.text, _OTHER_COLOUR)
         box = [(bar.start * 1e3, bar.seconds * 1e3)]
         axes.broken_barh(box, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
-        middle, text = (bar.start + bar.seconds / 2) * 1e3, label(bar.text, bar.seconds / total)
+        middle, text = (bar.start + bar.seconds / 2) * 1e3, _label(bar.text, bar.seconds / total)
         axes.text(middle, -bar.row - 0.45, text, ha="center", va="center", fontsize=6.5, clip_on=True)
     axes.set(xlabel="ms of operations, one after the other", xlim=(0, total * 1e3), ylim=(-len(rows), 0), title=name)
     axes.set_yticks([-row - 0.45 for row in range(len(rows))], rows)
-    legend = {**{f"in {text}": colour for text, colour in functions.items()}, **operations, "others": OTHER_COLOUR}
+    legend = {**{f"in {text}": colour for text, colour in functions.items()}, **operations, "others": _OTHER_COLOUR}
     patches = [Patch(color=colour, label=text) for text, colour in legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
     return figure

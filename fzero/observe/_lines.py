@@ -15,7 +15,7 @@ from fzero._torch.recorder import Stacks
 from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
-__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "mark_functions", "spans"]
+__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "spans"]
 
 
 class Span(NamedTuple):
@@ -108,7 +108,7 @@ def spans(file: str, function: str) -> Iterator[list[Span]]:
 
 
 @contextmanager
-def mark_functions(prefix: str) -> Iterator[None]:
+def _mark_functions(prefix: str) -> Iterator[None]:
     """Show torch's profiler the function that each operation within belongs to, as an annotation around it.
 
     In a backward pass it is the function of the forward operation.
@@ -120,7 +120,7 @@ def mark_functions(prefix: str) -> Iterator[None]:
     def before(operation: WatchedOperation) -> torch.profiler.record_function:
         site = current_call_site()
         phase = "backward" if site.backward else "forward or update"
-        mark = torch.profiler.record_function(f"{prefix}{function_at(site.line) or 'fzero'}, {phase}")
+        mark = torch.profiler.record_function(f"{prefix}{_function_at(site.line) or 'fzero'}, {phase}")
         mark.__enter__()
         return mark
 
@@ -138,7 +138,7 @@ def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     results = list[Span]()
     for i, r in enumerate(operations):
         phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
-        results.append(Span(r.name, r.line, function_at(r.line), r.phase or phase, start, r.seconds, r.stack))
+        results.append(Span(r.name, r.line, _function_at(r.line), r.phase or phase, start, r.seconds, r.stack))
         start += r.seconds
     return results
 
@@ -186,7 +186,7 @@ def _code(line: str) -> str:
     return linecache.getline(file, int(number)).strip() if file else ""
 
 
-def function_at(line: str) -> str:
+def _function_at(line: str) -> str:
     """Return the function or method that contains a line, such as "Attention.forward"; "" at module level."""
     file, _, number = line.rpartition(":")
     if not file:

@@ -18,12 +18,12 @@ from fzero.observe._value_graph import ValueGraph, ValueOrigin, explain, pack, u
 from fzero.ranks import Mesh, gather_texts
 from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, traced_spec
 
-__all__ = ["NonFiniteLeaf", "Nonfinite", "Origin", "nonfinite", "nonfinite_parts"]
+__all__ = ["Nonfinite", "Origin", "nonfinite"]
 
 # The non-finite leaves of a tree, by leaf and rank, also inside of boxes.
 
 
-class NonFiniteLeaf(NamedTuple):
+class _NonFiniteLeaf(NamedTuple):
     """A non-finite leaf, or a part of one: its path, its value, and the ranks that hold it."""
 
     path: str
@@ -31,21 +31,21 @@ class NonFiniteLeaf(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[NonFiniteLeaf]:
+def _nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite leaves of a step's arguments or results."""
     local_ranks = (0,) if mesh is None else (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     for path, x in zip(paths, entries, strict=True):
         if not is_box(x):
-            leaves = [NonFiniteLeaf(path, x, local_ranks)] if isinstance(x, torch.Tensor) else []
+            leaves = [_NonFiniteLeaf(path, x, local_ranks)] if isinstance(x, torch.Tensor) else []
         elif mesh is None:  # boxes of ranks that the user's program runs itself
-            leaves = [NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
+            leaves = [_NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
             leaves = _parts(path, x, mesh)
         yield from [part for part in leaves if nonfinite_kind(part.value)]
 
 
-def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
+def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):
@@ -62,7 +62,7 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
             part = x if mesh.distributed or not axes else x[row]
             if isinstance(box, Shard):
                 part, leaf_path = _in_unit(path, box, part, mesh, group_ranks[0])
-            yield NonFiniteLeaf(leaf_path, part, group_ranks)
+            yield _NonFiniteLeaf(leaf_path, part, group_ranks)
 
 
 def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
@@ -244,11 +244,11 @@ def _value_graph_of(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
             collective_count=lambda: len(log.events),
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        for part in nonfinite_parts(arguments, mesh):
+        for part in _nonfinite_parts(arguments, mesh):
             tracker.argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
         with record_node_lines(), watch_operations(tracker.before, tracker.after):
             out = step(*args, **kwargs)
-        for part in nonfinite_parts(out, mesh):
+        for part in _nonfinite_parts(out, mesh):
             tracker.result(part.value, tree.leaf_name("result", part.path))
     return tracker.graph
 

@@ -11,7 +11,7 @@ from fzero._torch.watched import Memory, WatchedOperation, current_call_site, is
 from fzero.axes import bound_axes
 from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueGraph, ValueOrigin
 
-__all__ = ["Kind", "NonFiniteTracker", "nonfinite_kind"]
+__all__ = ["NonFiniteTracker", "nonfinite_kind"]
 
 
 _OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # operations that overwrite a tensor without reading it
@@ -20,7 +20,7 @@ _OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # operations that ov
 _MESSAGES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
 
 
-class Kind(NamedTuple):
+class _Kind(NamedTuple):
     """The kinds of non-finite elements in a tensor: nan, inf, -inf."""
 
     nan: bool
@@ -34,10 +34,10 @@ class Kind(NamedTuple):
         return " and ".join([name for name, has in zip(("nan", "inf", "-inf"), self, strict=True) if has])
 
 
-_FINITE = Kind(False, False, False)
+_FINITE = _Kind(False, False, False)
 
 
-def nonfinite_kind(x: torch.Tensor) -> Kind:
+def nonfinite_kind(x: torch.Tensor) -> _Kind:
     """Return which kinds of non-finite elements a tensor holds."""
     if not is_real(x) or not (x.is_floating_point() or x.is_complex()):
         return _FINITE
@@ -45,10 +45,10 @@ def nonfinite_kind(x: torch.Tensor) -> Kind:
     x = torch.view_as_real(x) if x.is_complex() else x.float() if x.itemsize == 1 else x
     if bool(torch.isfinite(x).all()):
         return _FINITE
-    return Kind(bool(x.isnan().any()), bool(x.isposinf().any()), bool(x.isneginf().any()))
+    return _Kind(bool(x.isnan().any()), bool(x.isposinf().any()), bool(x.isneginf().any()))
 
 
-class _Region(NamedTuple):
+class _NonFiniteMemory(NamedTuple):
     """Memory of a non-finite value. If the value is only `expected`, that function records it once it is read."""
 
     memory: Memory
@@ -69,7 +69,7 @@ class NonFiniteTracker:
     def __init__(self, rank: int | None, size: int, collective_count: Callable[[], int]) -> None:
         self.graph = ValueGraph()
         self.rank, self.size, self.collective_count = rank, size, collective_count
-        self._regions: dict[int, list[_Region]] = {}
+        self._regions: dict[int, list[_NonFiniteMemory]] = {}
 
     # ------------------------------------------------------------ events
 
@@ -121,7 +121,7 @@ class NonFiniteTracker:
         self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
     ) -> None:
         kinds = [(x, nonfinite_kind(x)) for x in (*new, *operation.mutated_arguments)]
-        kind = Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
+        kind = _Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         written = {id(x) for x in operation.mutated_arguments}
         parents = (
             overwritten + self._edges([x for x in operation.arguments if id(x) not in written], operation)
@@ -167,13 +167,13 @@ class NonFiniteTracker:
     def _remember(self, xs: Sequence[torch.Tensor], number: int) -> None:
         for x in xs:
             memory = memory_of(x)
-            self._regions.setdefault(memory.storage, []).append(_Region(memory, number))
+            self._regions.setdefault(memory.storage, []).append(_NonFiniteMemory(memory, number))
 
     def _expect(self, xs: Sequence[torch.Tensor], record: Callable[[bool], int]) -> None:
         for x in xs:
             if is_real(x) and (x.is_floating_point() or x.is_complex()):
                 memory = memory_of(x)
-                self._regions.setdefault(memory.storage, []).append(_Region(memory, -1, record))
+                self._regions.setdefault(memory.storage, []).append(_NonFiniteMemory(memory, -1, record))
 
     def _forget(self, x: torch.Tensor) -> None:
         """Forget the values in memory that is overwritten."""
@@ -181,7 +181,7 @@ class NonFiniteTracker:
             memory = memory_of(x)
             self._prune(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
 
-    def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_Region]:
+    def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_NonFiniteMemory]:
         regions = [r for r in self._regions.get(storage, ()) if not r.memory.is_freed and keep(r.memory)]
         if regions:
             self._regions[storage] = regions
@@ -193,7 +193,7 @@ class NonFiniteTracker:
         kinds = [(x, nonfinite_kind(x)) for x in xs]
         return [e for x, kind in kinds if kind for e in self._edges_of(x, kind, operation)]
 
-    def _edges_of(self, x: torch.Tensor, kind: Kind, operation: WatchedOperation) -> list[Edge]:
+    def _edges_of(self, x: torch.Tensor, kind: _Kind, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the values that a non-finite tensor holds. Record a captured tensor as a new value."""
         memory = memory_of(x)
         regions = [
@@ -214,7 +214,7 @@ class NonFiniteTracker:
         self.graph.values.append(NonFiniteValue(nan, parents, origin, collective))
         return len(self.graph.values) - 1
 
-    def _record_captured(self, kind: Kind, operation: WatchedOperation) -> int:
+    def _record_captured(self, kind: _Kind, operation: WatchedOperation) -> int:
         """Record a tensor from before the call that is no argument: one that a function captured."""
         origin = self._origin(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
@@ -224,7 +224,7 @@ class NonFiniteTracker:
     def _order(self) -> tuple[int, int, int]:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)
 
-    def _origin(self, operation: WatchedOperation, kind: Kind, with_inputs: bool = True) -> ValueOrigin:
+    def _origin(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueOrigin:
         site = current_call_site()
         file, _, number = site.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")

@@ -19,14 +19,14 @@ from fzero.graph import only_copies, short_path
 from fzero.observe._flame_chart import draw
 from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, spans
 
-__all__ = ["Cost", "Profile", "in_words", "operation_kind", "profile"]
+__all__ = ["Cost", "Profile", "profile"]
 
-LEAST_ROW = 0.02  # functions below this share of the step are not printed
-ROWS = 24  # the largest number of printed functions
+_LEAST_ROW = 0.02  # functions below this share of the step are not printed
+_ROWS = 24  # the largest number of printed functions
 
 
-MARK = "fzero.profile: step"
-KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
+_MARK = "fzero.profile: step"
+_KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
 
 
 class Cost(NamedTuple):
@@ -95,15 +95,15 @@ class Profile(FigureReport):
     def _by_stack(self) -> list[str]:
         """Format the functions and modules of one step as a tree, without those below 2% of it."""
         total = sum([s.seconds for s in self.spans]) or 1.0
-        costs = [c for c in self.stacks if c.seconds >= LEAST_ROW * total]
+        costs = [c for c in self.stacks if c.seconds >= _LEAST_ROW * total]
         if not costs:
             return []
         rows = ["functions and modules, each with all that it calls", _line("", "ms", "share", "calls", "backward")]
-        for c in costs[:ROWS]:
+        for c in costs[:_ROWS]:
             label_text = "  " * (len(c.stack) - 1) + c.stack[-1]
             share, backward = f"{c.seconds / total:.1%}", f"{c.backward_seconds * 1e3:.2f}"
             rows.append(_line(label_text, f"{c.seconds * 1e3:.2f}", share, f"{c.calls:,}", backward))
-        more = len(costs) - ROWS
+        more = len(costs) - _ROWS
         return [*rows, *([f"      and {more} more in Profile.stacks"] if more > 0 else []), ""]
 
     def _by_line(self) -> list[str]:
@@ -129,7 +129,7 @@ class Profile(FigureReport):
     def _row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"
         on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
-        return _line(in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
+        return _line(_in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
 
 
 @api_boundary
@@ -177,7 +177,7 @@ def profile(
         args_copy, kwargs_copy = _copy(args), _copy(kwargs)
         _start_together()
         start = time.perf_counter()
-        with torch.profiler.record_function(MARK):
+        with torch.profiler.record_function(_MARK):
             out = step(*args_copy, **kwargs_copy)
             wait_for_device()
         seconds = time.perf_counter() - start
@@ -247,7 +247,7 @@ def _path_of_rank(path: Path) -> Path:
 def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
     """Add up the operations within the marks, on the thread of the marks. Return the seconds of a step with them."""
     events = list(events)
-    marks = [e for e in events if e.name == MARK]
+    marks = [e for e in events if e.name == _MARK]
     threads = {e.thread for e in marks}
     spans = [(e.time_range.start, e.time_range.end) for e in marks]
     sums_by_name: dict[str, list[float]] = {}
@@ -257,16 +257,18 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
     # a user's record_function is no operation: its own time is the time between the operations within
-    user_marks = {e.name for e in events if e.is_user_annotation and operation_kind(e.name) in ("compute", "copies")}
-    kinds = {name: "Python" if name in user_marks else operation_kind(name) for name in sums_by_name}
+    user_marks = {e.name for e in events if e.is_user_annotation and _operation_kind(e.name) in ("compute", "copies")}
+    kinds = {name: "Python" if name in user_marks else _operation_kind(name) for name in sums_by_name}
     costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in sums_by_name.items()]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
-    return seconds, tuple(sorted([c for c in costs if c.name != MARK], key=lambda c: -max(c.seconds, c.device_seconds)))
+    return seconds, tuple(
+        sorted([c for c in costs if c.name != _MARK], key=lambda c: -max(c.seconds, c.device_seconds))
+    )
 
 
 def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     kinds = []
-    for kind in KINDS[:-1]:
+    for kind in _KINDS[:-1]:
         costs = [c for c in operations if c.kind == kind]
         calls, device = sum([c.calls for c in costs]), sum([c.device_seconds for c in costs])
         kinds.append(Cost(kind, kind, sum([c.seconds for c in costs]), calls, device))
@@ -274,7 +276,7 @@ def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     return (*kinds, Cost("Python", "Python", rest, 0.0))
 
 
-def operation_kind(name: str) -> str:
+def _operation_kind(name: str) -> str:
     """Return the kind of work of an operation, by its name in the profiler."""
     space, _, op = name.partition("::")
     if op == "wait_tensor" or name == "fzero::wait":
@@ -286,7 +288,7 @@ def operation_kind(name: str) -> str:
     return "copies" if only_copies(op) else "compute"
 
 
-WORDS = {
+_WORDS = {
     "fzero::segment": "compiled code of fzero.jit",
     "fzero::wait": "a wait for messages",
     "_c10d_functional::wait_tensor": "a wait for a collective",
@@ -294,12 +296,12 @@ WORDS = {
 _SPACES = ("aten::", "_c10d_functional::", "c10d::", "fzero::")
 
 
-def in_words(name: str) -> str:
+def _in_words(name: str) -> str:
     """Return the name of an operation for users: without its namespace, and "compiled code" for compiled regions."""
     if name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled code"
     space = next((s for s in _SPACES if name.startswith(s)), "")
-    return WORDS.get(name, name.removeprefix(space))
+    return _WORDS.get(name, name.removeprefix(space))
 
 
 def _line(name: str, *cells: str) -> str:

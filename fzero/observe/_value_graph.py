@@ -4,17 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Edge",
-    "Explanation",
-    "NonFiniteResult",
-    "NonFiniteValue",
-    "ValueGraph",
-    "ValueOrigin",
-    "explain",
-    "pack",
-    "unpack",
-]
+__all__ = ["Edge", "NonFiniteResult", "NonFiniteValue", "ValueGraph", "ValueOrigin", "explain", "pack", "unpack"]
 
 
 class Edge(NamedTuple):
@@ -108,17 +98,17 @@ def unpack(data: Any) -> ValueGraph:
     return ValueGraph(values, results, {int(k): edges(sent) for k, sent in data["sent"].items()})
 
 
-class Explanation(NamedTuple):
+class _Explanation(NamedTuple):
     """The origin of non-finite results, and the origin of the nan that was made of an infinity."""
 
     origin: ValueOrigin | None
     nan_origin: ValueOrigin | None
 
 
-Node = tuple[int, int]  # a process, and the number of a value in its graph
+_Node = tuple[int, int]  # a process, and the number of a value in its graph
 
 
-def explain(graphs: Sequence[ValueGraph]) -> Explanation:
+def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
     """Find the origin of the non-finite results of all processes."""
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
     nans = _ends(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
@@ -126,14 +116,14 @@ def explain(graphs: Sequence[ValueGraph]) -> Explanation:
         sources = _ends(graphs, [parent for parent, _ in _parents(graphs, node)], nan=False)
         first = [n for n in _in_time(graphs, sources) if not _origin(graphs, n).is_intended]
         if first:
-            return Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
-        return Explanation(_with_all_ranks(graphs, node, nans), None)
+            return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
+        return _Explanation(_with_all_ranks(graphs, node, nans), None)
     infinities = _ends(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
     candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin(graphs, n).is_intended)
-    return Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
+    return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
-def _parents(graphs: Sequence[ValueGraph], node: Node) -> Iterator[tuple[Node, bool]]:
+def _parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
     """Yield the parents of a value: on its own process, or those that all ranks sent into a collective."""
     process, number = node
     value = graphs[process].values[number]
@@ -145,11 +135,11 @@ def _parents(graphs: Sequence[ValueGraph], node: Node) -> Iterator[tuple[Node, b
                 yield (source, e.number), e.nan
 
 
-def _ends(graphs: Sequence[ValueGraph], start: Iterable[Node], nan: bool) -> set[Node]:
+def _ends(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) -> set[_Node]:
     """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
     stack = list(start)
-    visited = set[Node]()
-    ends = set[Node]()
+    visited = set[_Node]()
+    ends = set[_Node]()
     while stack:
         node = stack.pop()
         if node in visited:
@@ -162,17 +152,17 @@ def _ends(graphs: Sequence[ValueGraph], start: Iterable[Node], nan: bool) -> set
     return ends
 
 
-def _origin(graphs: Sequence[ValueGraph], node: Node) -> ValueOrigin:
+def _origin(graphs: Sequence[ValueGraph], node: _Node) -> ValueOrigin:
     origin = graphs[node[0]].values[node[1]].origin
     assert origin is not None
     return origin
 
 
-def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[Node]) -> list[Node]:
+def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
     return sorted(nodes, key=lambda n: _origin(graphs, n).order)
 
 
-def _with_all_ranks(graphs: Sequence[ValueGraph], node: Node, nodes: Iterable[Node]) -> ValueOrigin:
+def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueOrigin:
     """Return the origin of a value, with all ranks that made a value at the same source."""
     origin, origins = _origin(graphs, node), [_origin(graphs, n) for n in nodes]
 

@@ -30,7 +30,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "spread", "sums_of_squares"]
+__all__ = ["AdafactorState", "adafactor"]
 
 # The sums of squares of each leaf's rows and columns, on any layout, and the way back to the leaf's elements.
 #
@@ -40,29 +40,29 @@ __all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "
 # The vector is of full leaves, those of tensor parallelism too: a rank adds its part at the part's rows and columns.
 
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
-class Sums(NamedTuple):
+class _Sums(NamedTuple):
     """A leaf's positions in the flattened tree (several if it is tied), its shape, and its sums."""
 
     positions: list[int]
-    shape: Shape
+    shape: _Shape
     rows: torch.Tensor
     columns: torch.Tensor | None
 
 
-def row_shape(shape: Sequence[int]) -> Shape:
+def _row_shape(shape: Sequence[int]) -> _Shape:
     """Return the shape of a leaf's sums of rows."""
     return tuple(shape[:-1] if len(shape) > 1 else shape)
 
 
-def column_shape(shape: Sequence[int]) -> Shape | None:
+def _column_shape(shape: Sequence[int]) -> _Shape | None:
     """Return the shape of a leaf's sums of columns, or None for a leaf without columns."""
     return (*shape[:-2], shape[-1]) if len(shape) > 1 else None
 
 
-def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
+def _sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[_Sums]:
     """Return the sums of squares of each leaf's rows and columns in a flattened tree, in float32 or wider.
 
     Raises:
@@ -71,7 +71,7 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
     return [*_sums_of_full_leaves(entries), *_sums_of_units(sharded_units(paths, entries))]
 
 
-def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
+def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[_Sums]:
     positions_by_leaf: dict[Any, list[int]] = {}  # identity of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
@@ -79,10 +79,10 @@ def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
     for positions in positions_by_leaf.values():
         square = at_least_float32(entries[positions[0]]).square()
         rows, columns = (square.sum(-1), square.sum(-2)) if square.ndim > 1 else (square, None)
-        yield Sums(positions, tuple(square.shape), rows, columns)
+        yield _Sums(positions, tuple(square.shape), rows, columns)
 
 
-def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[Sums]:
+def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[_Sums]:
     """Yield the sums of sharded leaves; one psum completes the vectors of all units over the same axes."""
     units_by_axes: dict[tuple[str, ...], list[ShardedUnit]] = {}
     for unit in units:
@@ -108,21 +108,21 @@ def _local_sums(box: Shard) -> torch.Tensor:
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
-def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[Sums]:
+def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[_Sums]:
     """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
     for index, shape in enumerate(traced_spec(unit.spec_id).full_shapes):
         parts: list[torch.Tensor | None] = []
-        for part in (row_shape(shape), column_shape(shape)):
+        for part in (_row_shape(shape), _column_shape(shape)):
             size = 0 if part is None else math.prod(part)
             parts.append(None if part is None else sums[start : start + size].view(part))
             start += size
         rows, columns = parts
         assert rows is not None
-        yield Sums([position for position, i in unit.members if i == index], shape, rows, columns)
+        yield _Sums([position for position, i in unit.members if i == index], shape, rows, columns)
 
 
-def spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return for each element of a shard the product of its row's number and its column's number: `[k]`.
 
     An element without a row or a column has the factor 1 in place of its number.
@@ -159,19 +159,19 @@ class _LeafRange(NamedTuple):
     columns: int
 
 
-def _length(shapes: Sequence[Shape]) -> int:
+def _length(shapes: Sequence[_Shape]) -> int:
     """Return the number of sums of a unit."""
-    return sum([math.prod(row_shape(shape)) + math.prod(column_shape(shape) or (0,)) for shape in shapes])
+    return sum([math.prod(_row_shape(shape)) + math.prod(_column_shape(shape) or (0,)) for shape in shapes])
 
 
-def _leaf_ranges(shapes: Sequence[Shape]) -> list[_LeafRange]:
+def _leaf_ranges(shapes: Sequence[_Shape]) -> list[_LeafRange]:
     """Return the range of each leaf, and the range of the padding last; the padding has no sums."""
     end = _length(shapes)
     ranges = []
     offset = 0
     start = 0
     for shape in shapes:
-        rows, columns = math.prod(row_shape(shape)), math.prod(column_shape(shape) or (0,))
+        rows, columns = math.prod(_row_shape(shape)), math.prod(_column_shape(shape) or (0,))
         if len(shape) > 1:
             width, area = max(shape[-1], 1), max(shape[-2] * shape[-1], 1)
             ranges.append(_LeafRange(offset, width, area, start, start + rows))
@@ -326,8 +326,8 @@ def _zeros(params: Params) -> tuple[Tree, Tree]:
 
 
 def _zeros_like(like: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    columns = column_shape(like.shape)
-    rows = torch.zeros(row_shape(like.shape), dtype=like.dtype, device=device)
+    columns = _column_shape(like.shape)
+    rows = torch.zeros(_row_shape(like.shape), dtype=like.dtype, device=device)
     return rows, None if columns is None else torch.zeros(columns, dtype=like.dtype, device=device)
 
 
@@ -353,7 +353,7 @@ def _directions(
     rows, columns = (tree.leaves_up_to(grads, means, is_box) for means in (state.rows, state.columns))
     out: list[Any] = list(entries)
     factors: list[Any] = [None] * len(entries)
-    for sums in sums_of_squares(paths, entries):
+    for sums in _sums_of_squares(paths, entries):
         first = sums.positions[0]
         _check_means(paths[first], sums, rows[first], columns[first])
         row, column = _new_means(sums, rows[first], columns[first], weight)
@@ -365,13 +365,13 @@ def _directions(
     for spec_id, box, members in sharded_units(paths, entries):
         by_index = {index: factors[position] for position, index in members}
         unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
-        moment = spread(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
+        moment = _spread(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
         out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
 
 
-def _check_means(path: str, sums: Sums, rows: torch.Tensor, columns: torch.Tensor | None) -> None:
+def _check_means(path: str, sums: _Sums, rows: torch.Tensor, columns: torch.Tensor | None) -> None:
     """Check that the state of a leaf has the leaf's numbers of rows and columns."""
     for name, mean, new in (("rows", rows, sums.rows), ("columns", columns, sums.columns)):
         shape, expected = (None if x is None else [*x.shape] for x in (mean, new))
@@ -383,7 +383,7 @@ def _check_means(path: str, sums: Sums, rows: torch.Tensor, columns: torch.Tenso
 
 
 def _new_means(
-    sums: Sums, rows: torch.Tensor, columns: torch.Tensor, weight: torch.Tensor
+    sums: _Sums, rows: torch.Tensor, columns: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Move the means of a leaf's rows and columns towards the means of the new squares."""
     if sums.columns is None:

@@ -40,7 +40,7 @@ OptState = Tree
 Mask = Tree | Callable[[Params], Tree]
 """A tree of bools like the full parameters, or a function that returns one from the full leaves (as meta tensors)."""
 
-State = TypeVar("State")
+_State = TypeVar("_State")
 
 
 class OptimizerLike(Protocol):
@@ -162,7 +162,7 @@ def wrap_optimizers(
     )
 
 
-def find_state(opt_state: OptState, kind: type[State]) -> State:
+def find_state(opt_state: OptState, kind: type[_State]) -> _State:
     """Return the only state of type `kind` in an optimizer's state.
 
     Raises:

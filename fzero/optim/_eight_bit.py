@@ -15,13 +15,13 @@ import torch
 
 from fzero._torch import is_tracing, tensor_on
 
-__all__ = ["ZERO", "DynamicCode", "decode", "dynamic_code", "dynamic_values", "encode"]
+__all__ = ["ZERO", "DynamicCode", "decode", "dynamic_code", "encode"]
 
 ZERO = {True: 127, False: 0}  # the byte of the value 0, of the signed and of the unsigned code
 
 
 @functools.cache
-def dynamic_values(signed: bool) -> tuple[float, ...]:
+def _dynamic_values(signed: bool) -> tuple[float, ...]:
     """Return the 256 values of the dynamic code, in ascending order: each a float32.
 
     Decade i of 7 lies between 10^(i - 7) and 10^(i - 6). It is divided into 2^i equal parts, or 2^(i + 1) for the
@@ -31,7 +31,7 @@ def dynamic_values(signed: bool) -> tuple[float, ...]:
         signed: whether the code has negative values, for first moments. Second moments have none.
 
     Example:
-        >>> values = dynamic_values(signed=True)
+        >>> values = _dynamic_values(signed=True)
         >>> len(values), round(values[0], 4), values[127], values[255]
         (256, -0.993, 0.0, 1.0)
     """
@@ -61,7 +61,7 @@ def _edges(parts: int) -> list[float]:
 @functools.cache
 def _midpoints(signed: bool) -> tuple[float, ...]:
     """Return the 255 numbers halfway between neighbouring values, in float32; then infinity."""
-    pairs = itertools.pairwise(dynamic_values(signed))
+    pairs = itertools.pairwise(_dynamic_values(signed))
     return (*[_float32(_float32(x + y) / 2) for x, y in pairs], math.inf)
 
 
@@ -101,7 +101,7 @@ def dynamic_code(signed: bool, device: torch.device) -> DynamicCode:
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> DynamicCode:
     return DynamicCode(
-        tensor_on(dynamic_values(signed), dtype=torch.float32, device=device),
+        tensor_on(_dynamic_values(signed), dtype=torch.float32, device=device),
         tensor_on(_midpoints(signed), dtype=torch.float32, device=device),
         tensor_on(_least_codes(signed), dtype=torch.uint8, device=device),
     )

@@ -42,11 +42,11 @@ __all__ = [
     "moments_of",
 ]
 
-MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
+_MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
 
 
 def _is_small(path: str, leaf: torch.Tensor) -> bool:
-    return leaf.ndim < 2 or leaf.numel() < MIN_NUMEL
+    return leaf.ndim < 2 or leaf.numel() < _MIN_NUMEL
 
 
 class EightBit(NamedTuple):

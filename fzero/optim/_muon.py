@@ -32,15 +32,15 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["MuonState", "map_matrices", "muon"]
+__all__ = ["MuonState", "muon"]
 
 # A function of matrices, on any layout: each rank computes its share of the matrices, each of which it has in full.
 
 
-MatrixFunction = Callable[[torch.Tensor], torch.Tensor]
+_MatrixFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-def map_matrices(f: MatrixFunction, values: Tree, is_matrix: Sequence[Any], dtype: torch.dtype | None = None) -> Tree:
+def _map_matrices(f: _MatrixFunction, values: Tree, is_matrix: Sequence[Any], dtype: torch.dtype | None = None) -> Tree:
     """Apply a function to each matrix of a tree of any layout; all other leaves become zeros.
 
     Every rank computes the matrices of plain leaves. The matrices of sharded leaves are assigned to the ranks, and each
@@ -75,20 +75,20 @@ def map_matrices(f: MatrixFunction, values: Tree, is_matrix: Sequence[Any], dtyp
     return tree.unflatten(structure, out)
 
 
-def _map_leaf(f: MatrixFunction, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _map_leaf(f: _MatrixFunction, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if not x.numel():
         return x.clone()
     matrices = x.to(dtype or x.dtype).reshape(-1, *x.shape[-2:])  # [n, r, c]
     return _map_stack(f, matrices).view(x.shape).to(x.dtype)
 
 
-def _map_stack(f: MatrixFunction, matrices: torch.Tensor) -> torch.Tensor:
+def _map_stack(f: _MatrixFunction, matrices: torch.Tensor) -> torch.Tensor:
     """Apply `f` to the matrices of `[n, r, c]` one by one: in the memory of one matrix, and with torch's exact bits."""
     return torch.stack([f(m) for m in matrices.unbind()])
 
 
 def _map_shards(
-    f: MatrixFunction, boxes: Sequence[Shard], indices: Sequence[set[int]], dtype: torch.dtype | None
+    f: _MatrixFunction, boxes: Sequence[Shard], indices: Sequence[set[int]], dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """Apply `f` to the matrices of sharded units over the same axes, and return a shard of results for each box.
 
@@ -130,7 +130,7 @@ def _stack_splits(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ..
     return [split for _, _, split in assignment.stacks]
 
 
-def _map_stack_of_owner(f: MatrixFunction, stack: torch.Tensor, split: Sequence[tuple[str, int]]) -> torch.Tensor:
+def _map_stack_of_owner(f: _MatrixFunction, stack: torch.Tensor, split: Sequence[tuple[str, int]]) -> torch.Tensor:
     """Apply `f` to a stack `[q, r, c]` of the owner's matrices; each rank of the axes in `split` has a part of each."""
     for axis, dim in reversed(split):
         stack = all_gather(stack, axis, dim=dim)
@@ -264,7 +264,7 @@ def muon(
         else:
             average = tree.map(lambda g, m: lerp(m, g, 1 - momentum), grads, state.momentum)
             ahead = tree.map(lambda g, m: lerp(g, m, momentum), grads, average) if nesterov else average
-        directions = map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
+        directions = _map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
         scales = per_leaf(
             grads, tree.map(lambda p, m: _scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)
         )

@@ -29,7 +29,7 @@ from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 
 __all__ = ["DelayedState", "offload", "with_offload_ratio"]
 
-UPDATE_SPACES = ("host", "device")
+_UPDATE_SPACES = ("host", "device")
 
 
 class DelayedState(NamedTuple):
@@ -94,7 +94,7 @@ def offload(
     """
     optimizer = as_optimizer(opt)
     check_ratio(ratio)
-    check_choice("update", update, UPDATE_SPACES)
+    check_choice("update", update, _UPDATE_SPACES)
     if optimizer.skips_overflow:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
     policy = optimizer.precision

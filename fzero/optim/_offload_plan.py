@@ -32,7 +32,7 @@ __all__ = ["OffloadPlan", "Ratio", "check_ratio", "offload_params", "offload_pla
 Ratio = float | Callable[[str], float]
 """The share of a state that lies in host memory, or a rule `(path) -> share`."""
 
-Move = Callable[[torch.Tensor], torch.Tensor]
+_Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_ratio(ratio: object, name: str = "ratio") -> None:
@@ -50,7 +50,7 @@ def check_ratio(ratio: object, name: str = "ratio") -> None:
         raise ValueError(f"{name}={ratio!r}: expected a number from 0 to 1")
 
 
-class UnitLeaf(NamedTuple):
+class _UnitLeaf(NamedTuple):
     """A leaf in a unit: the unit of an entry of a tree, and the leaf's index there.
 
     Attributes:
@@ -78,7 +78,7 @@ class OffloadPlan:
     """
 
     structure: Any
-    unit_leaves: tuple[UnitLeaf | None, ...]
+    unit_leaves: tuple[_UnitLeaf | None, ...]
     host_shares: dict[int, Fraction]
     device: torch.device
 
@@ -91,7 +91,7 @@ class OffloadPlan:
         """List the entries of a tree that has this structure."""
         return tree.leaves_up_to(tree.unflatten(self.structure, [None] * len(self.unit_leaves)), values, is_box)
 
-    def to_pieces(self, values: Tree, move: Move, boxes_only: bool = False) -> Tree:
+    def to_pieces(self, values: Tree, move: _Move, boxes_only: bool = False) -> Tree:
         """Split each unit into a device piece and a host piece, and apply `move` to the host piece.
 
         Plain leaves are split too, unless `boxes_only`.
@@ -176,7 +176,7 @@ class OffloadPlan:
         """Move a piece to the device if its space is the host."""
         return to_device(x, self.device) if space == "host" else x
 
-    def _parameter_of(self, leaf: UnitLeaf) -> int:
+    def _parameter_of(self, leaf: _UnitLeaf) -> int:
         """Return the parameter's unit for a plain leaf of the state, or the leaf's own unit.
 
         The leaf "mu.a.w" belongs to the parameter "a.w" of the same shape.
@@ -289,14 +289,14 @@ def _device_of(entries: Sequence[Any]) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[UnitLeaf | None]:
-    unit_leaves: list[UnitLeaf | None] = []
-    visited: dict[Any, UnitLeaf] = {}
+def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[_UnitLeaf | None]:
+    unit_leaves: list[_UnitLeaf | None] = []
+    visited: dict[Any, _UnitLeaf] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), 0, True, None))
+            unit_leaves.append(_UnitLeaf(with_host_share(x.spec_id, 0), 0, True, None))
         elif isinstance(x, Slot):
-            unit_leaves.append(UnitLeaf(with_host_share(x.spec_id, 0), x.index, False, None))
+            unit_leaves.append(_UnitLeaf(with_host_share(x.spec_id, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             unit_leaves.append(None)  # a 0-d tensor may be a parameter or a number of the optimizer, such as its rate
         elif tree.identity(x) in visited:
@@ -305,8 +305,8 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
             spec_id = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
-            unit_leaves.append(UnitLeaf(spec_id, 0, True, shape))
-            visited[tree.identity(x)] = UnitLeaf(spec_id, 0, True, shape)
+            unit_leaves.append(_UnitLeaf(spec_id, 0, True, shape))
+            visited[tree.identity(x)] = _UnitLeaf(spec_id, 0, True, shape)
     return unit_leaves
 
 

@@ -16,10 +16,10 @@ from fzero.codecs import Codec, CodecKey
 from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
 from fzero.tree import Tree
 
-__all__ = ["GradientDtypes", "Precision"]
+__all__ = ["Precision"]
 
 
-class GradientDtypes(NamedTuple):
+class _GradientDtypes(NamedTuple):
     """The dtype of a gradient while it is summed over ranks, and its dtype while summed over micro-batches.
 
     Attributes:
@@ -174,16 +174,16 @@ class Precision:
         is_master = self.shard is not None and spec.dtype == self.param and x.dtype == self.shard
         return x.dtype if is_master and spec.axes and x.origin is None else spec.dtype
 
-    def gradients(self, dtype: torch.dtype) -> GradientDtypes:
+    def gradients(self, dtype: torch.dtype) -> _GradientDtypes:
         """Return the dtypes in which gradients of parameters of this dtype are summed, over ranks and micro-batches.
 
         The gradient of a full-precision leaf is never narrower than the leaf.
         """
-        policy = GradientDtypes(self.reduce_dtype, self.grad or self.reduce_dtype)
+        policy = _GradientDtypes(self.reduce_dtype, self.grad or self.reduce_dtype)
         if dtype == self.param:
             keys = [x.key if isinstance(x, Codec) else None for x in (self.gather, self.reduce)]
-            return GradientDtypes(*policy[:2], *keys)
-        return GradientDtypes(torch.promote_types(policy.reduce, dtype), torch.promote_types(policy.grad, dtype))
+            return _GradientDtypes(*policy[:2], *keys)
+        return _GradientDtypes(torch.promote_types(policy.reduce, dtype), torch.promote_types(policy.grad, dtype))
 
     def check(self, name: str, paths: Sequence[str], entries: Sequence[Any]) -> None:
         """Check that parameters have the policy's dtypes; with other dtypes the policy would silently do nothing.

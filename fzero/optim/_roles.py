@@ -17,11 +17,11 @@ from fzero._torch.levels import version_key
 
 __all__ = ["has_role", "mark_role", "mark_state", "role_of", "watch_roles"]
 
-Role = Literal["gradients", "updates", "parameters", "state", "old state"]
+_Role = Literal["gradients", "updates", "parameters", "state", "old state"]
 
 # by the ids of tensors; the references show whether an id is still the tensor's, and the versions whether it was
 # written, as by an optimizer that makes updates of gradients in place
-_Marks = dict[int, tuple["weakref.ref[torch.Tensor]", Any, Role]]
+_Marks = dict[int, tuple["weakref.ref[torch.Tensor]", Any, _Role]]
 _MARKS: ContextVar[_Marks | None] = ContextVar("marks", default=None)
 
 
@@ -42,7 +42,7 @@ def watch_roles() -> Iterator[None]:
         _MARKS.reset(token)
 
 
-def mark_role(values: Any, role: Role) -> None:
+def mark_role(values: Any, role: _Role) -> None:
     """Note the role of a tree's tensors, those of boxes too. Outside of `watch_roles` it does nothing."""
     marks = _marks()
     if marks is not None:
@@ -58,7 +58,7 @@ def mark_state(old: Any, new: Any) -> None:
     mark_role([x for x in tree.tensors(old) if id(x) not in present], "old state")
 
 
-def role_of(values: Any) -> Role | None:
+def role_of(values: Any) -> _Role | None:
     """Return the role of a tree's first tensor that has one; None if none has, and outside of `watch_roles`."""
     marks = _marks()
     for x in tree.tensors(values) if marks else ():
@@ -68,6 +68,6 @@ def role_of(values: Any) -> Role | None:
     return None
 
 
-def has_role(role: Role) -> bool:
+def has_role(role: _Role) -> bool:
     """Return whether a tree of this role was noted."""
     return any(other == role for *_, other in (_marks() or {}).values())

@@ -14,7 +14,7 @@ from fzero.tree import Tree
 
 __all__ = ["REMEDIES", "check_gradients_like", "check_updates", "checks_gradients"]
 
-ORDER = "opt.update(grads, opt_state, params)"
+_ORDER = "opt.update(grads, opt_state, params)"
 
 REMEDIES = {
     "parameter": "take the gradients of these parameters, with fzero.value_and_grad for instance",
@@ -38,7 +38,7 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 check_gradients_like(params, grads, "parameter")
             except ValueError as error:
-                error.add_note(f"The arguments are {ORDER}")
+                error.add_note(f"The arguments are {_ORDER}")
                 raise
         try:
             updates, new_state = update(grads, state, *args, **kwargs)
@@ -69,7 +69,7 @@ def _check_order(update: Callable[..., Any], grads: Any, params: Any) -> None:
             "fzero.value_and_grad returns (loss, grads), in this order"
         )
     if role_of(params) == "gradients":
-        raise ValueError(f"{_name(update)} was given gradients as params: the arguments are {ORDER}")
+        raise ValueError(f"{_name(update)} was given gradients as params: the arguments are {_ORDER}")
 
 
 def _name(update: Callable[..., Any]) -> str:
@@ -79,7 +79,7 @@ def _name(update: Callable[..., Any]) -> str:
 def _other_state(update: Callable[..., Any], state: Any, reason: str) -> str:
     return (
         f"{_name(update)} was given {type(state).__name__}, {reason}: make the state with step.init(params, opt) of "
-        f"the same optimizer, and pass the arguments as {ORDER}"
+        f"the same optimizer, and pass the arguments as {_ORDER}"
     )
 
 
@@ -110,7 +110,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
     Raises:
         ValueError: if they differ, the message names the first path; or if the arguments are other trees of the step.
     """
-    order = "optim.apply_updates(params, updates), with updates, opt_state = " + ORDER
+    order = "optim.apply_updates(params, updates), with updates, opt_state = " + _ORDER
     if (role := role_of(params)) in ("gradients", "updates"):
         raise ValueError(f"apply_updates was given {role} as params: {order}")
     if role_of(updates) == "gradients":

@@ -34,7 +34,7 @@ from fzero.tree import Tree
 
 __all__ = ["SixteenBit", "full_leaves", "init_sixteen_bit", "map_sixteen_bit", "wide_dtype"]
 
-IsFull = Callable[[str, Sequence[int], torch.dtype], bool]
+_IsFull = Callable[[str, Sequence[int], torch.dtype], bool]
 
 
 class SixteenBit(NamedTuple):
@@ -52,7 +52,7 @@ class SixteenBit(NamedTuple):
     key: torch.Tensor
 
 
-def init_sixteen_bit(params: Tree, is_full: IsFull) -> SixteenBit:
+def init_sixteen_bit(params: Tree, is_full: _IsFull) -> SixteenBit:
     """Return a moment of zeros, of parameters on any layout; `is_full` says which leaves stay in full precision."""
     values = tree.map(lambda p: torch.zeros_like(p, dtype=torch.bfloat16), params)
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
@@ -84,14 +84,14 @@ def _paths(spec_id: int) -> tuple[str, ...]:
     return spec_of(spec_id).paths
 
 
-def full_leaves(spec_id: int, is_full: IsFull) -> tuple[bool, ...]:
+def full_leaves(spec_id: int, is_full: _IsFull) -> tuple[bool, ...]:
     """Return for each leaf of a unit whether its moments stay in full precision."""
     spec = traced_spec(spec_id)
     rows = zip(_paths(spec_id), spec.item_shapes, strict=True)
     return tuple([is_full(path, shape, spec.dtype) for path, shape in rows])
 
 
-def _subset_id(spec_id: int, is_full: IsFull) -> int:
+def _subset_id(spec_id: int, is_full: _IsFull) -> int:
     return subset_spec(spec_id, full_leaves(spec_id, is_full))
 
 

@@ -14,7 +14,7 @@ from fzero.random import bits_at, check_key, fold_in
 from fzero.sharding import Shard, box_of, element_ids_of_leaf, element_ids_of_shard, is_box
 from fzero.tree import Tree
 
-__all__ = ["StochasticRoundingState", "round_tree", "stochastic_rounding"]
+__all__ = ["StochasticRoundingState", "stochastic_rounding"]
 
 
 class StochasticRoundingState(NamedTuple):
@@ -89,7 +89,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
         check_dtypes(params, grads, precision.dtype_tree(params), precision, "stochastic_rounding")
         wide = tree.map(lambda p: p.to(torch.float32), params)
         updates, inner = opt.update(tree.map(lambda g: g.to(torch.float32), grads), state.inner, params=wide)
-        new = round_tree(apply_updates(wide, updates), params, state.key)
+        new = _round_tree(apply_updates(wide, updates), params, state.key)
 
         def update_of(p: torch.Tensor, u: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return difference(p, n, torch.float32) if p.dtype == torch.bfloat16 else u
@@ -100,7 +100,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
     return replace(wrap_optimizers(init, update, opt), precision=precision)
 
 
-def round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
+def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
     """Round float32 values to bfloat16 at random where `like` has this dtype; other values stay as they are."""
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
     likes = tree.leaves_up_to(values, like, is_box)

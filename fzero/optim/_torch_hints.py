@@ -51,10 +51,10 @@ def torch_optimizer_message(opt: Any) -> str:
     return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
 
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 
 _NOT_NEEDED = "fzero.jit makes one program of the update, so there is nothing to set"
@@ -87,7 +87,7 @@ _HINTS: dict[str, str] = {
 }
 
 
-def torch_hints(make: Callable[P, R]) -> Callable[P, R]:
+def torch_hints(make: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that makes an optimizer: its TypeErrors explain how to replace torch's arguments.
 
     Returns:
@@ -104,7 +104,7 @@ def torch_hints(make: Callable[P, R]) -> Callable[P, R]:
     arguments = frozenset(signature.parameters)
 
     @functools.wraps(make)
-    def make_with_hints(*args: P.args, **kwargs: P.kwargs) -> R:
+    def make_with_hints(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for argument, value in kwargs.items():
             if argument not in arguments:
                 raise TypeError(_hint(name, tuple(signature.parameters), argument, value))

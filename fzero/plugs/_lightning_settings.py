@@ -12,11 +12,11 @@ from fzero import optim
 __all__ = ["check_settings", "clipping", "mixed_dtype"]
 
 # What cannot hold. The hooks see gradients, or weights before they are updated; the callbacks read or change weights.
-HOOKS = ("on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
-MODULE_HOOKS = (*HOOKS, "backward", "configure_gradient_clipping")
-CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
-PRECISIONS = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
-REASON = (
+_HOOKS = ("on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
+_MODULE_HOOKS = (*_HOOKS, "backward", "configure_gradient_clipping")
+_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+_PRECISIONS = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
+_REASON = (
     "no parameter has a .grad, since gradients are sharded values. Clip by gradient_clip_val; look at the loss in "
     "on_train_batch_end"
 )
@@ -30,7 +30,7 @@ def check_settings(trainer: Trainer, module: Any, is_fitting: bool) -> None:
     """
     kind = type(module).__name__
     precision = trainer.precision_plugin
-    if type(precision) not in PRECISIONS:
+    if type(precision) not in _PRECISIONS:
         raise ValueError(
             f"precision plugin {type(precision).__name__} cannot hold, since it replaces layers or scales gradients: "
             "use precision='32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
@@ -46,14 +46,14 @@ def check_settings(trainer: Trainer, module: Any, is_fitting: bool) -> None:
             f"{kind}.automatic_optimization is False: manual optimization calls backward and optimizers itself, and a "
             "sharded step computes the gradients of training_step's loss; return the loss, or write a step of your own"
         )
-    for name in MODULE_HOOKS:
+    for name in _MODULE_HOOKS:
         if is_overridden(name, module, LightningModule):
-            raise ValueError(f"{kind} overrides {name}: {REASON}")
+            raise ValueError(f"{kind} overrides {name}: {_REASON}")
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        for name in HOOKS:
+        for name in _HOOKS:
             if is_overridden(name, callback, Callback):
-                raise ValueError(f"callback {type(callback).__name__} overrides {name}: {REASON}")
-        for name in CALLBACKS:
+                raise ValueError(f"callback {type(callback).__name__} overrides {name}: {_REASON}")
+        for name in _CALLBACKS:
             if isinstance(callback, getattr(callbacks, name, ())):
                 raise ValueError(
                     f"callback {type(callback).__name__} reads or changes weights between steps, and there each rank "

@@ -10,7 +10,7 @@ from fzero import optim
 
 __all__ = ["ParamGroups", "hold_stand_ins", "param_groups"]
 
-Group = Mapping[str, Any]
+_Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class ParamGroups:
     The learning rates are arguments of each step, because a scheduler of torch changes them between steps.
 
     Attributes:
-        kind: the name of the torch optimizer's class, a key of `OPTIMIZERS`.
+        kind: the name of the torch optimizer's class, a key of `_OPTIMIZERS`.
         names: the names of each group's parameters.
         hyperparams: the hyperparameters of each group, as torch names them.
     """
 
     kind: str
     names: tuple[tuple[str, ...], ...]
-    hyperparams: tuple[Group, ...]
+    hyperparams: tuple[_Group, ...]
 
     @staticmethod
     def without_updates(model: torch.nn.Module) -> "ParamGroups":
@@ -42,7 +42,7 @@ class ParamGroups:
         The moments are kept once; masks select what differs by group.
         """
         shared = self.hyperparams[0]
-        base, coupled = OPTIMIZERS[self.kind](shared)
+        base, coupled = _OPTIMIZERS[self.kind](shared)
         decays = [
             self._of_group(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)
@@ -98,10 +98,10 @@ def _check_optimizer(opt: torch.optim.Optimizer, names: Mapping[int, str], sourc
     kind = type(opt).__name__
     if not names:
         raise ValueError("the model has no trainable parameter: set requires_grad_(True) on those to train")
-    if type(opt) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
+    if type(opt) not in [getattr(torch.optim, name) for name in _OPTIMIZERS]:
         raise ValueError(
             f"{source}: {type(opt).__module__}.{kind} owns its parameters, and has no counterpart in fzero.optim: "
-            f"expected one of torch.optim's {', '.join(OPTIMIZERS)}"
+            f"expected one of torch.optim's {', '.join(_OPTIMIZERS)}"
         )
     if any(state.get("step", 1) > 0 for state in opt.state.values()):  # Adagrad's sums begin with the optimizer
         raise ValueError(f"{source}: {kind} has state of earlier steps, which would be lost: pass a new optimizer")
@@ -133,7 +133,7 @@ def _check_complete(groups: Sequence[Sequence[str]], names: Mapping[int, str], s
         )
 
 
-def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[Group, ...]:
+def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group, ...]:
     """Return the hyperparameters of each group but for the rates, which are alike but for the weight decay."""
     hyperparams = [{k: group[k] for k in opt.defaults if k != "lr"} for group in opt.param_groups]
     for i, group in enumerate(hyperparams):
@@ -143,7 +143,7 @@ def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[Group, ...]:
                 f"{source}: groups 0 and {i} have different {differing[0]} ({hyperparams[0].get(differing[0])!r} and "
                 f"{group[differing[0]]!r}): groups may differ in lr and weight_decay only"
             )
-    OPTIMIZERS[type(opt).__name__](hyperparams[0])  # so that an option without a counterpart is refused now
+    _OPTIMIZERS[type(opt).__name__](hyperparams[0])  # so that an option without a counterpart is refused now
     return tuple(hyperparams)
 
 
@@ -158,29 +158,29 @@ def hold_stand_ins(opt: torch.optim.Optimizer, groups: ParamGroups, model: torch
     opt.state.clear()
 
 
-Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient
+_Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient
 
 
-def _adamw(group: Group) -> Base:
+def _adamw(group: _Group) -> _Base:
     b1, b2 = group["betas"]
     return optim.scale_by_adam(b1, b2, group["eps"]), False
 
 
-def _adam(group: Group) -> Base:
+def _adam(group: _Group) -> _Base:
     return _adamw(group)[0], not group.get("decoupled_weight_decay")
 
 
-def _sgd(group: Group) -> Base:
+def _sgd(group: _Group) -> _Base:
     if group["dampening"]:
         raise ValueError(f"SGD(dampening={group['dampening']}) has no counterpart in fzero.optim: leave it out")
     return optim.chain(optim.sgd(1.0, group["momentum"], group["nesterov"]), optim.scale(-1.0)), True
 
 
-def _adagrad(group: Group) -> Base:
+def _adagrad(group: _Group) -> _Base:
     if group["lr_decay"]:
         raise ValueError(f"Adagrad(lr_decay={group['lr_decay']}): use a learning rate scheduler in its place")
     return optim.chain(optim.adagrad(1.0, group["initial_accumulator_value"], group["eps"]), optim.scale(-1.0)), True
 
 
 # To add an optimizer of torch: its class's name, and a function of a group's hyperparameters.
-OPTIMIZERS: dict[str, Callable[[Group], Base]] = {"AdamW": _adamw, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}
+_OPTIMIZERS: dict[str, Callable[[_Group], _Base]] = {"AdamW": _adamw, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}

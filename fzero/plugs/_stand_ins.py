@@ -9,7 +9,7 @@ from fzero._torch.levels import without_function_modes
 __all__ = ["guard"]
 
 # The operations that a stand-in allows. Any other one needs values, or would change values that are not there.
-METADATA = (
+_METADATA = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "untyped_storage", "data_ptr", "type"),
     *("__repr__", "__hash__", "__len__"),
@@ -35,7 +35,7 @@ class _StandIn(torch.Tensor):
                     "parameters that were trainable at the start: freeze parameters before the model is sharded"
                 )
             return stand_in
-        is_read = name.endswith(".__get__") or name in METADATA or (name == "grad.__set__" and args[1] is None)
+        is_read = name.endswith(".__get__") or name in _METADATA or (name == "grad.__set__" and args[1] is None)
         if not is_read:
             raise RuntimeError(
                 f"{name} on {named}: between sharded steps each rank has only shards of the model's tensors, and "

@@ -9,8 +9,8 @@ __all__ = ["check_settings", "disable_checkpointing"]
 
 
 # What a sharded step does itself, or would not call.
-METHODS = ("autocast_smart_context_manager", "_clip_grad_norm", "_get_grad_norm")
-FULL_EVAL = "evaluation runs in the dtype of training: pass bf16=True or fp16=True, or leave it out"
+_METHODS = ("autocast_smart_context_manager", "_clip_grad_norm", "_get_grad_norm")
+_FULL_EVAL = "evaluation runs in the dtype of training: pass bf16=True or fp16=True, or leave it out"
 
 
 def check_settings(trainer: Trainer) -> None:
@@ -27,8 +27,8 @@ def check_settings(trainer: Trainer) -> None:
         "auto_find_batch_size": "a step that ran out of memory cannot be repeated; fzero.plan tells what fits",
         "use_liger_kernel": "its kernels have no derivative under torch.func",
         "torch_empty_cache_steps": "a step runs as a whole",
-        "bf16_full_eval": FULL_EVAL,
-        "fp16_full_eval": FULL_EVAL,
+        "bf16_full_eval": _FULL_EVAL,
+        "fp16_full_eval": _FULL_EVAL,
         "parallelism_config": "all processes are data-parallel ranks here",
         "activation_offloading": "steps keep only the inputs of blocks already; leave it out",
         "sync_ref_model": "between steps each rank has only shards of the two models, and a callback cannot mix them",
@@ -52,7 +52,7 @@ def check_settings(trainer: Trainer) -> None:
             "TrainingArguments(save_only_model=True) cannot hold with load_best_model_at_end=True, which reads the "
             "shards of a checkpoint: pass save_only_model=False"
         )
-    for name in METHODS:
+    for name in _METHODS:
         if getattr(type(trainer), name) is not getattr(Trainer, name):
             raise ValueError(
                 f"{type(trainer).__name__} overrides {name}, which a sharded step does not call: clip by "

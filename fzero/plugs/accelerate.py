@@ -19,8 +19,9 @@ from fzero.ranks import mesh as make_mesh
 
 __all__ = ["Step", "full_model", "shard_loop"]
 
-FOLDER = "fzero"  # in a folder of save_state: the shards
-KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # of accelerate's DistributedType: processes with one device each
+_FOLDER = "fzero"  # in a folder of save_state: the shards
+# Of accelerate's DistributedType: processes with one device each.
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
 
 
 class Step:
@@ -149,8 +150,8 @@ def shard_loop(
             precision=precision,
         ),
     )
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: engine.save(os.path.join(folder, FOLDER)))
-    accelerator.register_load_state_pre_hook(lambda models, folder: _load(engine, os.path.join(folder, FOLDER)))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: engine.save(os.path.join(folder, _FOLDER)))
+    accelerator.register_load_state_pre_hook(lambda models, folder: _load(engine, os.path.join(folder, _FOLDER)))
     return Step(accelerator, engine, accelerator.prepare_optimizer(optimizer), precision)
 
 
@@ -186,7 +187,7 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
             "the accelerator has a sharded step already, and save_state has one folder for it: make another "
             "Accelerator for another model"
         )
-    if accelerator.distributed_type not in [DistributedType(kind) for kind in KINDS]:
+    if accelerator.distributed_type not in [DistributedType(kind) for kind in _KINDS]:
         raise ValueError(
             f"the accelerator's distributed_type={accelerator.distributed_type.value} cannot hold: fzero shards in its "
             "place; leave out its plugin, and its part of the configuration of accelerate launch"
@@ -214,7 +215,7 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
 def _load(engine: Engine, folder: str) -> None:
     if not os.path.isdir(folder):
         raise ValueError(
-            f"load_state: {os.path.dirname(folder)!r} has no folder {FOLDER!r}, so no sharded step saved its state "
+            f"load_state: {os.path.dirname(folder)!r} has no folder {_FOLDER!r}, so no sharded step saved its state "
             "there: load the weights into the model before fzero.plugs.accelerate.shard_loop"
         )
     engine.load(folder)

@@ -25,7 +25,7 @@ from fzero.ranks import mesh as make_mesh
 
 __all__ = ["Strategy", "full_model"]
 
-SHARDS = ".fzero"  # the folder of a checkpoint's shards: the name of the checkpoint's file, and this suffix
+_SHARDS = ".fzero"  # the folder of a checkpoint's shards: the name of the checkpoint's file, and this suffix
 
 
 class Strategy(Processes):
@@ -249,19 +249,19 @@ class Strategy(Processes):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint of Lightning with full weights; beside it, each rank writes its shards for resuming."""
         if "optimizer_states" in checkpoint and self._engine is not None:
-            self._engine.save(f"{filepath}{SHARDS}")
+            self._engine.save(f"{filepath}{_SHARDS}")
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and its shards."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(f"{filepath}{SHARDS}")
+            self.checkpoint_io.remove_checkpoint(f"{filepath}{_SHARDS}")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, and note where its shards are."""
         path = str(checkpoint_path)
-        self._shards = f"{path if '://' in path else os.path.realpath(path)}{SHARDS}"  # last.ckpt may be a link
+        self._shards = f"{path if '://' in path else os.path.realpath(path)}{_SHARDS}"  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -275,7 +275,7 @@ class Strategy(Processes):
         assert self._engine is not None
         if not get_filesystem(self._shards).isdir(self._shards):
             raise ValueError(
-                f"ckpt_path={self._shards.removesuffix(SHARDS)!r} has no folder {self._shards!r} beside it, so no "
+                f"ckpt_path={self._shards.removesuffix(_SHARDS)!r} has no folder {self._shards!r} beside it, so no "
                 f"sharded trainer saved its optimizer: load its weights with {type(self.lightning_module).__name__}"
                 ".load_from_checkpoint, and start from them"
             )

@@ -20,15 +20,15 @@ from fzero.ranks import mesh as make_mesh
 
 __all__ = ["full_model", "shard_trainer"]
 
-T = TypeVar("T", bound=Trainer)
-FOLDER = "fzero"  # in a checkpoint of Trainer: the shards
-COUNT, ITEMS = "fzero.count", "fzero.items"  # in a micro-batch: of how many it was one, and the items in all of them
+_T = TypeVar("_T", bound=Trainer)
+_FOLDER = "fzero"  # in a checkpoint of Trainer: the shards
+_COUNT, _ITEMS = "fzero.count", "fzero.items"  # in a micro-batch: of how many it was one, and the items in all of them
 
 
 @api_boundary
 def shard_trainer(
-    trainer: T, *, stage: int, mesh: Mesh | None = None, backend: Backend | Literal["default"] | None = "default"
-) -> T:
+    trainer: _T, *, stage: int, mesh: Mesh | None = None, backend: Backend | Literal["default"] | None = "default"
+) -> _T:
     """Return a trainer of the same class that trains, evaluates and saves with a ZeRO stage.
 
     The loop stays transformers' own: data, sampler, collator, callbacks, logging, schedules, evaluation and resuming.
@@ -173,13 +173,13 @@ def _batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
 
 def _loss(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Compute the loss of a micro-batch, scaled as `Trainer.training_step` scales it."""
-    inputs = {name: x for name, x in batch.items() if name not in (COUNT, ITEMS)}
-    items = batch[ITEMS]
+    inputs = {name: x for name, x in batch.items() if name not in (_COUNT, _ITEMS)}
+    items = batch[_ITEMS]
     loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if is_scaled is None:
         is_scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
-    return loss if is_scaled else loss / batch[COUNT]
+    return loss if is_scaled else loss / batch[_COUNT]
 
 
 class _Prediction:
@@ -213,7 +213,7 @@ class _ShardedTrainer(Trainer):
                 "limit that it was made with; leave it unchanged in callbacks"
             )
         model.train()  # as Trainer does here: an evaluation has left dropout off
-        counts = {COUNT: self.current_gradient_accumulation_steps, ITEMS: num_items_in_batch}
+        counts = {_COUNT: self.current_gradient_accumulation_steps, _ITEMS: num_items_in_batch}
         batch, rates = {**_batch(self, inputs), **counts}, engine.optimizer_groups.rates(optimizer)
         skipped = engine.metrics.get("skipped", 0)
         if not engine.is_jitted:
@@ -247,19 +247,19 @@ class _ShardedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        self._fzero.engine.save(os.path.join(output_dir, FOLDER))
+        self._fzero.engine.save(os.path.join(output_dir, _FOLDER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = os.path.join(resume_from_checkpoint, FOLDER)
+        folder = os.path.join(resume_from_checkpoint, _FOLDER)
         if not os.path.isdir(folder):
             raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} has no folder {FOLDER!r}, so no sharded trainer "
+                f"resume_from_checkpoint={resume_from_checkpoint!r} has no folder {_FOLDER!r}, so no sharded trainer "
                 "saved its state there: load its weights with from_pretrained, and start from them"
             )
         self._fzero.engine.load(folder)
 
     def _load_best_model(self) -> None:
-        folder = os.path.join(str(self.state.best_model_checkpoint), FOLDER)
+        folder = os.path.join(str(self.state.best_model_checkpoint), _FOLDER)
         if not os.path.isdir(folder):
             raise ValueError(f"load_best_model_at_end=True needs save_only_model=False, which saves {folder}")
         self._fzero.engine.load(folder)  # master weights are in the optimizer's state

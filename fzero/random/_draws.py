@@ -19,13 +19,13 @@ __all__ = [
     "uniform",
 ]
 
-Device = torch.device | str | None
+_Device = torch.device | str | None
 # The number of random bits of a number in [0, 1): as many as the dtype's significand holds.
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def uniform(
-    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = None
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: _Device = None
 ) -> torch.Tensor:
     """Draw numbers uniformly from [0, 1).
 
@@ -63,7 +63,7 @@ def _to_fraction(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def normal(
-    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = None
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: _Device = None
 ) -> torch.Tensor:
     """Draw numbers from the normal distribution of mean 0 and variance 1.
 
@@ -98,7 +98,7 @@ def normal(
     return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
 
 
-def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: Device = None) -> torch.Tensor:
+def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: _Device = None) -> torch.Tensor:
     """Draw numbers from the exponential distribution of mean 1; none is 0, so they can be divisors."""
     _check_dtype(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -108,7 +108,7 @@ def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, dev
 
 
 def bernoulli(
-    key: torch.Tensor, p: float | torch.Tensor, shape: Sequence[int] = (), device: Device = None
+    key: torch.Tensor, p: float | torch.Tensor, shape: Sequence[int] = (), device: _Device = None
 ) -> torch.Tensor:
     """Draw True with probability `p`, else False.
 
@@ -136,7 +136,7 @@ def bernoulli(
     return uniform(key, shape, dtype, device) < p
 
 
-def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device: Device = None) -> torch.Tensor:
+def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device: _Device = None) -> torch.Tensor:
     """Draw integers uniformly from low to high - 1.
 
     Args:
@@ -164,7 +164,7 @@ def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device
     return low + (bits(key, shape, device) & (2**63 - 1)) % (high - low)
 
 
-def permutation(key: torch.Tensor, n: int, device: Device = None) -> torch.Tensor:
+def permutation(key: torch.Tensor, n: int, device: _Device = None) -> torch.Tensor:
     """Draw a permutation of the integers below n."""
     return torch.argsort(bits(key, (n,), device), stable=True)
 
@@ -192,7 +192,7 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
     return apply_mask(x, keep_mask(key, p, x.shape, x.device), p)
 
 
-def keep_mask(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> torch.Tensor:
+def keep_mask(key: torch.Tensor, p: float, shape: Sequence[int], device: _Device) -> torch.Tensor:
     """Draw the mask of the elements that dropout keeps.
 
     Raises:

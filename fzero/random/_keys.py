@@ -27,10 +27,10 @@ def _signed(x: int) -> int:
 
 
 # SplitMix64's constants: 2^64 divided by the golden ratio, and its finalizer's two factors.
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 # Digits of pi, which make the uses of a key independent: to fold in a number, to split it, and to draw from it.
-FOLD, SPLIT, SECOND = _signed(0x243F6A8885A308D3), _signed(0x13198A2E03707344), _signed(0xA4093822299F31D0)
+_FOLD, _SPLIT, _SECOND = _signed(0x243F6A8885A308D3), _signed(0x13198A2E03707344), _signed(0xA4093822299F31D0)
 
 
 def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
@@ -44,10 +44,10 @@ def _mix(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int
     SplitMix64 adds x and number * GOLDEN. But the number may be the counter of a compiled loop, and C++ assumes that
     its multiples do not overflow. gcc then concludes that the loop never ends (seen with Inductor). So ^ comes first.
     """
-    z = (x ^ number) * GOLDEN
-    z = (z ^ _shift_right(z, 30)) * FACTORS[0]
+    z = (x ^ number) * _GOLDEN
+    z = (z ^ _shift_right(z, 30)) * _FACTORS[0]
     z = z if isinstance(second, int) else z + second
-    z = (z ^ _shift_right(z, 27)) * FACTORS[1]
+    z = (z ^ _shift_right(z, 27)) * _FACTORS[1]
     return z ^ _shift_right(z, 31)
 
 
@@ -81,7 +81,7 @@ def key(seed: int) -> torch.Tensor:
     """
     if not is_int(seed):
         raise TypeError(f"seed={seed!r}: expected an int")
-    return _mix(torch.tensor(SECOND, device="cpu"), _signed(seed))
+    return _mix(torch.tensor(_SECOND, device="cpu"), _signed(seed))
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if not is_integer:
         text = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
         raise TypeError(f"data is {text}: expected an int, or an integer tensor of shape []")
-    return _mix(key + FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
+    return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
 
 
 def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
@@ -134,7 +134,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
         torch.Size([3])
     """
     check_key(key)
-    return _mix(key + SPLIT, torch.arange(num, device=key.device))
+    return _mix(key + _SPLIT, torch.arange(num, device=key.device))
 
 
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
@@ -147,7 +147,7 @@ def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | N
 def bits_at(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Draw the 64 random bits of some elements: int64, those of `bits` at these places of its flat result."""
     # The key enters twice: else two keys that differ in few bits would give the same numbers in another order.
-    return _mix(key, counter, second=_mix(key + SECOND, 0))
+    return _mix(key, counter, second=_mix(key + _SECOND, 0))
 
 
 def mix_bits(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

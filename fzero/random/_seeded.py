@@ -16,12 +16,12 @@ from fzero.axes import axis_index, axis_names, loss_axes, micro_batch
 from fzero.random import _draws, _torch_draws
 from fzero.random._keys import check_key, fold_in
 
-__all__ = ["BODIES", "DRAWS", "call_with_key", "next_key", "seeded"]
+__all__ = ["call_with_key", "next_key", "seeded"]
 
 # The random functions of torch that draw by key in a seeded function.
 
 
-DRAWS: dict[Any, Callable[..., Any]] = {
+_DRAWS: dict[Any, Callable[..., Any]] = {
     torch.dropout: _torch_draws.dropout,
     torch.feature_dropout: _torch_draws.feature_dropout,
     torch.alpha_dropout: _torch_draws.alpha_dropout,
@@ -66,7 +66,7 @@ def _body_of(f: Any) -> Any:
     return body
 
 
-BODIES: dict[Any, Any] = {
+_BODIES: dict[Any, Any] = {
     f: _body_of(f)
     for f in (
         F.dropout,
@@ -191,11 +191,11 @@ class _DrawsByKey(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in BODIES:  # torch has switched this mode off, and the function's body makes the draws
+        if func in _BODIES:  # torch has switched this mode off, and the function's body makes the draws
             with self:
-                return BODIES[func](*args, **kwargs)
-        if func in DRAWS and kwargs.get("generator") is None:
-            out = DRAWS[func](self.next_key, *args, **kwargs)
+                return _BODIES[func](*args, **kwargs)
+        if func in _DRAWS and kwargs.get("generator") is None:
+            out = _DRAWS[func](self.next_key, *args, **kwargs)
             if out is not NotImplemented:
                 return out
         before, self.function = self.function, getattr(func, "__name__", "")

@@ -38,7 +38,7 @@ __all__ = [
 # returns NotImplemented to leave a call to torch.
 
 
-Draw = Callable[[], torch.Tensor]
+_Draw = Callable[[], torch.Tensor]
 
 
 # ---------------------------------------------------------------- new tensors
@@ -64,7 +64,7 @@ def _shape(size: tuple[Any, ...]) -> list[int]:
 def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Return the counterpart of torch.rand or torch.randn for a distribution."""
 
-    def make(draw: Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    def make(draw: _Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         has_size = bool(size) or "size" in options  # torch names the mistake of a call without
         if out is not None or not has_size or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
@@ -75,7 +75,7 @@ def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def make(draw: Draw, x: torch.Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    def make(draw: _Draw, x: torch.Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         dtype = dtype or x.dtype
         if dtype not in _draws.BITS:
             return NotImplemented
@@ -84,7 +84,7 @@ def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return make
 
 
-def randint(draw: Draw, *args: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def randint(draw: _Draw, *args: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
     low, high = _bounds([x for x in args if isinstance(x, int)], **options)
@@ -99,27 +99,29 @@ def _bounds(numbers: Sequence[int], low: int = 0, high: int | None = None, **_: 
     return lows[0] if lows else low, high
 
 
-def randint_like(draw: Draw, x: torch.Tensor, *args: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def randint_like(
+    draw: _Draw, x: torch.Tensor, *args: Any, dtype: Any = None, device: Any = None, **options: Any
+) -> Any:
     if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
         return NotImplemented
     low, high = _bounds(args, **options)
     return _finish(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
 
 
-def randperm(draw: Draw, n: int, *, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def randperm(draw: _Draw, n: int, *, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
     x = _draws.permutation(draw(), n, _device_or_default(device))
     return _finish(x.to(dtype or torch.int64), **options)
 
 
-def bernoulli(draw: Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **_: Any) -> Any:
+def bernoulli(draw: _Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **_: Any) -> Any:
     if out is not None:
         return NotImplemented
     return _draws.bernoulli(draw(), x if p is None else p, x.shape, x.device).to(x.dtype)
 
 
-def normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any) -> Any:
+def normal(draw: _Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
     tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
@@ -132,35 +134,35 @@ def normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any 
 # ---------------------------------------------------------------- in place
 
 
-def uniform_(draw: Draw, x: torch.Tensor, *args: float, **options: Any) -> torch.Tensor:
+def uniform_(draw: _Draw, x: torch.Tensor, *args: float, **options: Any) -> torch.Tensor:
     low, high = *args, *[options.get("from", 0.0), options.get("to", 1.0)][len(args) :]
     return x.copy_(low + (high - low) * _draws.uniform(draw(), x.shape, x.dtype, x.device))
 
 
-def normal_(draw: Draw, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+def normal_(draw: _Draw, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
     return x.copy_(mean + std * _draws.normal(draw(), x.shape, x.dtype, x.device))
 
 
-def exponential_(draw: Draw, x: torch.Tensor, lambd: float = 1.0, **_: Any) -> torch.Tensor:
+def exponential_(draw: _Draw, x: torch.Tensor, lambd: float = 1.0, **_: Any) -> torch.Tensor:
     return x.copy_(_draws.exponential(draw(), x.shape, x.dtype, x.device) / lambd)
 
 
-def bernoulli_(draw: Draw, x: torch.Tensor, p: Any = 0.5, **_: Any) -> torch.Tensor:
+def bernoulli_(draw: _Draw, x: torch.Tensor, p: Any = 0.5, **_: Any) -> torch.Tensor:
     return x.copy_(_draws.bernoulli(draw(), p, x.shape, x.device))
 
 
-def init_uniform(draw: Draw, tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, **_: Any) -> torch.Tensor:
+def init_uniform(draw: _Draw, tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, **_: Any) -> torch.Tensor:
     with torch.no_grad():
         return uniform_(draw, tensor, a, b)
 
 
-def init_normal(draw: Draw, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+def init_normal(draw: _Draw, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
     with torch.no_grad():
         return normal_(draw, tensor, mean, std)
 
 
 def init_kaiming_uniform(
-    draw: Draw,
+    draw: _Draw,
     tensor: torch.Tensor,
     a: float = 0,
     mode: str = "fan_in",
@@ -175,11 +177,11 @@ def init_kaiming_uniform(
     return init_uniform(draw, tensor, -bound, bound)
 
 
-def dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+def dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
     return _draws.dropout(draw(), x, p) if train and p else x
 
 
-def feature_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+def feature_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
     """Drop whole features: for x [n, c, ...], each [...] as one."""
     if not train or not p:
         return x
@@ -190,10 +192,10 @@ def _features(x: torch.Tensor) -> list[int]:
     return [*x.shape[:2], *[1] * (x.ndim - 2)]
 
 
-ALPHA = 1.7580993408473766  # SELU's scale * alpha, the bound of its negative values
+_ALPHA = 1.7580993408473766  # SELU's scale * alpha, the bound of its negative values
 
 
-def alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True, feature: bool = False) -> torch.Tensor:
+def alpha_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True, feature: bool = False) -> torch.Tensor:
     """Set dropped elements to SELU's lowest value; scale and shift so that mean 0 and variance 1 are preserved.
 
     References: Klambauer et al.: Self-normalizing neural networks, 2017.
@@ -203,15 +205,15 @@ def alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True, fea
     mask = _draws.keep_mask(draw(), p, _features(x) if feature else x.shape, x.device)
     if p == 1:
         return torch.where(mask, x, 0.0)
-    a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
-    return torch.where(mask, x, -ALPHA) * a + ALPHA * a * p
+    a = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    return torch.where(mask, x, -_ALPHA) * a + _ALPHA * a * p
 
 
-def feature_alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+def feature_alpha_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
     return alpha_dropout(draw, x, p, train, feature=True)
 
 
-def native_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool | None) -> Any:
+def native_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool | None) -> Any:
     if train is False or not p:
         return NotImplemented
     mask = _draws.keep_mask(draw(), p, x.shape, x.device)
@@ -219,7 +221,7 @@ def native_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool | None) ->
 
 
 def in_place(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def write(draw: Draw, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def write(draw: _Draw, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = f(draw, x, *args, **kwargs)
         return x if y is x else x.copy_(y)
 
@@ -227,7 +229,7 @@ def in_place(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def rrelu(
-    draw: Draw,
+    draw: _Draw,
     x: torch.Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
@@ -241,7 +243,7 @@ def rrelu(
 
 
 def attention(
-    draw: Draw,
+    draw: _Draw,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -29,7 +29,7 @@ __all__ = [
 # Texts from rank to rank, through the store of the process group.
 
 
-TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text
+_TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text
 
 _ROUNDS: Counter[str] = Counter()  # the number of texts sent on each topic
 
@@ -43,12 +43,12 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
         mine: this rank's text.
         mesh: a distributed mesh.
         topic: the topic of the texts. A rank's n-th text on a topic is matched with the other ranks' n-th texts.
-        seconds: how long to wait for another rank's text; by default `TEXT_SECONDS`.
+        seconds: how long to wait for another rank's text; by default `_TEXT_SECONDS`.
 
     Raises:
         MissingRankError: if a rank sends no text in that time.
     """
-    limit = TEXT_SECONDS if seconds is None else seconds
+    limit = _TEXT_SECONDS if seconds is None else seconds
     store = default_store()
     topic += "".join([f"/{name}={index}" for name, index in mesh.within])  # each part of the world has its own keys
     _ROUNDS[topic] += 1

@@ -37,7 +37,6 @@ __all__ = [
     "find_device",
     "find_world",
     "join",
-    "rendezvous",
 ]
 
 # Rendezvous: the processes of a world find each other in a store that may hold keys of dead processes.
@@ -47,12 +46,12 @@ __all__ = [
 # Only a living rank 0 can answer a new number. Restart counts do not work: ranks can disagree on them (pytorch#135712).
 
 
-POLL = 0.01  # seconds between two polls of rank 0
-PATIENCE = 50.0  # seconds in which nobody comes, after which the others give up; a sixth of a longer timeout
-EARLY = 6  # after this part of it the log says which ranks have not come
-SIGNS = 10  # signs of life that rank 0 gives in that time
+_POLL = 0.01  # seconds between two polls of rank 0
+_PATIENCE = 50.0  # seconds in which nobody comes, after which the others give up; a sixth of a longer timeout
+_EARLY = 6  # after this part of it the log says which ranks have not come
+_SIGNS = 10  # signs of life that rank 0 gives in that time
 _NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank gives up %.0f s after the last one has come"
-log = logging.getLogger("fzero")
+_log = logging.getLogger("fzero")
 
 
 class MissingRankError(RuntimeError):
@@ -68,7 +67,7 @@ class MissingRankError(RuntimeError):
         self.rank, self.seconds = rank, seconds
 
 
-def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
+def _rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
     """Wait for all ranks in a store, and agree with them on a prefix that no other world has.
 
     Args:
@@ -76,7 +75,7 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
         rank: this process's rank.
         size: the number of ranks.
         timeout: how long rank 0 waits for the other ranks at most, in seconds. All give up sooner if nobody comes:
-            `patience` says when.
+            `_patience` says when.
 
     Returns:
         The prefix, the same on all ranks.
@@ -86,13 +85,13 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
         DistNetworkError: if the connection to the store is lost.
     """
     if rank == 0:
-        return _as_rank_0(store, size, timeout, patience(timeout))
-    return _as_other_rank(store, rank, patience(timeout))
+        return _as_rank_0(store, size, timeout, _patience(timeout))
+    return _as_other_rank(store, rank, _patience(timeout))
 
 
-def patience(timeout: float) -> float:
+def _patience(timeout: float) -> float:
     """Return after how many seconds in which no rank comes the others give up."""
-    return min(timeout, max(timeout / EARLY, PATIENCE))
+    return min(timeout, max(timeout / _EARLY, _PATIENCE))
 
 
 def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
@@ -103,23 +102,23 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     while absent:
         if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
             store.set(f"{world}/alive", str(now))
-            sign_at = now + patience / SIGNS
+            sign_at = now + patience / _SIGNS
         for rank in absent:
             _answer(store, rank, world, answered)
         left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
         absent, came_at = left, came_at if len(left) == len(absent) else now
         if absent and now > min(start + timeout, came_at + patience):
             break
-        if absent and not is_told and now > came_at + patience / EARLY:
+        if absent and not is_told and now > came_at + patience / _EARLY:
             is_told = True
             names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
-            log.warning(_NOT_HERE, names, patience / EARLY, patience)
-        time.sleep(POLL if absent else 0)
+            _log.warning(_NOT_HERE, names, patience / _EARLY, patience)
+        time.sleep(_POLL if absent else 0)
     store.set(f"{world}/absent", str(absent[0]) if absent else "")
     if absent:
         present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
         with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            _ = present and store.wait(present, datetime.timedelta(seconds=patience / SIGNS))
+            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS))
         raise MissingRankError(_absent_message(absent[0]))
     return world
 
@@ -139,10 +138,10 @@ def _as_other_rank(store: Any, rank: int, patience: float) -> str:
     store.set(f"fzero/hello/{rank}", hello)
     message = f"rank {rank} did not reach rank 0"
     try:
-        world = _wait_for(store, f"fzero/answer/{hello}", patience / EARLY, patience, message)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience / _EARLY, patience, message)
     except MissingRankError:
-        log.warning(_NOT_HERE, "rank 0", patience / EARLY, patience)
-        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / EARLY), patience, message)
+        _log.warning(_NOT_HERE, "rank 0", patience / _EARLY, patience)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _EARLY), patience, message)
     store.set(f"{world}/arrived/{rank}", "")
     absent = _outcome(store, rank, world, patience)
     if absent:
@@ -156,9 +155,9 @@ def _outcome(store: Any, rank: int, world: str, patience: float) -> str:
     sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
     while True:
         try:
-            return _wait_for(store, f"{world}/absent", patience / SIGNS, patience, message)
+            return _wait_for(store, f"{world}/absent", patience / _SIGNS, patience, message)
         except MissingRankError:
-            newest = _wait_for(store, f"{world}/alive", patience / SIGNS, patience, message)
+            newest = _wait_for(store, f"{world}/alive", patience / _SIGNS, patience, message)
             if newest == sign and time.monotonic() > since + patience:
                 raise
             sign, since = newest, since if newest == sign else time.monotonic()
@@ -167,7 +166,7 @@ def _outcome(store: Any, rank: int, world: str, patience: float) -> str:
 def _wait_for(store: Any, key: str, timeout: float, patience: float, message: str) -> str:
     """Wait for a key, and return its value.
 
-    A store whose host is dark does not end a wait in time, so the wait has a thread of its own, for at most `patience`.
+    A store whose host is dark does not end a wait in time, so the wait has its own thread, for at most `_patience`.
 
     Raises:
         MissingRankError: with `message`, if the key is not set in time.
@@ -195,7 +194,7 @@ def _absent_message(rank: int) -> str:
 
 
 TIMEOUT = 300.0  # seconds
-RETRY = 0.1  # seconds before the next try to reach rank 0
+_RETRY = 0.1  # seconds before the next try to reach rank 0
 
 _PROCESS_OF: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """The process that first used each default group. A forked child inherits its parent's group and connections."""
@@ -338,7 +337,7 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         store = _open_store(world, TIMEOUT if timeout is None else timeout)
-        store.set_timeout(datetime.timedelta(seconds=patience(TIMEOUT if timeout is None else timeout)))
+        store.set_timeout(datetime.timedelta(seconds=_patience(TIMEOUT if timeout is None else timeout)))
         heart = _start_heart(world, store, timeout)
         store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
         of_device = torch.distributed.get_default_backend_for_device(device)
@@ -372,13 +371,13 @@ def _open_store(world: World, timeout: float) -> Store:
     """
     count = f"{world.size} process{'es' * (world.size > 1)}"
     meeting = f"{count} should meet at {world.address}; launch them together, or free the port{trouble_link('a-hang')}"
-    seconds = patience(timeout)
+    seconds = _patience(timeout)
     end = time.monotonic() + seconds
     while True:
-        remaining = max(end - time.monotonic(), RETRY)
+        remaining = max(end - time.monotonic(), _RETRY)
         try:
             store = connect_store(world, remaining)
-            return PrefixStore(rendezvous(store, world.rank, world.size, timeout), store)
+            return PrefixStore(_rendezvous(store, world.rank, world.size, timeout), store)
         except MissingRankError as error:
             raise RuntimeError(f"{error} within {seconds:g} s: {meeting}") from error
         except DistNetworkError as error:
@@ -386,7 +385,7 @@ def _open_store(world: World, timeout: float) -> Store:
                 raise RuntimeError(f"rank 0 could not open a store: {meeting}") from error
             if time.monotonic() >= end:
                 raise RuntimeError(f"rank {world.rank} did not reach rank 0 within {seconds:g} s: {meeting}") from error
-            time.sleep(RETRY)  # rank 0 of an earlier world was ending
+            time.sleep(_RETRY)  # rank 0 of an earlier world was ending
 
 
 def connect_store(world: World, timeout: float) -> Store:

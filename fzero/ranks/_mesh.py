@@ -25,9 +25,9 @@ from fzero.tree import Tree
 
 __all__ = ["Mesh", "device_put", "is_leader", "mesh"]
 
-T = TypeVar("T")
-CPU = torch.device("cpu")
-SIMULATIONS = ("vmap", "lockstep")
+_T = TypeVar("_T")
+_CPU = torch.device("cpu")
+_SIMULATIONS = ("vmap", "lockstep")
 
 
 @api_boundary_with("Give each axis a name: fzero.mesh(dp=4)")
@@ -78,7 +78,7 @@ def mesh(
     """
     check_axes(axes, simulated_ranks)
     check_timeout(timeout)
-    check_choice("simulate", simulate, (*SIMULATIONS, True, False, None))
+    check_choice("simulate", simulate, (*_SIMULATIONS, True, False, None))
     if simulate is False and simulated_ranks is not None:
         raise ValueError(f"simulate=False and simulated_ranks={simulated_ranks} contradict each other: leave one out")
     world = find_world()
@@ -130,7 +130,7 @@ class Mesh:
     device_mesh: Any = None
     joint: tuple[tuple[str, str], ...] = ()
     simulation: str = "vmap"
-    device: torch.device = CPU
+    device: torch.device = _CPU
     within: tuple[tuple[str, int], ...] = ()
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> "Mesh":
@@ -258,10 +258,10 @@ class Mesh:
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
         label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
         label += "".join([f", {name} {index}" for name, index in self.within])
-        return f"Mesh({axes}, {label}{'' if self.device == CPU else f', {self.device}'})"
+        return f"Mesh({axes}, {label}{'' if self.device == _CPU else f', {self.device}'})"
 
     @overload
-    def split(self, batch: T, axis: tuple[()]) -> T: ...
+    def split(self, batch: _T, axis: tuple[()]) -> _T: ...
     @overload
     def split(self, batch: Any, axis: AxisName = None) -> PerRank: ...
     @api_boundary
@@ -401,7 +401,7 @@ def device_put(x: Any, device: torch.device) -> Any:
     """
     if not isinstance(x, torch.Tensor) or x.is_meta or x.device == device:
         return x
-    return to_device(x, device) if x.device == CPU else x.to(device)
+    return to_device(x, device) if x.device == _CPU else x.to(device)
 
 
 def _check_tensor(label: str, path: str, x: Any) -> None:

@@ -6,11 +6,11 @@ from difflib import get_close_matches
 
 from fzero._arguments import is_int
 
-__all__ = ["Shape", "check_axes", "fill_shape", "index_along"]
+__all__ = ["check_axes", "fill_shape", "index_along"]
 
-Shape = tuple[tuple[str, int], ...]
+_Shape = tuple[tuple[str, int], ...]
 
-ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
+_ARGUMENTS = ("simulate", "simulated_ranks", "device", "timeout")  # of `mesh`, besides its axes
 
 
 def index_along(sizes: Mapping[str, int], coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -27,7 +27,7 @@ def index_along(sizes: Mapping[str, int], coordinates: Mapping[str, int], axes: 
     return index
 
 
-def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: Sequence[str] = ARGUMENTS) -> None:
+def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: Sequence[str] = _ARGUMENTS) -> None:
     """Check a mesh's axes, as far as this is possible without the world.
 
     Args:
@@ -74,7 +74,7 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: 
         )
 
 
-def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int | None) -> Shape:
+def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int | None) -> _Shape:
     """Replace a size of -1 by the number of ranks that the other axes leave.
 
     Args:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Spmd", "check_rank_dimension"]
 
-Names = tuple[str, ...]
+_Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls before it has its attributes
@@ -52,7 +52,7 @@ class Spmd:
 
     mesh: "Mesh"
     program: Callable[..., Any]
-    default_axes: Names | None = None
+    default_axes: _Names | None = None
     rules: LayoutRules = DEFAULT_RULES
 
     @api_boundary
@@ -179,8 +179,8 @@ def _vmapped(
     run: Callable[..., Any],
     name: str,
     size: int,
-    axes: Sequence[Names],
-    kinds: Sequence[Names],
+    axes: Sequence[_Names],
+    kinds: Sequence[_Names],
     is_unbatched: Sequence[bool],
 ) -> Any:
     """Map a program over one more axis: the axis's token, and arguments and groups of results that differ along it.
@@ -211,7 +211,7 @@ def _device_of(leaves: Iterable[Any]) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _rank_value(x: Any, axes: Names, bound: tuple[Axis, ...], copies: dict[Any, Any]) -> Any:
+def _rank_value(x: Any, axes: _Names, bound: tuple[Axis, ...], copies: dict[Any, Any]) -> Any:
     """Copy a rank's row of a stacked leaf, or a plain leaf, since a rank may write into its arguments."""
     if not axes and isinstance(x, torch.nn.Module | torch.Tensor):
         if id(x) not in copies:
@@ -263,7 +263,7 @@ def _difference(x: Any, y: Any) -> str:
 # ---------------------------------------------------------------- arguments
 
 
-def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[Names], Any]:
+def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:
     """Flatten the arguments of a simulation, and check that values that differ by rank are stacked over the ranks."""
     paths, leaves, structure = tree.flatten_with_paths(call)
     axes = axes_of(call, mesh.axis_names)
@@ -279,7 +279,7 @@ def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[Names], An
     return leaves, axes, structure
 
 
-def check_rank_dimension(x: torch.Tensor, label: str, mesh: "Mesh", axes: Names) -> None:
+def check_rank_dimension(x: torch.Tensor, label: str, mesh: "Mesh", axes: _Names) -> None:
     """Check that dimension 0 of a value that differs along `axes` is the rank."""
     size = math.prod([n for name, n in mesh.shape if name in axes])
     if x.ndim == 0 or x.shape[0] != size:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BlockPart", "UnitRange", "block_range"]
+__all__ = ["UnitRange", "block_range"]
 
 
-class BlockPart(NamedTuple):
+class _BlockPart(NamedTuple):
     """Neighbouring elements of a range, from one or more leaves, whose first and last blocks are filled with zeros.
 
     Attributes:
@@ -37,7 +37,7 @@ class UnitRange(NamedTuple):
         length: the number of elements of the range; those after the last part are padding.
     """
 
-    parts: tuple[BlockPart, ...]
+    parts: tuple[_BlockPart, ...]
     first: int
     count: int
     length: int
@@ -50,7 +50,7 @@ class UnitRange(NamedTuple):
     def from_lists(lists: Sequence[Any]) -> "UnitRange":
         """Return the range of these lists."""
         parts, first, count, length = lists
-        return UnitRange(tuple([BlockPart(*part) for part in parts]), first, count, length)
+        return UnitRange(tuple([_BlockPart(*part) for part in parts]), first, count, length)
 
     def to_blocks(self, x: torch.Tensor, block: int) -> torch.Tensor:
         """Return a range `[.., length]` as blocks `[.., count, block]`: a view if no block is cut."""
@@ -87,18 +87,18 @@ def block_range(sizes: Sequence[int], block: int, start: int, stop: int) -> Unit
     Example:
         >>> found = block_range([5, 8], 4, 2, 9)
         >>> found.parts[0], found.count
-        (BlockPart(offset=0, size=3, before=2, after=3), 3)
+        (_BlockPart(offset=0, size=3, before=2, after=3), 3)
     """
-    parts: list[BlockPart] = []
+    parts: list[_BlockPart] = []
     first, count, offset, blocks = 0, 0, 0, 0
     for size in sizes:
         begin, end = max(start - offset, 0), min(stop - offset, size)  # in the leaf
         if begin < end:
-            part = BlockPart(offset + begin - start, end - begin, begin % block, -end % block)
+            part = _BlockPart(offset + begin - start, end - begin, begin % block, -end % block)
             first = first if parts else blocks + begin // block
             count += (part.before + part.size + part.after) // block
             if parts and not (parts[-1].after or part.before):  # one view for both
-                part = BlockPart(parts[-1].offset, parts[-1].size + part.size, parts.pop().before, part.after)
+                part = _BlockPart(parts[-1].offset, parts[-1].size + part.size, parts.pop().before, part.after)
             parts.append(part)
         offset += size
         blocks += -(-size // block)

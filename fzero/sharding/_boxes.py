@@ -129,7 +129,7 @@ class _ShardedLeaf(_Box):
         return self.shape.numel()
 
 
-class _Origin(NamedTuple):
+class _ShardOrigin(NamedTuple):
     """The full leaves that a shard was partitioned from, and the write state of its data at that time.
 
     An in-place write into the data changes this state. It is None while Dynamo traces, which cannot read it.
@@ -167,7 +167,7 @@ class Shard(_ShardedLeaf):
     def __init__(self, data: Any, spec_id: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
         self.spec_id = spec_id
-        self._origin = None if origin is None else _Origin(origin, _version_of(data))
+        self._origin = None if origin is None else _ShardOrigin(origin, _version_of(data))
 
     @property
     def origin(self) -> tuple[torch.Tensor, ...] | None:

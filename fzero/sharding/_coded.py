@@ -132,15 +132,15 @@ def _codec_of(spec: Spec, name: str) -> Codec:
 
 
 def _range_of(spec: Spec, codec: Codec, rank: int, ranks: int) -> UnitRange:
-    k = padded_numel(spec, ranks) // ranks
+    k = _padded_numel(spec, ranks) // ranks
     return block_range(spec.sizes, codec.block, rank * k, rank * k + k)
 
 
 def _unit_range(spec: Spec, codec: Codec, ranks: int) -> UnitRange:
-    return block_range(spec.sizes, codec.block, 0, padded_numel(spec, ranks))
+    return block_range(spec.sizes, codec.block, 0, _padded_numel(spec, ranks))
 
 
-def padded_numel(spec: Spec, ranks: int) -> int:
+def _padded_numel(spec: Spec, ranks: int) -> int:
     """Return the number of elements of a unit, with padding to whole shards of its own ranks, or of `ranks`."""
     k = max(spec.ranks, ranks)
     return -(-spec.numel // k) * k
@@ -238,7 +238,7 @@ def _local_largest(binding: Binding, options: UnitOptions, xs: Tensors) -> Tenso
 def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
     """Sum the payloads of `ranks` ranks, each for one rank's part."""
     parts = max(spec.ranks // ranks, 1)
-    return sum_payloads(payloads, _codec_of(spec, "reduce").key, parts, padded_numel(spec, ranks) // ranks // parts)
+    return sum_payloads(payloads, _codec_of(spec, "reduce").key, parts, _padded_numel(spec, ranks) // ranks // parts)
 
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
@@ -303,7 +303,7 @@ def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Ten
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payloads of a unit's gradient for all ranks, and the magnitudes that the ranks share."""
     spec, first, unit = spec_of(spec_id), axes[0], UnitOptions(spec_id)
-    padding = padded_numel(spec, first.size) - spec.numel
+    padding = _padded_numel(spec, first.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
     magnitudes = _run("unit_magnitudes", first, unit, buffer)
@@ -365,7 +365,7 @@ def decode_shard(spec_id: int, axes: Sequence[Axis], payload: torch.Tensor, magn
     spec, (first, *rest), unit = spec_of(spec_id), axes or [NO_AXIS], UnitOptions(spec_id)
     codec = _codec_of(spec, "reduce")
     (full,) = apply(first.token, "all_gather", first.binding, DimOptions(-1), magnitudes)
-    codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, padded_numel(spec, first.size) // first.size)
+    codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, _padded_numel(spec, first.size) // first.size)
     x = _run("own_sum", first, unit, codes, full.narrow(-1, 0, _blocks(spec, codec)))
     for a in rest:
         (x,) = apply(a.token, "own_part", a.binding, DimOptions(-1), x)

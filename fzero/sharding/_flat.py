@@ -27,14 +27,10 @@ __all__ = [
     "flatten_by_copies",
     "flatten_leaves",
     "flatten_unit",
-    "gathered_dtype",
-    "own_range",
-    "pad_own",
     "put_elements",
     "slice_elements",
     "to_gradient_dtype",
     "view_leaves",
-    "wire_dtype",
 ]
 
 # A unit as one flat buffer: leaves to buffer, buffer to leaves, and a rank's range of the buffer.
@@ -108,7 +104,7 @@ def flatten_by_copies(leaves: list[torch.Tensor], leading: int, padding: int) ->
     return buffer
 
 
-def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tensor:
+def _own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tensor:
     """Copy one of `ranks` equal parts `[.., k]` out of a unit's leaves, in O(k): the full buffer is never built."""
     leading_shape, k = _leading_shape(spec, leaves), spec.shard_numel * spec.ranks // ranks
     start, stop = rank * k, rank * k + k
@@ -123,8 +119,8 @@ def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tenso
     return torch.cat(parts, dim=len(leading_shape))
 
 
-def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """Put one part `[.., k]` at its offset in a unit of zeros: the transpose of `own_range`."""
+def _pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """Put one part `[.., k]` at its offset in a unit of zeros: the transpose of `_own_range`."""
     *leading_shape, k = shard.shape
     buffer = shard.new_zeros((*leading_shape, spec.shard_numel * spec.ranks))
     buffer.narrow(len(leading_shape), rank * k, k).copy_(shard)
@@ -134,12 +130,12 @@ def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- dtypes
 
 
-def gathered_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
+def _gathered_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a shard is gathered: its own, or the parameters' dtype under a precision policy."""
     return x.dtype if spec.cast is None else spec.dtype
 
 
-def wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
+def _wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a gradient is summed over ranks: its own, or a precision policy's."""
     return x.dtype if spec.cast is None else spec.cast.wire
 
@@ -208,7 +204,7 @@ def _unit(options: UnitOptions) -> str:
 
 
 def _summed_dtype(options: UnitOptions, x: torch.Tensor) -> torch.dtype:
-    return wire_dtype(_spec(options), x)
+    return _wire_dtype(_spec(options), x)
 
 
 # ---------------------------------------------------------------- gather and reduce_scatter
@@ -216,7 +212,7 @@ def _summed_dtype(options: UnitOptions, x: torch.Tensor) -> torch.dtype:
 
 def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     """Cast a shard to the dtype in which it is gathered. The row casts, so that the gradient can have another dtype."""
-    return x.to(gathered_dtype(spec, x))
+    return x.to(_gathered_dtype(spec, x))
 
 
 def _all_ranks_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
@@ -231,14 +227,14 @@ def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensor
 
 def _all_ranks_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    summed = flatten_unit(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
+    summed = flatten_unit(spec, [x.sum(0, dtype=_wire_dtype(spec, x)) for x in xs])
     return [rearrange(to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
 
 
 def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     buffer = flatten_unit(spec, xs)
-    summed = group_psum_scatter(buffer.to(wire_dtype(spec, buffer)), binding, -1)
+    summed = group_psum_scatter(buffer.to(_wire_dtype(spec, buffer)), binding, -1)
     return [to_gradient_dtype(spec, summed)]
 
 
@@ -267,11 +263,11 @@ def _all_ranks_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return [to_gradient_dtype(spec, x.sum(0, dtype=wire_dtype(spec, x))) for x in xs]
+    return [to_gradient_dtype(spec, x.sum(0, dtype=_wire_dtype(spec, x))) for x in xs]
 
 
 def _local_sum(spec: Spec, x: torch.Tensor, binding: Binding) -> torch.Tensor:
-    return to_gradient_dtype(spec, group_psum(x.to(wire_dtype(spec, x)), binding))
+    return to_gradient_dtype(spec, group_psum(x.to(_wire_dtype(spec, x)), binding))
 
 
 def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
@@ -285,12 +281,12 @@ _PARTITION = RankOperation(
     "",
     all_ranks=_all_ranks_partition,
     uniform=_uniform_partition,
-    local=lambda binding, options, xs: [own_range(_spec(options), xs, binding.rank, binding.size)],
+    local=lambda binding, options, xs: [_own_range(_spec(options), xs, binding.rank, binding.size)],
 )
 _PAD = RankOperation(
     "",
     all_ranks=_all_ranks_pad,
-    local=lambda binding, options, xs: pad_own(_spec(options), xs[0], binding.rank),
+    local=lambda binding, options, xs: _pad_own(_spec(options), xs[0], binding.rank),
 )
 _ALL_REDUCE_SHARD = RankOperation(
     "all_reduce",
@@ -306,7 +302,7 @@ add_rows(
         "reduce_scatter",
         output=COPIES,
         unit=_unit,
-        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
+        wire_dtype=lambda options, x: _gathered_dtype(_spec(options), x),
     ),
     LinearMap(
         "reduce_scatter",

@@ -10,10 +10,10 @@ from fzero._report import Report
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
 from fzero.sharding._spec import Split, item_of
 
-__all__ = ["Layouts", "LeafLayout", "layouts"]
+__all__ = ["Layouts", "layouts"]
 
 
-class LeafLayout(NamedTuple):
+class _LeafLayout(NamedTuple):
     """The layout of one leaf.
 
     Attributes:
@@ -33,7 +33,7 @@ class LeafLayout(NamedTuple):
 class Layouts(Report):
     """The layouts of a tree's leaves, returned by `fzero.sharding.layouts`. `print` or a notebook shows the table."""
 
-    leaves: tuple[LeafLayout, ...]
+    leaves: tuple[_LeafLayout, ...]
 
     def __str__(self) -> str:
         rows = [(x.path or "(the tree)", _shape_text(x), x.layout) for x in self.leaves]
@@ -59,7 +59,7 @@ def layouts(values: Any) -> Layouts:
         step     int64 []        replicated
     """
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    leaves: list[LeafLayout] = []
+    leaves: list[_LeafLayout] = []
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             spec = x.spec
@@ -68,14 +68,14 @@ def layouts(values: Any) -> Layouts:
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             layout = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
             layout += f", {host} of them on the host" if host else ""
-            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, layout))
+            leaves.append(_LeafLayout(path, tuple(x.shape), x.dtype, layout))
         elif isinstance(x, Slot):
-            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
+            leaves.append(_LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
         elif isinstance(x, PerRank):
             layout = "differs by rank" + (f" along {', '.join(x.axes)}" if x.axes else "")
-            leaves += [LeafLayout(path, tuple(y.shape), y.dtype, layout) for y in tree.tensors(x)]
+            leaves += [_LeafLayout(path, tuple(y.shape), y.dtype, layout) for y in tree.tensors(x)]
         elif isinstance(x, torch.Tensor):
-            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
+            leaves.append(_LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
     return Layouts(tuple(leaves))
 
 
@@ -88,5 +88,5 @@ def _split(s: Split, path: str) -> str:
     return f"stacked over {s.axis}={s.size} ({', '.join(items)})"
 
 
-def _shape_text(leaf: LeafLayout) -> str:
+def _shape_text(leaf: _LeafLayout) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"

@@ -17,13 +17,10 @@ from fzero.codecs import Codec, CodecKey
 from fzero.tree import LayoutError
 
 __all__ = [
-    "ALIGN",
-    "Item",
     "Piece",
     "ReduceGrads",
     "Spec",
     "Split",
-    "TracedSpec",
     "check_sharded_for",
     "intern",
     "intern_parts",
@@ -64,7 +61,7 @@ class Split(NamedTuple):
     stacked: StackedList | None = None
 
 
-ALIGN = 64  # elements: the granularity at which a shard is divided into pieces, so that both begin on a cache line
+_ALIGN = 64  # elements: the granularity at which a shard is divided into pieces, so that both begin on a cache line
 
 
 class Piece(NamedTuple):
@@ -81,7 +78,7 @@ class Piece(NamedTuple):
     space: str
 
 
-class Cast(NamedTuple):
+class _Cast(NamedTuple):
     """How a unit is sent under a precision policy.
 
     The differentiated shard has the dtype `grad`, and is gathered in the unit's dtype.
@@ -99,7 +96,7 @@ class Cast(NamedTuple):
     reduce: Codec | None = None
 
 
-class TracedSpec(NamedTuple):
+class _TracedSpec(NamedTuple):
     """The attributes and properties of a `Spec` that traced code may read, under the same names, as plain values."""
 
     unit: str
@@ -139,7 +136,7 @@ class Spec:
             each shard.
         cast: how a precision policy sends the unit. A box between operations has None.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
-            `ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
+            `_ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
     """
 
     unit: str
@@ -150,7 +147,7 @@ class Spec:
     reduce_grads: ReduceGrads = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
-    cast: Cast | None = None
+    cast: _Cast | None = None
     host: Fraction = Fraction(0)
 
     @cached_property
@@ -164,9 +161,9 @@ class Spec:
         return (*self.axes, *(s.axis for s in self.split))
 
     @cached_property
-    def traced(self) -> TracedSpec:
+    def traced(self) -> _TracedSpec:
         """The spec's properties as plain values, for traced code."""
-        return TracedSpec._make([getattr(self, name) for name in TracedSpec._fields])
+        return _TracedSpec._make([getattr(self, name) for name in _TracedSpec._fields])
 
     @cached_property
     def full_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -228,7 +225,7 @@ class Spec:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of a rank's shard, in order: usually one, and two if a part of the shard lies on the host."""
         k = self.shard_numel
-        at = max(k - -(-math.ceil(self.host * k) // ALIGN) * ALIGN, 0)
+        at = max(k - -(-math.ceil(self.host * k) // _ALIGN) * _ALIGN, 0)
         if at == 0 or at == k:
             return (Piece(0, k, "device" if at == k else "host"),)
         return (Piece(0, at, "device"), Piece(at, k, "host"))
@@ -288,7 +285,7 @@ def with_cast(
     summed by one.
     """
     codecs = [None if key is None else Codec(*key) for key in (gather_key, reduce_key)]
-    return intern(replace(spec_of(spec_id), cast=Cast(wire, grad, *codecs)))
+    return intern(replace(spec_of(spec_id), cast=_Cast(wire, grad, *codecs)))
 
 
 @assume_constant_result
@@ -298,11 +295,11 @@ def with_host_share(spec_id: int, part: int, of: int = 1) -> int:
 
 
 @assume_constant_result
-def _constant(spec_id: int) -> TracedSpec:
+def _constant(spec_id: int) -> _TracedSpec:
     return spec_of(spec_id).traced
 
 
-def traced_spec(spec_id: int) -> TracedSpec:
+def traced_spec(spec_id: int) -> _TracedSpec:
     """Return the properties of a spec, in code that `torch.compile` may trace.
 
     Dynamo cannot trace `spec_of`: it looks into a table that grows, and a `Spec` computes its properties when they are
@@ -353,7 +350,7 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
 # Stacked lists: find the item whose leaves a rank holds, and the paths of these leaves in the full list.
 
 
-class Item(NamedTuple):
+class _Item(NamedTuple):
     """The position of a leaf in a stacked list.
 
     Attributes:
@@ -386,7 +383,7 @@ def prefix_of(path: str, own: str) -> str | None:
     return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
 
 
-def item_of(path: str, prefix: str, stacked: StackedList) -> Item | None:
+def item_of(path: str, prefix: str, stacked: StackedList) -> _Item | None:
     """Return the position of a leaf in a stacked list; None if the leaf is not in the list.
 
     Args:
@@ -402,7 +399,7 @@ def item_of(path: str, prefix: str, stacked: StackedList) -> Item | None:
     if not path.startswith(start):
         return None
     index_text, _, subpath = path.removeprefix(start).partition(".")
-    return Item(start[:-1], stacked.items[int(index_text)], subpath)
+    return _Item(start[:-1], stacked.items[int(index_text)], subpath)
 
 
 def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str, int]) -> str:

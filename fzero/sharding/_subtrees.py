@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Subtree", "divide_tree"]
+__all__ = ["divide_tree"]
 
 
-class Subtree(NamedTuple):
+class _Subtree(NamedTuple):
     """A subtree, or neighbouring subtrees that are one unit.
 
     Attributes:
@@ -24,7 +24,7 @@ class Subtree(NamedTuple):
 
 def divide_tree(
     numels: Mapping[str, int], min_numel: int, max_numel: float = math.inf, all_paths: Iterable[str] = ()
-) -> list[Subtree]:
+) -> list[_Subtree]:
     """Divide a tree into its smallest subtrees of at least `min_numel` elements.
 
     Smaller neighbours are joined while they have at most `max_numel` elements together. A subtree that is still smaller
@@ -101,7 +101,7 @@ def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
-def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
+def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> _Subtree:
     """Name a subtree by the first and the last subtree that it contains completely."""
     inside = _counts([leaf.keys for leaf in leaves])
 
@@ -111,4 +111,4 @@ def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
 
     first, last = name_of(leaves[0]), name_of(leaves[-1])
     name = first if first == last else f"{first} to {last}"
-    return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel_of(leaves))
+    return _Subtree(name, tuple([leaf.path for leaf in leaves]), _numel_of(leaves))

@@ -13,11 +13,11 @@ from fzero.sharding._subtrees import divide_tree
 from fzero.sharding._units import MAX_UNIT_NUMEL, default_units
 from fzero.tree import Tree, is_box
 
-__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "find_unit_leaves"]
+__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size"]
 
 # A rule of units made for one tree: it can print the units of this tree.
 
-NUMEL = "a number of elements"  # what an int means, in messages
+_NUMEL = "a number of elements"  # what an int means, in messages
 
 
 class UnitRow(NamedTuple):
@@ -61,7 +61,7 @@ class UnitPolicy:
         return "\n".join(lines)
 
 
-class UnitLeaves(NamedTuple):
+class _UnitLeaves(NamedTuple):
     """The leaves of a tree that can be in units.
 
     Attributes:
@@ -81,13 +81,13 @@ class UnitLeaves(NamedTuple):
         return UnitPolicy(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
 
 
-def find_unit_leaves(params: Tree) -> UnitLeaves:
+def _find_unit_leaves(params: Tree) -> _UnitLeaves:
     """Find the leaves of a tree that can be in units: the leaves of floating point.
 
     Raises:
         TypeError: if the tree has none.
     """
-    unit_leaves = UnitLeaves({}, {})
+    unit_leaves = _UnitLeaves({}, {})
     first = dict[Any, str]()
     paths, leaves, _ = tree.flatten_with_paths(params, is_box)
     for path, x in zip(paths, leaves, strict=True):
@@ -146,7 +146,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    max_numel, unit_leaves = check_int("max_numel", max_numel, 1, NUMEL), find_unit_leaves(params)
+    max_numel, unit_leaves = check_int("max_numel", max_numel, 1, _NUMEL), _find_unit_leaves(params)
     nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
@@ -250,13 +250,13 @@ def by_size(
         layers.0.experts to norm               42        3
         3 units                               112        5
     """
-    max_numel = check_int("max_numel", max_numel, 1, NUMEL)
-    min_numel = max(max_numel // 2, 1) if min_numel is None else check_int("min_numel", min_numel, 1, NUMEL)
+    max_numel = check_int("max_numel", max_numel, 1, _NUMEL)
+    min_numel = max(max_numel // 2, 1) if min_numel is None else check_int("min_numel", min_numel, 1, _NUMEL)
     if min_numel > max_numel:
         raise ValueError(
             f"min_numel={min_numel:,} is more than max_numel={max_numel:,}: expected at most as many elements"
         )
-    unit_leaves, rules = find_unit_leaves(params), layout_rules(None, over, split)
+    unit_leaves, rules = _find_unit_leaves(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()

@@ -20,9 +20,7 @@ from fzero.tree import Tree, is_box
 
 __all__ = [
     "MAX_UNIT_NUMEL",
-    "FullUnit",
     "ShardedUnit",
-    "UnitAssignment",
     "assign_units",
     "default_units",
     "map_units",
@@ -54,7 +52,7 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
     return keys[0] or "params"  # a tree that is one tensor has an empty path
 
 
-class FullUnit(NamedTuple):
+class _FullUnit(NamedTuple):
     """A unit of a tree that is about to be sharded: its spec, its distinct leaves, and the position of the first."""
 
     spec_id: int
@@ -62,11 +60,11 @@ class FullUnit(NamedTuple):
     position: int
 
 
-class UnitAssignment(NamedTuple):
+class _UnitAssignment(NamedTuple):
     """The units of a tree. Each entry of the flattened tree is a `Slot`, or the leaf itself if it is in no unit."""
 
     entries: list[Any]
-    units: list[FullUnit]
+    units: list[_FullUnit]
     structure: Any
 
     def with_shards(self, shards: Sequence[Shard]) -> Tree:
@@ -83,7 +81,7 @@ def assign_units(
     rules: LayoutRules | None = None,
     reduce_grads: ReduceGrads = "each",
     rest: str | None = None,
-) -> UnitAssignment:
+) -> _UnitAssignment:
     """Assign the leaves of a tree to units that will be sharded over `axes`.
 
     Without `rules`, the running step's rules apply, or else the default rules. Leaves of one name that
@@ -94,7 +92,7 @@ def assign_units(
     """
     rules = current_rules() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
-    members: dict[_Key, list[int]] = {}  # positions
+    members: dict[_UnitKey, list[int]] = {}  # positions
     visited: set[Any] = set()
     split: dict[int, dict[str, int]] = {}  # position -> axis -> dimension
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
@@ -115,10 +113,10 @@ def assign_units(
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduce_grads) for key, at in members.items()}
     owners = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, owners, strict=True)]
-    return UnitAssignment(entries, list(units.values()), structure)
+    return _UnitAssignment(entries, list(units.values()), structure)
 
 
-class _Key(NamedTuple):
+class _UnitKey(NamedTuple):
     """The properties that all leaves of a unit share."""
 
     name: str
@@ -129,8 +127,8 @@ class _Key(NamedTuple):
 
 
 def _divide_large(
-    key: _Key, positions: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
-) -> list[tuple[_Key, list[int]]]:
+    key: _UnitKey, positions: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
+) -> list[tuple[_UnitKey, list[int]]]:
     """Divide a unit of the default rule into subtrees if this rank's part has more than `MAX_UNIT_NUMEL` elements."""
     parts = {i: leaves[i].numel() // math.prod([bound_axis(name).size for name in split[i]]) for i in positions}
     if sum(parts.values()) <= MAX_UNIT_NUMEL or len(positions) == 1:
@@ -168,7 +166,7 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
 
 def _key_of(
     path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: LayoutRules, rest: str | None
-) -> _Key | None:
+) -> _UnitKey | None:
     name = (rules.units or default_units)(path, leaf)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"units: the rule gave {name!r} for leaf {path!r}, expected the name of a unit or None")
@@ -178,7 +176,7 @@ def _key_of(
     # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
     later_axes = shard_axes(path, leaf, bound_axes(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
-    return _Key(name, dtype, over, tuple(split), later_axes) if name is not None and (over or split) else None
+    return _UnitKey(name, dtype, over, tuple(split), later_axes) if name is not None and (over or split) else None
 
 
 def shard_axes(
@@ -200,7 +198,7 @@ def shard_axes(
 
 
 def _unit(
-    key: _Key,
+    key: _UnitKey,
     axes: Sequence[Axis],
     paths: list[str],
     leaves: list[Any],
@@ -208,7 +206,7 @@ def _unit(
     split: Any,
     stacks: Mapping[str, StackedList],
     reduce_grads: ReduceGrads,
-) -> FullUnit:
+) -> _FullUnit:
     parts = [leaves[i] for i in positions]
     for name in key.split:
         parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, positions, strict=True)]
@@ -227,7 +225,7 @@ def _unit(
         ),
         axis_names(),
     )
-    return FullUnit(spec_id, parts, positions[0])
+    return _FullUnit(spec_id, parts, positions[0])
 
 
 # ---------------------------------------------------------------- in a sharded tree

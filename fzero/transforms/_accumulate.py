@@ -14,11 +14,11 @@ from fzero.sharding import PerRank, Shard, Slot, is_box
 
 __all__ = ["MicroBatches", "accumulate", "find_micro_batches"]
 
-LossOf = Callable[[int | torch.Tensor], Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]]
+_LossOf = Callable[[int | torch.Tensor], Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]]
 
 
 def accumulate(
-    loss_of: LossOf,
+    loss_of: _LossOf,
     variables: list[torch.Tensor],
     dtypes: list[torch.dtype],
     micro_batches: int,

@@ -35,13 +35,13 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["Argument", "GradientGroup", "PerRankGroup", "open_argument"]
+__all__ = ["Argument", "PerRankGroup", "open_argument"]
 
-Members = list[tuple[int, int]]
+_Members = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class GradientGroup:
+class _GradientGroup:
     """Leaves that are differentiated and reduced together: replicated leaves of one unit, or tensors outside any mesh.
 
     Attributes:
@@ -56,7 +56,7 @@ class GradientGroup:
             derivatives. Otherwise that transform would see each copy as an input and an output of its own.
     """
 
-    members: Members
+    members: _Members
     variables: list[torch.Tensor]
     dtypes: list[torch.dtype]
     copy_axes: Sequence[Axis]
@@ -95,7 +95,7 @@ def _rounded(key: CodecKey | None, xs: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class ShardGroup(GradientGroup):
+class _ShardGroup(_GradientGroup):
     """The leaves of a unit's shard.
 
     Attributes:
@@ -134,7 +134,7 @@ class ShardGroup(GradientGroup):
 
 
 @dataclass(frozen=True)
-class PerRankGroup(GradientGroup):
+class PerRankGroup(_GradientGroup):
     """The tensors in a `PerRank` box. Their gradient differs by rank too.
 
     Attributes:
@@ -159,7 +159,7 @@ class PerRankGroup(GradientGroup):
         return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
-def _as_invariant(group: GradientGroup) -> GradientGroup:
+def _as_invariant(group: _GradientGroup) -> _GradientGroup:
     """Make the ranks' copies of a group one differentiable input, as `pvary` does."""
     if not group.copy_axes:
         return group
@@ -179,7 +179,7 @@ class Argument:
 
     entries: list[Any]
     structure: Any
-    groups: list[GradientGroup]
+    groups: list[_GradientGroup]
 
     def build(self, leaves: list[Tensors]) -> Any:
         """Build the loss function's argument from the leaves of each group."""
@@ -219,7 +219,7 @@ def open_argument(
     _check_floating(paths, entries, name)
     if precision is not None:
         precision.check(name, paths, entries)
-    groups: list[GradientGroup] = [
+    groups: list[_GradientGroup] = [
         _of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
     ]
     groups += [_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
@@ -245,23 +245,23 @@ def _rounding(dtype: torch.dtype, precision: Precision | None) -> CodecKey | Non
     return None if precision is None else precision.gradients(dtype).gather_key
 
 
-def _of_tensors(members: Members, variables: list[torch.Tensor], precision: Precision | None) -> list[GradientGroup]:
+def _of_tensors(members: _Members, variables: list[torch.Tensor], precision: Precision | None) -> list[_GradientGroup]:
     """Return one group, or with a codec a group for each dtype: it rounds parameters of the policy's dtype alone."""
     if precision is None or precision.gather is None:
-        return [GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None)]
+        return [_GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None)]
     groups = []
     for dtype in dict.fromkeys([x.dtype for x in variables]):
         of_dtype = [i for i, x in enumerate(variables) if x.dtype == dtype]
         members_of_dtype = [(at, of_dtype.index(i)) for at, i in members if i in of_dtype]
         xs = [variables[i] for i in of_dtype]
         dtypes = [_grad_dtype(dtype, precision)] * len(xs)
-        groups.append(GradientGroup(members_of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
+        groups.append(_GradientGroup(members_of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
     return groups
 
 
 def _of_shard(
     unit: ShardedUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
-) -> GradientGroup:
+) -> _GradientGroup:
     spec_id, box, members = unit
     shard_axes, mean_axes = [a.name for a in unit_axes(spec_id)], [a.name for a in axes]
     if any(name not in mean_axes for name in shard_axes):
@@ -276,12 +276,12 @@ def _of_shard(
     if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         dtypes = [dtype] * len(leaves)
-        return ShardGroup(members, leaves, dtypes, copy_axes, reduce_spec_id, spec_id, None, "full", rounding=key)
+        return _ShardGroup(members, leaves, dtypes, copy_axes, reduce_spec_id, spec_id, None, "full", rounding=key)
     data, form = box.data.to(dtype), "shard" if gather else "box"
-    return ShardGroup(members, [data], [dtype], copy_axes, reduce_spec_id, spec_id, box.origin, form)
+    return _ShardGroup(members, [data], [dtype], copy_axes, reduce_spec_id, spec_id, box.origin, form)
 
 
-def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> GradientGroup:
+def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
     entries, structure = tree.flatten(box.value)
     positions, indices = tree.index_tensors(entries)
     variables: list[torch.Tensor] = [entries[i] for i in positions]
@@ -292,9 +292,9 @@ def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> GradientGrou
 
 def _of_replicated(
     arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None
-) -> list[GradientGroup]:
+) -> list[_GradientGroup]:
     assignment = assign_units(arg, axes, LayoutRules(current_rules().units), rest="replicated")
-    groups: list[GradientGroup] = []
+    groups: list[_GradientGroup] = []
     for unit in assignment.units:
         members = [
             (i, x.index)
@@ -303,7 +303,7 @@ def _of_replicated(
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
         key, spec_id = _rounding(traced_spec(unit.spec_id).dtype, precision), _reduce_spec_id(unit.spec_id, precision)
-        groups.append(GradientGroup(members, unit.leaves, dtypes, axes, spec_id, rounding=key))
+        groups.append(_GradientGroup(members, unit.leaves, dtypes, axes, spec_id, rounding=key))
     return groups
 
 

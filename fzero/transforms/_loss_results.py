@@ -14,7 +14,7 @@ from fzero.collectives import psum
 __all__ = ["describe_result", "total_and_aux", "weighted_mean", "with_aux"]
 
 
-ADVICE = 'for (loss, aux) pass has_aux=True, and for (total, weight) pass reduce="weighted"'
+_ADVICE = 'for (loss, aux) pass has_aux=True, and for (total, weight) pass reduce="weighted"'
 
 
 def with_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
@@ -71,7 +71,7 @@ def _pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
 
 def _zero_dimensional(f: Callable[..., Any], loss: Any, name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) and loss.ndim else ADVICE
+        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) and loss.ndim else _ADVICE
         advice = "return the loss" if loss is None else advice
         raise TypeError(
             f"{name_of(f)} must return a 0-d floating-point {name}, but it returned {describe_result(loss)}; {advice}"

@@ -9,7 +9,7 @@ The algorithm has five parts:
    (`_remat_guards`).
 3. This first run records the results of random draws and of selected operations (`_remat_tape`). They become outputs
    of the Function, and inputs of its backward pass.
-4. A derivative is a `Computation`: the call, and the steps that derive it (`_remat_call`). A step is a vjp, a jvp or a
+4. A derivative is a `_Computation`: the call, and the steps that derive it (`_remat_call`). A step is a vjp, a jvp or a
    map over a batch. The computation runs the block again inside these transforms, and replays the recording.
 5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
    derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.
@@ -42,16 +42,16 @@ from fzero.transforms._remat_call import (
 from fzero.transforms._remat_guards import Guard
 from fzero.transforms._remat_tape import OperationLog, RandomTape, SaveFilter, TapeReplayer, is_matmul
 
-__all__ = ["Computation", "RunInfo", "offload", "reload", "remat"]
+__all__ = ["remat"]
 
 # Offload: with save="host" a block's saved inputs lie in host memory until its backward pass.
 
 
-Devices = dict[int, torch.device]
+_Devices = dict[int, torch.device]
 """The indices of offloaded tensors, and the devices that they come from."""
 
 
-def offload(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[list[torch.Tensor], Devices]:
+def _offload(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[list[torch.Tensor], _Devices]:
     """Copy the computed tensors among `indices` to the host. Leaves, such as parameters, stay alive in any case.
 
     Autograd tracks the copies, since a second derivative differentiates through them.
@@ -68,7 +68,7 @@ def offload(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[
         return [to_host(x) if i in devices else x for i, x in enumerate(tensors)], devices
 
 
-def reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device]) -> list[torch.Tensor]:
+def _reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device]) -> list[torch.Tensor]:
     """Copy offloaded tensors back to their devices."""
     return [to_device(x, devices[i]) if i in devices else x for i, x in enumerate(tensors)]
 
@@ -77,7 +77,7 @@ def reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device])
 
 
 @dataclass(frozen=True)
-class Recording:
+class _Recording:
     """The first run's results besides tensors.
 
     Attributes:
@@ -92,7 +92,7 @@ class Recording:
 
 
 @dataclass(frozen=True)  # not a NamedTuple: torch.func would treat it as a tree, and copy it
-class RunInfo:
+class _RunInfo:
     """A run's results besides tensors.
 
     Attributes:
@@ -101,11 +101,11 @@ class RunInfo:
     """
 
     batch_flags: tuple[BatchFlags, ...]
-    recording: Recording
+    recording: _Recording
 
 
 @dataclass(frozen=True)
-class Computation:
+class _Computation:
     """A call of a block and the steps of its derivation: a function of tensors.
 
     Attributes:
@@ -116,7 +116,7 @@ class Computation:
 
     call: BlockCall
     steps: tuple[Step, ...] = ()
-    recording: Recording | None = None
+    recording: _Recording | None = None
 
     @property
     def tape_size(self) -> int:
@@ -128,11 +128,11 @@ class Computation:
         """The inputs to offload to the host until the backward pass; none in a derivative, which needs them at once."""
         return self.call.offload_indices if self.recording is None else frozenset()
 
-    def then(self, step: Step) -> "Computation":
+    def then(self, step: Step) -> "_Computation":
         """Return the computation with one more step."""
         return replace(self, steps=(*self.steps, step))
 
-    def run(self, tensors: Tensors) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
+    def run(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         """Run the block and its steps, below all transforms.
 
         Args:
@@ -147,7 +147,7 @@ class Computation:
         """
         return self._record(tensors) if self.recording is None else self._run_again(tensors, self.recording)
 
-    def _record(self, tensors: Tensors) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
+    def _record(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         call, tape = self.call, RandomTape(self.call.save)
         runs: list[tuple[Guard, StandIns]] = []
 
@@ -166,10 +166,10 @@ class Computation:
         guard.check_escapes([*out, *tape.tape])
         arg_storages = {storage_id(x) for x in tensors}  # a write into a result must not change an argument
         out = tuple([y.clone() if storage_id(y) in arg_storages else y for y in out])
-        recording = Recording(tape.log(), result, is_tracked)
-        return RunInfo(batch_flags, recording), (*out, *[x.detach() for x in tape.tape])
+        recording = _Recording(tape.log(), result, is_tracked)
+        return _RunInfo(batch_flags, recording), (*out, *[x.detach() for x in tape.tape])
 
-    def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
+    def _run_again(self, tensors: Tensors, recording: _Recording) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         # a jvp computes tangents by matrix products too, which cannot be told from the block's own
         is_selective = not any(isinstance(step, Jvp) for step in self.steps)
         tape = TapeReplayer(recording.log, tensors[: self.tape_size], self.call.save if is_selective else None)
@@ -179,7 +179,7 @@ class Computation:
 
         out, batch_flags = self._through(f, tensors[self.tape_size :], recording.is_tracked)
         tape.finish()
-        return RunInfo(batch_flags, recording), out
+        return _RunInfo(batch_flags, recording), out
 
     def _through(
         self, f: TupleFunction, inputs: Tensors, is_tracked: bool
@@ -199,7 +199,7 @@ class _Remat(torch.autograd.Function):
     """Runs a computation below all transforms: `(computation, *tensors) -> (info, *outputs)`."""
 
     @staticmethod
-    def forward(computation: Computation, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(computation: _Computation, *tensors: torch.Tensor) -> tuple[Any, ...]:
         info, outputs = computation.run(tensors)
         return info, *outputs
 
@@ -220,7 +220,7 @@ class _Remat(torch.autograd.Function):
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(*tensors)
-        saved, ctx.devices = offload(tensors, computation.offload_indices)
+        saved, ctx.devices = _offload(tensors, computation.offload_indices)
         ctx.save_for_backward(*saved)
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Remat(torch.autograd.Function):
         results: list[Any] = [None] * (ctx.first_input + ctx.num_inputs)
         if outputs and wrt:
             computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.deferred_checks))
-            saved = reload(ctx.saved_tensors, ctx.devices)
+            saved = _reload(ctx.saved_tensors, ctx.devices)
             gradients: Any = _Remat.apply(computation, *saved, *[grads[i] for i in outputs])
             for i, g in zip(wrt, gradients[1:], strict=True):
                 results[ctx.first_input + i] = g
@@ -249,12 +249,12 @@ class _Remat(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, computation: Computation, *tensors: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, computation: _Computation, *tensors: torch.Tensor) -> Any:
         dims = tuple(in_dims[1 + computation.tape_size :])
         # under a vmap that the forward pass was not under (jacrev's, over cotangents) all examples share the draws
         has_batch = any(d is not None for d in dims[: len(computation.call.differentiated)])
         out: Any = _Remat.apply(computation.then(Map(dims, info.randomness if has_batch else "same")), *tensors)
-        run_info: RunInfo = out[0]
+        run_info: _RunInfo = out[0]
         out_dims = [0 if is_mapped else None for is_mapped in run_info.batch_flags[len(computation.steps)]]
         return out, (None, *out_dims, *[None] * (len(out) - 1 - len(out_dims)))
 
@@ -315,7 +315,7 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
             return gather_and_call(f, args, kwargs)
         call, tensors = flatten_call(f, save_filter, args, kwargs, uses_host)
-        info, *outputs = _Remat.apply(Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
+        info, *outputs = _Remat.apply(_Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
         return info.recording.result.restore(outputs)
 
     return run_block

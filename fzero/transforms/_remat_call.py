@@ -24,17 +24,14 @@ from fzero.transforms._stage_transforms import gather
 __all__ = [
     "BatchFlags",
     "BlockCall",
-    "DistinctTensors",
     "Jvp",
     "Map",
     "StandIns",
     "Step",
     "TupleFunction",
     "Vjp",
-    "arguments",
     "flatten_call",
     "gather_and_call",
-    "result",
     "within_vjp",
 ]
 
@@ -43,7 +40,7 @@ __all__ = [
 # The transforms of torch.func must see each tensor once; the rest of a tree is constant.
 
 
-CONSTANTS: tuple[type, ...] = (
+_CONSTANTS: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum, Slot),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, torch.nn.Module),
     *(torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator),
@@ -73,7 +70,7 @@ class _ShardStandIn(NamedTuple):
         return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), self.spec_id, origin)
 
 
-class DistinctTensors:
+class _DistinctTensors:
     """Collects distinct tensors, and gives each an index.
 
     Attributes:
@@ -119,7 +116,7 @@ class StandIns:
         return any(isinstance(x, _ShardStandIn | Slot) for x in self.leaves)
 
 
-def arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> StandIns:
+def _arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> StandIns:
     """Replace the tensors in a call's arguments, and in their boxes, by stand-ins.
 
     Raises:
@@ -133,7 +130,7 @@ def arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> StandIns:
     return StandIns(tuple(stand_ins), structure)
 
 
-def result(out: Any, distinct: DistinctTensors) -> StandIns:
+def _result(out: Any, distinct: _DistinctTensors) -> StandIns:
     """Replace the tensors in a result by stand-ins; boxes are flattened like other trees.
 
     Raises:
@@ -149,13 +146,13 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, Shard | Slot) or type(x).__name__.endswith("Cache")
 
 
-def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
+def _stand_in(x: Any, distinct: _DistinctTensors, label: str) -> Any:
     if isinstance(x, torch.Tensor):
         return _TensorStandIn(distinct.index_of(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.index_of(y) for y in x.origin])
         return _ShardStandIn(x.spec_id, tuple([distinct.index_of(y) for y in x.pieces]), origin)
-    if isinstance(x, CONSTANTS):
+    if isinstance(x, _CONSTANTS):
         return x
     name = type(x).__name__
     advice = (
@@ -178,7 +175,7 @@ def gather_and_call(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AutocastState:
+class _AutocastState:
     """The autocast settings at a call. A backward pass may run outside the autocast context, and restores them.
 
     Attributes:
@@ -200,11 +197,11 @@ class AutocastState:
             yield
 
 
-def autocast_state() -> AutocastState:
+def _autocast_state() -> _AutocastState:
     """Return the current autocast settings."""
     devices = autocast_kinds()
     dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
-    return AutocastState(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
+    return _AutocastState(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ class BlockCall:
     differentiated: tuple[bool, ...]
     scope: Scope | None
     tokens: tuple[int, ...]
-    autocast: AutocastState
+    autocast: _AutocastState
     uses_host: bool
 
     @property
@@ -258,8 +255,8 @@ class BlockCall:
 
         with self.autocast.restore():
             out = run() if self.scope is None else call_in_scope(self._rebind(self.scope, tensors), run)
-        distinct = DistinctTensors()
-        stand_ins = result(out, distinct)
+        distinct = _DistinctTensors()
+        stand_ins = _result(out, distinct)
         return tuple(distinct.tensors), stand_ins
 
     def _rebind(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
@@ -283,12 +280,12 @@ def flatten_call(
         ValueError: if the block's closure holds a tensor that is differentiated.
     """
     check_captured(block)
-    distinct, scope = DistinctTensors(), current_scope()
-    stand_ins = arguments(args, kwargs, distinct)
+    distinct, scope = _DistinctTensors(), current_scope()
+    stand_ins = _arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.index_of(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return BlockCall(block, save, stand_ins, differentiated, scope, tokens, autocast_state(), uses_host), tuple(
+    return BlockCall(block, save, stand_ins, differentiated, scope, tokens, _autocast_state(), uses_host), tuple(
         distinct.tensors
     )
 

@@ -21,7 +21,7 @@ from fzero.transforms._remat_tape import Tape
 
 __all__ = ["Guard", "check_captured", "check_sources"]
 
-DETACH = (torch.Tensor.detach, torch.detach)  # results of these may be stored: the user wants no gradient for them
+_DETACH = (torch.Tensor.detach, torch.detach)  # results of these may be stored: the user wants no gradient for them
 
 
 class Guard(TorchFunctionMode):
@@ -49,7 +49,11 @@ class Guard(TorchFunctionMode):
                 if isinstance(y, torch.Tensor) and (is_foreign(y) or (self.strict and _requires_grad(y))):
                     raise ValueError(_capture_message(y))
         out = func(*args, **kwargs)
-        if self.strict and func not in DETACH and any(self._depends_on_inputs(x) for x in tree.tensors((args, kwargs))):
+        if (
+            self.strict
+            and func not in _DETACH
+            and any(self._depends_on_inputs(x) for x in tree.tensors((args, kwargs)))
+        ):
             for y in tree.tensors(out):
                 if y.is_floating_point():
                     self.results[id(y)] = weakref.ref(y)

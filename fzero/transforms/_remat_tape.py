@@ -49,7 +49,7 @@ class _TapeIndex(int):
     """Stands for a tensor: its index on the tape."""
 
 
-class _Entry(NamedTuple):
+class _TapeEntry(NamedTuple):
     """An operation on the tape: its call, and its results, with `_TapeIndex` in place of tensors."""
 
     call: str
@@ -67,7 +67,7 @@ class OperationLog(NamedTuple):
         overwritten: the indices of tensors whose originals were written into later.
     """
 
-    entries: tuple[_Entry, ...]
+    entries: tuple[_TapeEntry, ...]
     size: int
     overwritten: frozenset[int]
 
@@ -104,7 +104,7 @@ class RandomTape(TorchDispatchMode):
         super().__init__()
         self.save_filter = save_filter
         self.tape = Tape()
-        self._entries: list[_Entry] = []
+        self._entries: list[_TapeEntry] = []
         self._overwritten: set[int] = set()
         self._storages: dict[int, list[int]] = {}  # storage -> the indices of the tensors in it
 
@@ -122,7 +122,7 @@ class RandomTape(TorchDispatchMode):
             return out
         call = _call_of(func, args, kwargs)
         if func._schema.is_mutable or _is_mask(func):  # keep a copy: later operations may write into the result too
-            self._entries.append(_Entry(call, drawn, [_TapeIndex(len(self.tape))], flatten(out)[1]))
+            self._entries.append(_TapeEntry(call, drawn, [_TapeIndex(len(self.tape))], flatten(out)[1]))
             self.tape.append(out.to(torch.bool) if _is_mask(func) else out.clone())
             return out
         results, structure = flatten(out[1] if _is_dropout(func) else out)
@@ -131,7 +131,7 @@ class RandomTape(TorchDispatchMode):
                 self._storages.setdefault(storage_id(x), []).append(len(self.tape))
                 results[i] = _TapeIndex(len(self.tape))
                 self.tape.append(x)
-        self._entries.append(_Entry(call, drawn, results, structure))
+        self._entries.append(_TapeEntry(call, drawn, results, structure))
         return out
 
     def _copy_written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -195,7 +195,7 @@ class TapeReplayer(TorchDispatchMode):
         if self.position < len(self.entries):
             self._raise_mismatch("no further operation", self.entries[self.position])
 
-    def _raise_mismatch(self, call: str, entry: _Entry | None) -> None:
+    def _raise_mismatch(self, call: str, entry: _TapeEntry | None) -> None:
         expected = entry.call if entry is not None else "no further operation"
         raise RuntimeError(
             f"remat: the recomputation ran {call} where the forward pass ran {expected}, so the saved results cannot "

@@ -54,7 +54,7 @@ from fzero.sharding import (
 )
 from fzero.tree import Tree
 
-__all__ = ["assemble", "check_unsharded", "gather", "partition", "reduce_scatter", "replicate", "step"]
+__all__ = ["assemble", "gather", "partition", "reduce_scatter", "replicate", "step"]
 
 
 def partition(
@@ -104,7 +104,7 @@ def partition(
     if not bound_axes():
         return params
     axes = resolve_axes(axis)
-    check_unsharded(params)
+    _check_unsharded(params)
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
     rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
@@ -134,7 +134,7 @@ def _shard_further(params: Params, axes: Sequence[Axis], rules: LayoutRules, red
     return map_units(shard_unit, params)
 
 
-def check_unsharded(params: Params) -> None:
+def _check_unsharded(params: Params) -> None:
     """Check that no axis shards parameters yet: each is a plain tensor or a box of a split leaf's part."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):

@@ -44,13 +44,13 @@ def _check_function(f: Any, argnums: Any) -> None:
         )
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @overload
 def value_and_grad(
-    f: Callable[P, R],
+    f: Callable[_P, _R],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
@@ -61,10 +61,10 @@ def value_and_grad(
     gather: bool = True,
     precision: Precision | None = None,
     autograd: bool = False,
-) -> Callable[P, tuple[R, Any]]: ...
+) -> Callable[_P, tuple[_R, Any]]: ...
 @overload
 def value_and_grad(
-    f: Callable[P, Any],
+    f: Callable[_P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
@@ -75,7 +75,7 @@ def value_and_grad(
     gather: bool = True,
     precision: Precision | None = None,
     autograd: bool = False,
-) -> Callable[P, tuple[Any, Any]]: ...
+) -> Callable[_P, tuple[Any, Any]]: ...
 @api_boundary
 def value_and_grad(
     f: Callable[..., Any],

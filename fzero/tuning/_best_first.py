@@ -11,7 +11,7 @@ from fzero.tuning._search_space import Configuration, SearchSpace
 
 __all__ = ["Unplanned", "search_by_bounds"]
 
-AT_ONCE = 4  # a fixed number, so that the results do not depend on the number of processes
+_AT_ONCE = 4  # a fixed number, so that the results do not depend on the number of processes
 
 
 class Unplanned(NamedTuple):
@@ -50,7 +50,7 @@ def search_by_bounds(
     while order:
         planned: list[Configuration] = []
         fastest = min([row.seconds for row in rows if row.peak_bytes <= budget], default=math.inf)
-        while order and len(planned) < min(AT_ONCE, max_rows - len(rows)):
+        while order and len(planned) < min(_AT_ONCE, max_rows - len(rows)):
             x = order.pop(0)
             too_large = [r.config for r in rows if is_surely_too_large(r, budget)]
             smaller = next((c for c in too_large if x.config.holds_no_less_than(c)), None)

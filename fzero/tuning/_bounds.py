@@ -10,9 +10,9 @@ from fzero.tuning._search_space import EVERY_SECOND, Configuration
 
 __all__ = ["Bounds", "bounds_of"]
 
-NORM_VALUES = 8  # values of the residual stream that two norms and two sums of a block read and write, fused
-MOMENT_BYTES = {None: 8, "bfloat16": 4, "int8": 2}  # of both moments of AdamW, an element
-CODED_BYTES = {"int8": 1.0, "float8": 1.0, "int4": 0.5}
+_NORM_VALUES = 8  # values of the residual stream that two norms and two sums of a block read and write, fused
+_MOMENT_BYTES = {None: 8, "bfloat16": 4, "int8": 2}  # of both moments of AdamW, an element
+_CODED_BYTES = {"int8": 1.0, "float8": 1.0, "int4": 0.5}
 
 
 class Bounds(NamedTuple):
@@ -51,11 +51,11 @@ def bounds_of(shape: ModelShape, length: int, config: Configuration, hardware: H
     """
     shape = shape.pad_vocab(config.tp)
     tokens = (length // shape.patch) ** 2 + 1 if shape.task == "image" else length
-    each = _Step(shape, tokens, config, hardware._replace(axes=tuple(config.axes.items())))
+    each = _StepBounds(shape, tokens, config, hardware._replace(axes=tuple(config.axes.items())))
     return Bounds(each.seconds(), each.state_bytes() + each.activation_bytes())
 
 
-class _Step(NamedTuple):
+class _StepBounds(NamedTuple):
     """A step of a configuration, and the formulas of its bounds."""
 
     shape: ModelShape
@@ -122,7 +122,7 @@ class _Step(NamedTuple):
     def _between_seconds(self) -> float:
         """Return the least seconds of the operations between products, which only read and write."""
         shape, tp = self.shape, self.config.tp
-        stream = NORM_VALUES * self.rows * shape.width / tp
+        stream = _NORM_VALUES * self.rows * shape.width / tp
         hidden = (3 if shape.gated else 2) * self.rows * (shape.experts[1] or 1) * shape.mlp / tp
         return (stream + hidden) * self.width_bytes / self.hardware.memory
 
@@ -189,8 +189,8 @@ class _Step(NamedTuple):
         config = self.config
         names = tuple([name for name in ("dp", "cp") if name in config.axes])
         elements = 0.0 if self.shape.experts[0] else self._elements()  # experts have fewer copies
-        gather = CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
-        reduce = CODED_BYTES.get(config.reduce or "", 4.0) * elements
+        gather = _CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
+        reduce = _CODED_BYTES.get(config.reduce or "", 4.0) * elements
         sent = transfer_seconds("reduce_scatter", reduce, names, self.hardware)
         if config.stage == 0:  # one all_reduce
             return 2 * sent, 0.0
@@ -203,7 +203,7 @@ class _Step(NamedTuple):
         half = config.precision != "float32"
         full = 0.0 if config.stage == 3 else (self.width_bytes * n if half else 4 * n)
         masters = 4 if half or config.stage == 3 else 0
-        return full + (masters + MOMENT_BYTES[config.moments]) * n / shards * (1 - config.offload)
+        return full + (masters + _MOMENT_BYTES[config.moments]) * n / shards * (1 - config.offload)
 
     def activation_bytes(self) -> float:
         """Return the bytes of the values that wait for the backward pass, when a micro-batch has gone forward."""

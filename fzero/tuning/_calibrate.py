@@ -15,20 +15,12 @@ from fzero._tracebacks import api_boundary
 from fzero.ranks import mesh
 from fzero.tuning._machines import CPU, H100, Machine
 
-__all__ = [
-    "bytes_to_host",
-    "calibrate",
-    "copy_speed",
-    "gather_seconds",
-    "message_seconds",
-    "product_speed",
-    "small_seconds",
-]
+__all__ = ["calibrate"]
 
 # Stopwatches for products, copies, small operations and messages.
 
 
-GROUP = 20  # small operations between two readings of the clock
+_GROUP = 20  # small operations between two readings of the clock
 
 
 def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: int = 1) -> float:
@@ -56,7 +48,7 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
     return statistics.median(samples)
 
 
-def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+def _product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
     """Return the floating-point operations a second of a product of square matrices."""
     n = 4096 if is_accelerator(device) else 512  # half precision without hardware support takes 0.3 s at 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -64,21 +56,21 @@ def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> fl
     return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device, budget)
 
 
-def copy_speed(device: torch.device, budget: float) -> float:
+def _copy_speed(device: torch.device, budget: float) -> float:
     """Return the bytes a second that a copy of 64 MB (256 MB on a GPU) reads and writes."""
     a = torch.zeros((64 if device.type == "cpu" else 256) << 18, device=device)
     b = torch.empty_like(a)
     return 2 * 4 * a.numel() / _seconds(lambda: b.copy_(a), device, budget)
 
 
-def small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+def _small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> float:
     """Return the seconds of an operation on a few elements."""
     a = torch.zeros(16, dtype=dtype, device=device)
     out = torch.empty_like(a)
-    return _seconds(lambda: torch.add(a, a, out=out), device, budget, GROUP)
+    return _seconds(lambda: torch.add(a, a, out=out), device, budget, _GROUP)
 
 
-def bytes_to_host(device: torch.device, budget: float) -> float:
+def _bytes_to_host(device: torch.device, budget: float) -> float:
     """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
     host = torch.empty(64 << 18, pin_memory=True, device="cpu")
     on_device = torch.empty_like(host, device=device)
@@ -87,7 +79,7 @@ def bytes_to_host(device: torch.device, budget: float) -> float:
     return 4 * host.numel() / max(up, down)
 
 
-def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> float:
+def _gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> float:
     """Return the median seconds of an all_gather of `numel` float32 a rank. All ranks of the group must call it."""
     shard, ranks = torch.zeros(numel, device=device), dist.get_world_size(group)
 
@@ -97,7 +89,7 @@ def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> 
     return _median_of_rounds(gather, device, times)
 
 
-def message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
+def _measure_message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
     """Return half the seconds of a round trip of a few bytes between two ranks. Only these two ranks call it."""
     x, rank = torch.zeros(1, device=device), dist.get_rank()
 
@@ -124,12 +116,12 @@ def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) ->
     return statistics.median(seconds)
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-USABLE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
-ROUNDS = 20  # how often each message is timed
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_USABLE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
+_ROUNDS = 20  # how often each message is timed
 
 
-class Links(NamedTuple):
+class _Links(NamedTuple):
     """The constants of the links between ranks.
 
     Attributes:
@@ -178,13 +170,13 @@ def calibrate(seconds: float = 5.0) -> Machine:
     devices = max(torch.accelerator.device_count(), 1)
     local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     budget = seconds / 8
-    speeds = {dtype: _slowest(product_speed(dtype, device, budget)) for dtype in DTYPES}
-    small = {dtype: -_slowest(-small_seconds(dtype, device, budget / 2)) for dtype in DTYPES}
-    float32, bfloat16, float16 = (speeds[dtype] for dtype in DTYPES)
+    speeds = {dtype: _slowest(_product_speed(dtype, device, budget)) for dtype in _DTYPES}
+    small = {dtype: -_slowest(-_small_seconds(dtype, device, budget / 2)) for dtype in _DTYPES}
+    float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
         "slow": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
-        "device_memory": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
+        "device_memory": (copy := _slowest(_copy_speed(device, budget)), "measured: a copy"),
         "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
@@ -211,9 +203,9 @@ def _host_constants(device: torch.device, copy: float, local_ranks: int, budget:
     if device.type == "cpu":
         link = (copy, "measured: a copy within host memory")
         return {"link": link, "host_memory": (copy * local_ranks, "measured: a copy, by all ranks of this machine")}
-    share = _slowest(copy_speed(torch.device("cpu"), budget)) * local_ranks
+    share = _slowest(_copy_speed(torch.device("cpu"), budget)) * local_ranks
     return {
-        "link": (_slowest(bytes_to_host(device, budget)), "measured: pinned memory, the slower direction"),
+        "link": (_slowest(_bytes_to_host(device, budget)), "measured: pinned memory, the slower direction"),
         "host_memory": (share, "measured: a copy on the host, by all ranks of this machine"),
     }
 
@@ -249,18 +241,18 @@ def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[s
     return constants
 
 
-def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> Links:
+def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> _Links:
     """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
     numel = (64 if is_accelerator(device) else 4) << 18
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
-        hop = message_seconds(first, first + stride, device, ROUNDS)
-    small, large = (gather_seconds(n, group, device, ROUNDS) for n in (1, numel))
+        hop = _measure_message_seconds(first, first + stride, device, _ROUNDS)
+    small, large = (_gather_seconds(n, group, device, _ROUNDS) for n in (1, numel))
     hop, small, large = (-_slowest(-x) for x in (hop, small, large))
-    return fit_links(hop, small, large, 4 * numel * ranks, ranks)
+    return _fit_links(hop, small, large, 4 * numel * ranks, ranks)
 
 
-def fit_links(hop: float, small: float, large: float, total: int, ranks: int) -> Links:
+def _fit_links(hop: float, small: float, large: float, total: int, ranks: int) -> _Links:
     """Fit the constants of the cost model to the times of three messages.
 
     Args:
@@ -272,7 +264,7 @@ def fit_links(hop: float, small: float, large: float, total: int, ranks: int) ->
     """
     hop = min(hop, 0.9 * small / (ranks - 1))  # so that the latency stays above 0
     speed = total * (ranks - 1) / ranks / max(large - small, 0.1 * large)
-    return Links(speed, small - (ranks - 1) * hop, hop, ranks)
+    return _Links(speed, small - (ranks - 1) * hop, hop, ranks)
 
 
 def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:
@@ -285,7 +277,7 @@ def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> M
         properties = torch.get_device_module(device).get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     name = f"{local_ranks} x {name}" if is_accelerator(device) else name
-    constants |= {"device_bytes": (USABLE * memory, f"{USABLE:.0%} of {memory / 1e9:,.0f} GB")}
+    constants |= {"device_bytes": (_USABLE * memory, f"{_USABLE:.0%} of {memory / 1e9:,.0f} GB")}
     constants |= {"host_copies": constants["host_memory"]}
     missing = {name for name, _, _ in base.sources} - {*constants}
     sources = [(name, value, source) for name, (value, source) in constants.items()]

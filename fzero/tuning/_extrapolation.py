@@ -15,9 +15,9 @@ __all__ = ["depths_of", "extrapolate", "extrapolate_line"]
 # an even depth even ones.
 
 
-DEPTHS_BY_PARITY = {1: (3, 5, 7, 9, 11), 0: (4, 6, 8, 10, 12)}
-DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
-DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
+_DEPTHS_BY_PARITY = {1: (3, 5, 7, 9, 11), 0: (4, 6, 8, 10, 12)}
+_DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
+_DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
 
 
 def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
@@ -35,8 +35,8 @@ def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
         return ()
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     each, rest = divmod(config.depth, stages)
-    uniform = DEPTHS_OF_STAGE if config.pp > 1 else DEPTHS_IF_UNIFORM
-    blocks = uniform if alike and config.remat != EVERY_SECOND else DEPTHS_BY_PARITY[each % 2]
+    uniform = _DEPTHS_OF_STAGE if config.pp > 1 else _DEPTHS_IF_UNIFORM
+    blocks = uniform if alike and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[each % 2]
     fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= each]
     return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
 
@@ -73,7 +73,7 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
 # these two would add logits for each block.
 
 
-TOLERANCE = 1e-3  # how far a number may lie off its line, as a share of the peak, or of the number itself
+_TOLERANCE = 1e-3  # how far a number may lie off its line, as a share of the peak, or of the number itself
 
 
 def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSummary | None:
@@ -96,7 +96,7 @@ def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSu
     line = extrapolate((few, low), (more, high), middle)
     if not all(_are_near(a, b) for a, b in _numbers(line, mid)):
         return None
-    slack = TOLERANCE * _total(mid.at_peak)
+    slack = _TOLERANCE * _total(mid.at_peak)
     off = {key for key in keys if _distance(line.device_bytes[key], mid.device_bytes[key]) > slack}
     result = extrapolate((few, low), (more, high), depth)
     device_bytes = {key: result.device_bytes[key] for key in keys - off}
@@ -122,7 +122,7 @@ def _pairs(a: Mapping[Any, float], b: Mapping[Any, float]) -> list[tuple[float, 
 
 
 def _are_near(a: float, b: float) -> bool:
-    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b))
 
 
 def _distance(a: KindBytes, b: KindBytes) -> float:

@@ -12,9 +12,9 @@ from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
 from fzero.tuning._simulated_run import LOSSES, Reliability, SimulatedRun
 
-__all__ = ["Goodput", "Quartiles", "goodput", "save_interval"]
+__all__ = ["Goodput", "goodput", "save_interval"]
 
-DAY = 86400.0
+_DAY = 86400.0
 
 
 def save_interval(mtbf: float, save: float) -> float:
@@ -45,7 +45,7 @@ def save_interval(mtbf: float, save: float) -> float:
     return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
-class Quartiles(NamedTuple):
+class _Quartiles(NamedTuple):
     """The quartiles of a number over simulated runs."""
 
     lower: float
@@ -76,10 +76,10 @@ class Goodput(FigureReport):
     days: float
     every: float
     formula: float
-    share: Quartiles
+    share: _Quartiles
     losses: Mapping[str, float]
     failures: float
-    by_interval: Mapping[float, Quartiles]
+    by_interval: Mapping[float, _Quartiles]
 
     _caption = "goodput against the time between saves"
 
@@ -118,8 +118,8 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
-MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
-FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
+_MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
+_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
 
 
 @api_boundary
@@ -171,28 +171,28 @@ def goodput(
     for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
-    failures = days * DAY * devices / reliability.mtbf
-    if failures > MAX_FAILURES:
+    failures = days * _DAY * devices / reliability.mtbf
+    if failures > _MAX_FAILURES:
         raise ValueError(
             f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
             f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
             f"{days:g} days"
         )
-    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * DAY)
-    intervals = [every] if every is not None else [formula * x for x in FACTORS]
+    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY)
+    intervals = [every] if every is not None else [formula * x for x in _FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
     runs = {
         interval: [
-            SimulatedRun(reliability, devices, interval, days * DAY, random.Random(f"{seed} {i}")).simulate()
+            SimulatedRun(reliability, devices, interval, days * _DAY, random.Random(f"{seed} {i}")).simulate()
             for i in range(samples)
         ]
         for interval in rounded
     }
     shares = {
-        interval: Quartiles(*quantiles([x.share for x in results], method="inclusive"))
+        interval: _Quartiles(*quantiles([x.share for x in results], method="inclusive"))
         for interval, results in runs.items()
     }
     best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
-    losses = {name: fmean([x.seconds[name] / (days * DAY) for x in runs[best]]) for name in LOSSES}
+    losses = {name: fmean([x.seconds[name] / (days * _DAY) for x in runs[best]]) for name in LOSSES}
     failures = fmean([x.failures for x in runs[best]])
     return Goodput(reliability, devices, days, best, formula, shares[best], losses, failures, shares)

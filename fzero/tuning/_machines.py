@@ -21,7 +21,6 @@ __all__ = [
     "Machine",
     "cache_folder",
     "machine_of",
-    "read_calibrated",
     "save",
     "write_atomically",
 ]
@@ -43,19 +42,19 @@ class Constant(NamedTuple):
     source: str
 
 
-GIGA, MICRO = 1e9, 1e-6
-CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and its name
+_GIGA, _MICRO = 1e9, 1e-6
+_CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and its name
     "flops": ("products of half precision", 1e12, "TFLOP/s"),
     "slow": ("products of float32 take", 1, "times as long"),
-    "device_memory": ("memory of a device", GIGA, "GB/s"),
-    "launch": ("an operation, at least", MICRO, "us"),
-    "peers": ("a device's collectives within a host", GIGA, "GB/s"),
-    "network": ("a device's collectives between hosts", GIGA, "GB/s"),
-    "latency": ("a collective, at least", MICRO, "us"),
-    "hop": ("each step of its ring", MICRO, "us"),
-    "network_hop": ("each step between hosts", MICRO, "us"),
-    "link": ("copies between a device and its host", GIGA, "GB/s"),
-    "host_memory": ("memory of a host", GIGA, "GB/s"),
+    "device_memory": ("memory of a device", _GIGA, "GB/s"),
+    "launch": ("an operation, at least", _MICRO, "us"),
+    "peers": ("a device's collectives within a host", _GIGA, "GB/s"),
+    "network": ("a device's collectives between hosts", _GIGA, "GB/s"),
+    "latency": ("a collective, at least", _MICRO, "us"),
+    "hop": ("each step of its ring", _MICRO, "us"),
+    "network_hop": ("each step between hosts", _MICRO, "us"),
+    "link": ("copies between a device and its host", _GIGA, "GB/s"),
+    "host_memory": ("memory of a host", _GIGA, "GB/s"),
     "ranks": ("devices of a host", 1, ""),
     "product_flops": ("products of half precision, of any size", 1e12, "TFLOP/s"),
     "half_depth": ("half of that by an inner dimension of", 1, ""),
@@ -63,7 +62,7 @@ CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and i
     "attention_flops": ("fused attention, all pairs counted", 1e12, "TFLOP/s"),
     "float8": ("products of float8 are", 1, "times as fast as those of half precision"),
 }
-OPTIONAL = ("product_flops", "half_depth", "processors", "attention_flops", "float8")  # 0 where they were not measured
+_OPTIONAL = ("product_flops", "half_depth", "processors", "attention_flops", "float8")  # 0 where they were not measured
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Machine:
                 raise ValueError(f"Machine: links={dict(self.links)!r}: expected bytes a second by the name of an axis")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in OPTIONAL and value == 0:
+            if field.name in _OPTIONAL and value == 0:
                 continue
             if field.name not in ("name", "source", "kind", "links", "sources") and not _is_speed(value):
                 raise ValueError(f"Machine: {field.name}={value!r}: expected a number above 0")
@@ -162,13 +161,13 @@ class Machine:
         """List the constants of the cost model, each with its source."""
         sources = {(name, value): source for name, value, source in self.sources}
         constants = []
-        for name, (label, unit, unit_name) in CONSTANTS.items():
+        for name, (label, unit, unit_name) in _CONSTANTS.items():
             value = getattr(self, name)
-            if name in OPTIONAL and value == 0:
+            if name in _OPTIONAL and value == 0:
                 continue
             text = f"{value / unit:,.4g} {unit_name}".strip()
             constants.append(Constant(label, text, sources.get((name, value), "as given")))
-        links = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
+        links = [Constant(f"collectives along {x}", f"{n / _GIGA:,.4g} GB/s", "as given") for x, n in self.links]
         return constants + links
 
     def as_hardware(self) -> Hardware:
@@ -203,60 +202,60 @@ def _is_speed(value: Any) -> bool:
 # Machines by name. Their speeds are shares of those in data sheets, as training reaches them; the rest is assumed.
 
 
-NCCL = "NCCL's own model, src/graph/tuning.cc"
+_NCCL = "NCCL's own model, src/graph/tuning.cc"
 
 
 def _make_machine(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Machine:
     """Make a machine from constants, each with its source."""
     values = {constant: value for constant, (value, _) in constants.items()}
     sources = tuple([(constant, value, source) for constant, (value, source) in constants.items()])
-    texts = dict.fromkeys([constants[constant][1] for constant in SUMMARY])
+    texts = dict.fromkeys([constants[constant][1] for constant in _SUMMARY])
     return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(texts)}", sources=sources)
 
 
-SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants that offload depends on
+_SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants that offload depends on
 
-NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
-    "latency": (2e-5, f"8.4 us in {NCCL}, and the launch of a kernel on each rank"),
-    "hop": (3.4e-6, f"{NCCL}: a ring over NVLink"),
-    "network_hop": (9.6e-6, f"{NCCL}: a ring over a network"),
+_NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
+    "latency": (2e-5, f"8.4 us in {_NCCL}, and the launch of a kernel on each rank"),
+    "hop": (3.4e-6, f"{_NCCL}: a ring over NVLink"),
+    "network_hop": (9.6e-6, f"{_NCCL}: a ring over a network"),
     "launch": (4e-6, "the launch of a kernel"),
     "slow": (2.0, "TF32 has half the rate"),
 }
-FITTED = "fitted to half of the published runs: benchmarks/published.md"
-AMPERE: dict[str, Any] = {  # constants of both A100
+_FITTED = "fitted to half of the published runs: benchmarks/published.md"
+_AMPERE: dict[str, Any] = {  # constants of both A100
     "flops": (140e12, "45% of 312 TFLOP/s"),
     "link": (22e9, "70% of PCIe 4 x16"),
     "host_memory": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
     "host_copies": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
     "ranks": (8, "a DGX"),
-    "peers": (230e9, f"98% of 235 GB/s, the most in {NCCL}"),
+    "peers": (230e9, f"98% of 235 GB/s, the most in {_NCCL}"),
     "network": (20e9, "80% of a port of 200 Gb/s for each device"),
     "processors": (108, "the data sheet"),
-    **NVIDIA,
+    **_NVIDIA,
 }
 A100 = _make_machine(
     "8 x A100 40 GB",
     device_bytes=(0.93 * 40e9, "93% of 40 GB"),
     device_memory=(1.3e12, "84% of 1,555 GB/s"),
-    product_flops=(217e12, FITTED),
-    attention_flops=(194e12, FITTED),
-    **AMPERE,
+    product_flops=(217e12, _FITTED),
+    attention_flops=(194e12, _FITTED),
+    **_AMPERE,
 )
 A100_80GB = _make_machine(
     "8 x A100 80 GB",
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
     device_memory=(1.71e12, "84% of 2,039 GB/s"),
-    product_flops=(236e12, FITTED),
-    attention_flops=(202e12, FITTED),
-    **AMPERE,
+    product_flops=(236e12, _FITTED),
+    attention_flops=(202e12, _FITTED),
+    **_AMPERE,
 )
 H100 = _make_machine(
     "8 x H100 80 GB",
-    product_flops=(591e12, FITTED),
-    half_depth=(438.0, FITTED),
+    product_flops=(591e12, _FITTED),
+    half_depth=(438.0, _FITTED),
     processors=(132, "the data sheet"),
-    attention_flops=(378e12, FITTED),
+    attention_flops=(378e12, _FITTED),
     flops=(400e12, "40% of 989 TFLOP/s"),
     float8=(2.0, "the data sheet, 1,979 of 989 TFLOP/s; measured by nobody here"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
@@ -267,7 +266,7 @@ H100 = _make_machine(
     ranks=(8, "a DGX"),
     peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
-    **NVIDIA,
+    **_NVIDIA,
 )
 H200 = _make_machine(
     "H200 with 16 cores",
@@ -285,26 +284,26 @@ H200 = _make_machine(
     ranks=(1, "a single rented device"),
     peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
-    **NVIDIA,
+    **_NVIDIA,
 )
-JIT = "a constant with which fzero.jit compares schedules on a CPU"
+_JIT = "a constant with which fzero.jit compares schedules on a CPU"
 CPU = _make_machine(
     "two cores, gloo",
     "cpu",
-    flops=(5e10, JIT),
-    device_bytes=(8e9, JIT),
-    device_memory=(1e10, JIT),
-    link=(1e10, JIT),
-    host_memory=(1e10, JIT),
-    host_copies=(1e10, JIT),
-    ranks=(2, JIT),
-    peers=(1e9, JIT),
-    network=(1e9, JIT),
-    latency=(1e-4, JIT),
+    flops=(5e10, _JIT),
+    device_bytes=(8e9, _JIT),
+    device_memory=(1e10, _JIT),
+    link=(1e10, _JIT),
+    host_memory=(1e10, _JIT),
+    host_copies=(1e10, _JIT),
+    ranks=(2, _JIT),
+    peers=(1e9, _JIT),
+    network=(1e9, _JIT),
+    latency=(1e-4, _JIT),
     hop=(1e-4, "a message of gloo"),
     network_hop=(1e-4, "a message of gloo"),
-    launch=(2e-6, JIT),
-    slow=(1.0, JIT),
+    launch=(2e-6, _JIT),
+    slow=(1.0, _JIT),
 )
 MACHINES = {"a100": A100, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "cpu": CPU}
 
@@ -343,7 +342,7 @@ def machine_of(machine: Any) -> Machine:
             f"machine={machine!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}, calibrated"
         )
     if machine.lower() == "calibrated":
-        return read_calibrated()
+        return _read_calibrated()
     if machine.lower() not in MACHINES:
         raise ValueError(f"machine={machine!r} is unknown: expected one of {names}, or a fzero.tuning.Machine")
     return MACHINES[machine.lower()]
@@ -359,7 +358,7 @@ def save(machine: Machine) -> Any:
     return _path()
 
 
-def read_calibrated() -> Machine:
+def _read_calibrated() -> Machine:
     """Return the machine that `fzero calibrate` stored.
 
     Raises:

@@ -13,22 +13,22 @@ from fzero.tuning._table_views import duration
 __all__ = ["StepMeasurement", "find_hints"]
 
 
-PEAK_TOLERANCE = 0.05  # hint at a peak that exceeds its plan by more than this share
+_PEAK_TOLERANCE = 0.05  # hint at a peak that exceeds its plan by more than this share
 
 
-RESERVED_TOLERANCE = 0.10  # hint at reserved bytes that exceed the peak by more than this share
+_RESERVED_TOLERANCE = 0.10  # hint at reserved bytes that exceed the peak by more than this share
 
 
-IDLE_SHARE = 0.10  # hint at idle time between steps above this share
+_IDLE_SHARE = 0.10  # hint at idle time between steps above this share
 
 
-SLOW_FACTOR = 1.3  # hint at a step slower than its plan by this factor
+_SLOW_FACTOR = 1.3  # hint at a step slower than its plan by this factor
 
 
-MIN_CALLS = 3  # calls that a median needs at least
+_MIN_CALLS = 3  # calls that a median needs at least
 
 
-MIN_BYTES = 1 << 20  # smaller differences deserve no hint
+_MIN_BYTES = 1 << 20  # smaller differences deserve no hint
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
     plan, added = last.plan, last.measurement.added_bytes
     if plan is None or added is None:
         return []
-    tolerance = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
+    tolerance = max(_PEAK_TOLERANCE * plan.peak_bytes, _MIN_BYTES)
     prefix = f"peak {last.above:.0%} above plan"
     hints = []
     before = last.measurement.before_bytes
@@ -148,7 +148,7 @@ def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint
     """Return hints on fragmentation and retries of the caching allocator."""
     reserved, peak = last.measurement.reserved_bytes, last.peak_bytes
     hints = []
-    if reserved is not None and peak is not None and reserved - peak > max(RESERVED_TOLERANCE * peak, MIN_BYTES):
+    if reserved is not None and peak is not None and reserved - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES):
         over = f"{reserved / last.plan.peak_bytes - 1:.0%} above plan" if last.plan is not None else "above its use"
         hints.append(
             Hint(
@@ -173,13 +173,13 @@ def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint
 def _time_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
     """Return hints on idle time and slow steps, by the medians of all calls without compilation."""
     steady = [r for r in measurements if not r.has_compilation]
-    if len(steady) < MIN_CALLS:
+    if len(steady) < _MIN_CALLS:
         return []
     seconds, idle = (
         median(values) for values in zip(*[(r.seconds, r.measurement.idle_seconds()) for r in steady], strict=True)
     )
     hints = []
-    if idle > IDLE_SHARE * (seconds + idle):
+    if idle > _IDLE_SHARE * (seconds + idle):
         hints.append(
             Hint(
                 "between steps",
@@ -188,7 +188,7 @@ def _time_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
             )
         )
     plan = steady[-1].plan
-    if plan is not None and steady[-1].has_machine and seconds > SLOW_FACTOR * plan.seconds:
+    if plan is not None and steady[-1].has_machine and seconds > _SLOW_FACTOR * plan.seconds:
         hints.append(
             Hint(
                 "slow",

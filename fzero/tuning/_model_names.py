@@ -139,16 +139,16 @@ def make_batch(shape: ModelShape, samples: int, length: int) -> tuple[torch.Tens
 # Models by name: presets, and the config.json that Hugging Face writes beside weights. Nothing is downloaded.
 
 
-LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
+_LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
 
 PRESETS = {
     shape.name: shape
     for shape in (
-        ModelShape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **LLAMA),
-        ModelShape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **LLAMA),
-        ModelShape("llama-3-405b", 16384, 126, 128, 53248, 128256, kv_heads=8, **LLAMA),
-        ModelShape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **LLAMA),
-        ModelShape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **LLAMA),
+        ModelShape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **_LLAMA),
+        ModelShape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **_LLAMA),
+        ModelShape("llama-3-405b", 16384, 126, 128, 53248, 128256, kv_heads=8, **_LLAMA),
+        ModelShape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **_LLAMA),
+        ModelShape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **_LLAMA),
         ModelShape("gpt2", 768, 12, 12, 3072, 50257, positions=1024, tied=True),
         ModelShape("gpt2-xl", 1600, 48, 25, 6400, 50257, positions=1024, tied=True),
         ModelShape("bert-large", 1024, 24, 16, 4096, 30522, positions=512, tied=True, task="masked"),
@@ -183,14 +183,14 @@ def _read(path: pathlib.Path) -> ModelShape:
         raise ValueError(
             f"{os.fspath(path)}: expected a Hugging Face configuration with a model_type: {error}"
         ) from error
-    if model_type not in READERS:
+    if model_type not in _READERS:
         raise ValueError(
-            f"{os.fspath(path)}: model_type {model_type!r} is none of {', '.join(READERS)}: write a make_step for it, "
+            f"{os.fspath(path)}: model_type {model_type!r} is none of {', '.join(_READERS)}: write a make_step for it, "
             "and pass it as module:function"
         )
     name = config.get("_name_or_path") or path.parent.name or model_type
     try:
-        return READERS[model_type](name, config)
+        return _READERS[model_type](name, config)
     except KeyError as error:
         raise ValueError(f"{os.fspath(path)}: the configuration of {model_type} lacks {error}") from error
 
@@ -233,7 +233,7 @@ def _vit(name: str, c: Mapping[str, Any]) -> ModelShape:
     return ModelShape(name, *sizes, classes, positions=positions, patch=c["patch_size"], task="image")
 
 
-READERS: dict[str, Callable[[str, Mapping[str, Any]], ModelShape]] = {
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], ModelShape]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama),
     "gpt2": _gpt2,
     "bert": _bert,

@@ -12,15 +12,15 @@ from fzero.tuning._machines import Machine
 from fzero.tuning._offload_work import OffloadWork
 from fzero.tuning._table_views import duration
 
-__all__ = ["SCHEDULES", "UPDATES", "OffloadCosts", "offload_costs"]
+__all__ = ["OffloadCosts", "offload_costs"]
 
-UPDATES = ("host", "device", "deepspeed")
-SCHEDULES = ("after", "during", "across")
+_UPDATES = ("host", "device", "deepspeed")
+_SCHEDULES = ("after", "during", "across")
 # bytes an element that DeepSpeed's passes move in addition: a float32 gradient written (and fetched first) and read, a
 # float32 parameter written and read
-WIDENING_BYTES = 4 + 4 + 4 + 4
-ROWS = (*[("host", s) for s in SCHEDULES], ("device", "after"), ("device", "during"), ("deepspeed", "after"))
-CURVES = (  # the curves of the picture: update, schedule, colour, style, name
+_WIDENING_BYTES = 4 + 4 + 4 + 4
+_ROWS = (*[("host", s) for s in _SCHEDULES], ("device", "after"), ("device", "during"), ("deepspeed", "after"))
+_CURVES = (  # the curves of the picture: update, schedule, colour, style, name
     ("deepspeed", "after", "C7", "-", "DeepSpeed's update"),
     ("host", "after", "C0", "-", 'update="host"'),
     ("host", "during", "C0", "--", "  without a clip by the norm"),
@@ -95,9 +95,9 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `ratio` is not from 0 to 1, or another argument is not one of these.
         """
-        check_choice("update", update, UPDATES)
-        if (update, schedule) not in ROWS:
-            schedules = " or ".join([repr(s) for name, s in ROWS if name == update])
+        check_choice("update", update, _UPDATES)
+        if (update, schedule) not in _ROWS:
+            schedules = " or ".join([repr(s) for name, s in _ROWS if name == update])
             raise ValueError(f"schedule={schedule!r}: expected {schedules} with update={update!r}")
         work, machine = self.work, self.machine
         compute, forward = work.flops / machine.flops, work.forward_flops / machine.flops
@@ -122,7 +122,7 @@ class OffloadCosts(FigureReport):
         if update == "device":  # the host's memory serves both directions
             seconds = max(work.state_bytes / machine.link, 2 * work.state_bytes / (machine.host_copies / machine.ranks))
             return ratio * seconds * (1 + 2 / work.units)
-        read = work.update_bytes + (WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
+        read = work.update_bytes + (_WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
         parts = (
             work.down_bytes / machine.link,
             read / (machine.host_memory / machine.ranks),
@@ -168,7 +168,7 @@ class OffloadCosts(FigureReport):
         first = self.first_fit
         ratios: list[float] = sorted({0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, first or 0.0})
         rows = [("update, schedule", [f"{r:g}" for r in ratios])]
-        rows += [(f"{name}, {s}", [duration(self.seconds(r, name, s)) for r in ratios]) for name, s in ROWS]
+        rows += [(f"{name}, {s}", [duration(self.seconds(r, name, s)) for r in ratios]) for name, s in _ROWS]
         rows += [("device", [format_bytes(self.device_bytes(r)) for r in ratios])]
         rows += [("host, for a rank", [format_bytes(self.host_bytes(r)) for r in ratios])]
         wide = max([len(cell) for _, cells in rows for cell in cells])
@@ -192,7 +192,7 @@ class OffloadCosts(FigureReport):
         figure = new_figure(9, 4.5)
         axes: Any = figure.subplots()
         ratios = [k / 200 for k in range(201)]
-        for update, schedule, colour, style, name in CURVES:
+        for update, schedule, colour, style, name in _CURVES:
             seconds = [self.seconds(r, update, schedule) for r in ratios]
             axes.plot(ratios, seconds, style, color=colour, label=name)
         top = 1.05 * self.seconds(1, "deepspeed")

@@ -7,10 +7,10 @@ from fzero._tracebacks import api_boundary
 from fzero.graph import Plan
 from fzero.tuning._row import MakeStep, World, plan_at
 
-__all__ = ["ADAM_BYTES", "OffloadWork", "model_work", "planned_work"]
+__all__ = ["OffloadWork", "model_work", "planned_work"]
 
 
-ADAM_BYTES = 12  # for each parameter: a master weight and two moments, in float32
+_ADAM_BYTES = 12  # for each parameter: a master weight and two moments, in float32
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def model_work(
     remat: bool = True,
     parameter_bytes: int = 2,
     gradient_bytes: int = 2,
-    state_bytes: int = ADAM_BYTES,
+    state_bytes: int = _ADAM_BYTES,
     overhead_bytes: float = 0.0,
     units: int = 48,
     name: str = "",
@@ -191,7 +191,7 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     return OffloadWork(
         all_.name,
         "by its plans at ratios 0 and 1; 12 bytes of state an element",
-        state / ADAM_BYTES,
+        state / _ADAM_BYTES,
         none.flops,
         sum([o.flops * o.times for o in none.operations if o.phase == "forward"]),
         (none.peak_bytes, all_.peak_bytes),

@@ -53,10 +53,10 @@ def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, o
     n = devices_per_host * hosts
     if offload:
         return PeerEstimate(
-            "DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), STATES
+            "DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), _STATES
         )
     device = 4 * parameters + int(16 * parameters / n)
-    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * devices_per_host * 1.5), STATES)
+    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * devices_per_host * 1.5), _STATES)
 
 
 @api_boundary
@@ -100,13 +100,13 @@ def deepspeed_zero3(
         host = int(parameters * (18 if offload_params else 16) / hosts * 1.5)
         device = big + (0 if offload_params else int(2 * parameters / n))
         name = "DeepSpeed, ZeRO-3, offload" + (" of parameters too" if offload_params else "")
-        return PeerEstimate(name, device, host, STATES)
+        return PeerEstimate(name, device, host, _STATES)
     return PeerEstimate(
-        "DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * devices_per_host * 1.5), STATES
+        "DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * devices_per_host * 1.5), _STATES
     )
 
 
-STATES = "no activations, no buffers"
+_STATES = "no activations, no buffers"
 
 
 @api_boundary

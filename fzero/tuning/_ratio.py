@@ -138,7 +138,7 @@ def offload_ratio(
         plans[k] = plan_at(make_step, k / parts, world_size)
         return plans[k].peak_bytes
 
-    k = first_fit(peak, budget, parts)
+    k = _first_fit(peak, budget, parts)
     if k is None:
         raise ValueError(_does_not_fit(plans[0], plans[parts], budget))
     result = OffloadRatio(k / parts, plans[k], budget, tuple([_summary(i / parts, plans[i]) for i in sorted(plans)]))
@@ -151,7 +151,7 @@ def offload_ratio(
     return result
 
 
-def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | None:
+def _first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | None:
     """Return the first of 0 to `parts` at which a falling function is at most `budget`; None if there is none.
 
     Each probe is where the line between the nearest known values meets the budget. Later probes keep a growing distance

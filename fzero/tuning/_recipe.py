@@ -43,14 +43,14 @@ def _rules(c: Configuration) -> list[str]:
     ]
 
 
-CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
+_CHUNKED_LOSS = "# in loss_fn: fzero.nn.linear_cross_entropy(hidden, head_weight, labels), in place of logits"
 
-ALTERNATE_BLOCKS = [
+_ALTERNATE_BLOCKS = [
     "blocks = (lambda p, *args: block(fzero.gather(p), *args), fzero.remat(block))",
     "# in loss_fn: x = blocks[i % 2](p, x) for block number i",
 ]
 
-CONTEXT = [
+_CONTEXT = [
     "# labels are shifted before the split, by fzero.parallel.context.shift_labels, and ranks may hold unequal numbers",
     '# of them: so the loss is (sum over labels, number of labels), and reduce="weighted" divides at the end',
     "# in loss_fn: attend by fzero.parallel.context.attention, and read positions from context.positions;",
@@ -61,7 +61,7 @@ CONTEXT = [
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
     rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
-    lines = [*[CHUNKED_LOSS] * c.chunked_loss, *_float8_lines(c), *(CONTEXT if c.cp > 1 else [])]
+    lines = [*[_CHUNKED_LOSS] * c.chunked_loss, *_float8_lines(c), *(_CONTEXT if c.cp > 1 else [])]
     if c.tp > 1:
         lines += [
             "# names of leaves, and the dimension that is split; or, for a transformers model, layers.split of",
@@ -70,7 +70,7 @@ def _model_lines(c: Configuration) -> list[str]:
         ]
     if c.pp == 1:
         if c.remat == EVERY_SECOND:
-            return [*lines, *ALTERNATE_BLOCKS]
+            return [*lines, *_ALTERNATE_BLOCKS]
         return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
     more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""

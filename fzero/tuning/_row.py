@@ -23,7 +23,6 @@ __all__ = [
     "check_bytes",
     "make_row",
     "plan_at",
-    "plan_step",
     "row_from",
     "step_at",
     "step_on",
@@ -33,7 +32,7 @@ __all__ = [
 # One rank's plan of a configuration, as a few numbers. Each number is linear in the depth, so it is extrapolated.
 
 
-SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
+_SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
 
 # an operation: its pass, its source line and its target, and "first", "last" or "peak" among the operations alike
 OperationKey = tuple[str, ...]
@@ -75,7 +74,7 @@ class PlanSummary:
     @property
     def fastest(self) -> tuple[tuple[str, Any], ...]:
         """The settings that `fzero.jit` would choose: the fastest whose peak is within 3% of the smallest."""
-        limit = SLACK * min([cost.peak_bytes for cost in self.schedules.values()])
+        limit = _SLACK * min([cost.peak_bytes for cost in self.schedules.values()])
         fits = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
         return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
 
@@ -226,7 +225,7 @@ def plan_at(
     """
     step_args = step_at(make_step, at)
     if not isinstance(step_args, Plan):
-        return plan_step(step_args, world_size, hardware, settings)
+        return _plan_step(step_args, world_size, hardware, settings)
     if world_size is not None:
         raise ValueError(
             f"world_size={world_size!r}: make_step({_show(at)}) returned a plan, which is already for one world size: "
@@ -258,7 +257,7 @@ def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
     )
 
 
-def plan_step(
+def _plan_step(
     step_args: StepArgs,
     world_size: World,
     hardware: Hardware | None = None,
@@ -276,7 +275,7 @@ def plan_step(
 def step_on(
     step_args: StepArgs, world_size: World, hardware: Hardware | None = None, rank: int | Mapping[str, int] = 0
 ) -> StepOfRank:
-    """Return one rank's step in a world, to plan it in several schedules. The arguments are as in `plan_step`."""
+    """Return one rank's step in a world, to plan it in several schedules. The arguments are as in `_plan_step`."""
     step, *args = step_args
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes

@@ -40,8 +40,6 @@ __all__ = [
     "PlanCache",
     "Skipped",
     "Start",
-    "check_mesh",
-    "fullest_of",
     "in_order",
     "is_surely_too_large",
     "open_pool",
@@ -188,8 +186,8 @@ def _source() -> str:
 # One configuration is planned as it is, or extrapolated from models of fewer blocks. A pipeline is planned on each rank
 # that may be the fullest.
 
-StepsOfRanks = Mapping[int, StepOfRank]  # by rank, as the summaries
-PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
+_StepsOfRanks = Mapping[int, StepOfRank]  # by rank, as the summaries
+_PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
 
 
 @dataclass(frozen=True)
@@ -231,22 +229,22 @@ class ConfigurationPlanner:
         return make_row(config, self._plan(config), in_full=True)
 
     def _in_full(self, row: TableRow) -> TableRow:
-        settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
+        settings = {**dict.fromkeys(_fullest_of(row.config)), row.rank: row.settings}
         return make_row(row.config, self._plan(row.config, settings), in_full=True)
 
-    def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> PlanSummaries:
+    def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> _PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
         return _summaries(config, self.steps(config, settings), settings)
 
-    def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> StepsOfRanks | Plan:
+    def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> _StepsOfRanks | Plan:
         """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
         with _noted(config):
             step_args = step_at(self.make_step, config)
             if isinstance(step_args, Plan):
                 return step_args
-            check_mesh(step_args, config)
+            _check_mesh(step_args, config)
             hardware = self.machine.as_hardware()._replace(fuses=config.compiled)
-            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or fullest_of(config)}
+            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or _fullest_of(config)}
             return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
 
 
@@ -263,10 +261,10 @@ class _FewerBlocks:
 
     planner: ConfigurationPlanner
     config: Configuration
-    steps: dict[int, StepsOfRanks | Plan] = field(default_factory=dict)
-    plans: dict[int, PlanSummaries] = field(default_factory=dict)
+    steps: dict[int, _StepsOfRanks | Plan] = field(default_factory=dict)
+    plans: dict[int, _PlanSummaries] = field(default_factory=dict)
 
-    def extrapolate(self, depths: Sequence[int]) -> PlanSummaries | None:
+    def extrapolate(self, depths: Sequence[int]) -> _PlanSummaries | None:
         """Extrapolate the schedule that fzero.jit would choose; None unless the middle model proves the line.
 
         Args:
@@ -285,13 +283,13 @@ class _FewerBlocks:
         }
         return None if None in summaries.values() else {rank: x for rank, x in summaries.items() if x is not None}
 
-    def _plan(self, depth: int) -> PlanSummaries:
+    def _plan(self, depth: int) -> _PlanSummaries:
         if depth not in self.plans:
             self.steps[depth] = self.planner.steps(replace(self.config, depth=depth))
             self.plans[depth] = _summaries(self.config, self.steps[depth])
         return self.plans[depth]
 
-    def _fastest(self, plans: Mapping[int, PlanSummaries]) -> dict[int, PlanSettings] | None:
+    def _fastest(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
         """Return the settings that fzero.jit would choose on each rank; None without a schedule that all plans have."""
         assert self.config.depth is not None
         first, *_, last = plans
@@ -305,8 +303,8 @@ class _FewerBlocks:
 
 
 def _summaries(
-    config: Configuration, steps: StepsOfRanks | Plan, settings: Mapping[int, PlanSettings | None] | None = None
-) -> PlanSummaries:
+    config: Configuration, steps: _StepsOfRanks | Plan, settings: Mapping[int, PlanSettings | None] | None = None
+) -> _PlanSummaries:
     """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""
     if isinstance(steps, Plan):
         return {0: summarize(steps)}
@@ -324,7 +322,7 @@ def _noted(config: Configuration) -> Iterator[None]:
         raise
 
 
-def fullest_of(config: Configuration) -> tuple[int, ...]:
+def _fullest_of(config: Configuration) -> tuple[int, ...]:
     """List the ranks along the pipeline that may hold most memory, or take longest.
 
     The first rank has the embedding and the most micro-batches in flight. The last rank has the head. Ranks between
@@ -338,7 +336,7 @@ def fullest_of(config: Configuration) -> tuple[int, ...]:
     return (0, *between, config.pp - 1)
 
 
-def check_mesh(step_args: StepArgs, config: Configuration) -> None:
+def _check_mesh(step_args: StepArgs, config: Configuration) -> None:
     """Check that a step runs on a mesh with the axes of its configuration.
 
     Raises:
@@ -355,8 +353,8 @@ def check_mesh(step_args: StepArgs, config: Configuration) -> None:
         )
 
 
-IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
-NEAR = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
+_IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
+_NEAR = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
 
 Start = Callable[[Configuration | TableRow], Future[TableRow]]
 
@@ -423,7 +421,7 @@ def in_order(
 
 def is_surely_too_large(row: TableRow, budget: float) -> bool:
     """Return whether the least peak of a row exceeds the budget, that of an extrapolated row by a margin."""
-    return row.min_peak_bytes > budget * (1 if row.in_full else NEAR)
+    return row.min_peak_bytes > budget * (1 if row.in_full else _NEAR)
 
 
 def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableRow]:
@@ -440,7 +438,7 @@ def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableR
 
 def _deciding(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
-    first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:IN_FULL]
-    slowest = first[-1].seconds if len(first) == IN_FULL else math.inf
-    near = [r for r in rows if budget < r.peak_bytes <= NEAR * budget and r.seconds <= slowest]
+    first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:_IN_FULL]
+    slowest = first[-1].seconds if len(first) == _IN_FULL else math.inf
+    near = [r for r in rows if budget < r.peak_bytes <= _NEAR * budget and r.seconds <= slowest]
     return [*first, *near] if first else [*near, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]

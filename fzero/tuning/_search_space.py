@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY_SECOND = "every-2"
 REMATS = (False, "matmuls", EVERY_SECOND, True)  # about from the most residuals to the fewest
 USUAL_REMATS = (False, "matmuls", True)
 REMAT_WORDS = {True: "remat", "matmuls": "remat but matmuls", EVERY_SECOND: "remat every second block"}
-USUAL = (1, 2, 4, 8, 16)
+_USUAL = (1, 2, 4, 8, 16)
 PARALLEL = ("ep", "cp", "tp", "pp")  # the axes whose sizes are searched
 
 
@@ -140,7 +140,7 @@ class Configuration:
         gather = None if self.gather is None else CODECS[self.gather]()
         reduce = torch.float32 if self.reduce is None else CODECS[self.reduce]()
         shard = torch.float32 if self.stage == 3 and not self.offload else None
-        return Precision(param=DTYPES[self.precision], gather=gather, reduce=reduce, shard=shard)
+        return Precision(param=_DTYPES[self.precision], gather=gather, reduce=reduce, shard=shard)
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
@@ -168,11 +168,11 @@ class Configuration:
         return FixedSettings(*[getattr(self, name) for name in FixedSettings._fields])
 
     @property
-    def _dims(self) -> "ParallelDims":
-        return ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp, self.stages_per_rank)
+    def _dims(self) -> "_ParallelDims":
+        return _ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp, self.stages_per_rank)
 
 
-class ParallelDims(NamedTuple):
+class _ParallelDims(NamedTuple):
     """The sizes of the axes, and the schedule of the pipeline. The fields are those of `Configuration`."""
 
     ranks: int
@@ -240,7 +240,7 @@ class SearchSpace:
     remat: tuple[bool | str, ...]
     precision: tuple[str, ...]
     offload: tuple[float, ...]
-    parallel_dims: tuple[ParallelDims, ...]
+    parallel_dims: tuple[_ParallelDims, ...]
     global_batch: int
     depth: int | None
     fixed: FixedSettings
@@ -276,7 +276,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     _check_values("stages", options.stages, lambda x: is_int(x) and x in range(4), "ints from 0 to 3")
     remats = f"values of {REMATS}"
     _check_values("remat", options.remat, lambda x: isinstance(x, bool | str) and x in REMATS, remats)
-    _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
+    _check_values("precision", options.precision, _DTYPES.__contains__, f"names of {', '.join(map(repr, _DTYPES))}")
     _check_values("offload", options.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
     for word in PARALLEL:
         values = getattr(options, word)
@@ -287,7 +287,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     check_choice("moments", options.fixed.moments, (None, "int8", "bfloat16"))
     check_choice("float8", options.fixed.float8, (None, *SCALINGS))
     _check_values("schedule", options.schedule, _is_schedule, schedules)
-    micro_batches = USUAL if options.micro_batches is None else options.micro_batches
+    micro_batches = _USUAL if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
     parallel_dims = _parallel_dims(options)
     if options.micro_batches is not None:
@@ -305,7 +305,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     )
 
 
-def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
+def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
     """List the sizes of the axes, without the combinations of values that do not fit together.
 
     Raises:
@@ -317,7 +317,7 @@ def _parallel_dims(options: TuneOptions) -> list[ParallelDims]:
         ranks, remainder = divmod(world, tp * pp * cp)
         if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
             name, stages_per_rank = _schedule_of(schedule) if pp > 1 else (Configuration.schedule, None)
-            parallel_dims.append(ParallelDims(ranks, ep, tp, pp, name, cp, stages_per_rank))
+            parallel_dims.append(_ParallelDims(ranks, ep, tp, pp, name, cp, stages_per_rank))
     _check_each(
         options, parallel_dims, f"world_size={world} is no multiple of cp x tp x pp, or the rest is no multiple of ep"
     )
@@ -352,7 +352,7 @@ def _is_schedule(setting: str) -> bool:
     return not stages or least <= int(stages) <= (most or int(stages))
 
 
-def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], reason: str) -> None:
+def _check_each(options: TuneOptions, parallel_dims: Sequence[_ParallelDims], reason: str) -> None:
     """Check that some combination has each value.
 
     Raises:
@@ -366,7 +366,7 @@ def _check_each(options: TuneOptions, parallel_dims: Sequence[ParallelDims], rea
                 raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 
-def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[ParallelDims]) -> None:
+def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[_ParallelDims]) -> None:
     """Raise the error for a batch that divides over no data-parallel ranks."""
     min_ranks = min([x.ranks for x in parallel_dims])
     local = options.global_batch // min_ranks
@@ -380,7 +380,7 @@ def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[ParallelDim
     )
 
 
-def _check_micro_batches(options: TuneOptions, parallel_dims: Sequence[ParallelDims]) -> None:
+def _check_micro_batches(options: TuneOptions, parallel_dims: Sequence[_ParallelDims]) -> None:
     """Check that each micro-batch divides the samples of a rank in some combination.
 
     Raises:

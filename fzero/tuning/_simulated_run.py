@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from fzero._arguments import check_int
 
-__all__ = ["LOSSES", "USEFUL", "Reliability", "SimulatedRun"]
+__all__ = ["LOSSES", "Reliability", "SimulatedRun"]
 
-USEFUL = "steps"
+_USEFUL = "steps"
 LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ranks")
 
 
@@ -77,7 +77,7 @@ class Reliability:
 # equal cycles, and many of them are passed at once.
 
 
-class Saves(NamedTuple):
+class _Saves(NamedTuple):
     """Saves that ended at equal distances.
 
     Attributes:
@@ -133,7 +133,7 @@ class SimulatedRun:
     every: float
     horizon: float
     rng: random.Random
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((USEFUL, *LOSSES), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((_USEFUL, *LOSSES), 0.0))
     failures: int = 0
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     event_count: int = 0
@@ -141,7 +141,7 @@ class SimulatedRun:
     work: float = 0.0
     since: float = 0.0
     saving: float | None = None
-    saves: list[Saves] = field(default_factory=list)
+    saves: list[_Saves] = field(default_factory=list)
     committed: float = 0.0
     down: str | None = None
     slow: int = 0
@@ -151,7 +151,7 @@ class SimulatedRun:
     @property
     def share(self) -> float:
         """The goodput of the run, from 0 to 1."""
-        return self.seconds[USEFUL] / self.horizon
+        return self.seconds[_USEFUL] / self.horizon
 
     def simulate(self) -> "SimulatedRun":
         """Simulate the run, and return it."""
@@ -212,7 +212,7 @@ class SimulatedRun:
         gained = seconds * self._speed
         self.work += gained
         self.since += gained
-        self.seconds[USEFUL] += gained
+        self.seconds[_USEFUL] += gained
         self.seconds["fewer ranks"] += seconds * (1 - self._present_share)
         self.seconds["slow ranks"] += seconds * self._present_share - gained
         self.now += seconds
@@ -224,7 +224,7 @@ class SimulatedRun:
         self.saving -= seconds
         if self.saving <= 0:
             self.saving = None
-            self.saves.append(Saves(self.now, self.work, 1, 0.0, 0.0))
+            self.saves.append(_Saves(self.now, self.work, 1, 0.0, 0.0))
 
     def _pass_cycles(self, count: int) -> None:
         """Pass as many cycles of steps and a save at once."""
@@ -232,7 +232,7 @@ class SimulatedRun:
         self._step(count * self.every / self._speed)
         self.since, self.now = 0.0, begin + count * cycle
         self.seconds["saves"] += count * self.reliability.save
-        self.saves.append(Saves(begin + cycle, work + self.every, count, cycle, self.every))
+        self.saves.append(_Saves(begin + cycle, work + self.every, count, cycle, self.every))
 
     def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
         """Return a function that acts unless the run has restarted since."""
@@ -256,7 +256,7 @@ class SimulatedRun:
     def _stop(self, committed: float) -> None:
         """Stop all devices, and return to a state."""
         lost = self.work - committed
-        self.seconds[USEFUL] -= lost
+        self.seconds[_USEFUL] -= lost
         self.seconds["lost steps"] += lost
         self.work = self.committed = committed
         self.saving, self.since, self.saves = None, 0.0, []

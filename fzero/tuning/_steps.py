@@ -25,7 +25,7 @@ from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_bat
 from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.zero import shard
 
-__all__ = ["ForwardOptions", "ModelStep", "apply_block", "compute_loss", "embed", "head_loss", "model_step"]
+__all__ = ["ModelStep", "model_step"]
 
 # The forward pass of a transformer, split at its blocks: an ordinary functional model.
 #
@@ -35,7 +35,7 @@ __all__ = ["ForwardOptions", "ModelStep", "apply_block", "compute_loss", "embed"
 
 
 @dataclass(frozen=True)
-class ForwardOptions:
+class _ForwardOptions:
     """How a forward pass is computed.
 
     Attributes:
@@ -51,11 +51,11 @@ class ForwardOptions:
     float8: str | None = None
 
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
+_Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary angles, by position
 
 
-def compute_loss(
-    shape: ModelShape, options: ForwardOptions, run: Callable[..., Any], params: Params, batch: Any
+def _compute_loss(
+    shape: ModelShape, options: _ForwardOptions, run: Callable[..., Any], params: Params, batch: Any
 ) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
@@ -67,14 +67,14 @@ def compute_loss(
         batch: as `make_batch` makes it.
     """
     blocks = itertools.cycle(run(partial(_apply_block, shape, options)))
-    x = embed(shape, options, params, batch)
+    x = _embed(shape, options, params, batch)
     tables = _rotary_tables(shape, options, x)
     for p, block in zip(params["blocks"], blocks, strict=False):
         x = block(p, x, tables)
-    return head_loss(shape, options, params, x, batch)
+    return _head_loss(shape, options, params, x, batch)
 
 
-def embed(shape: ModelShape, options: ForwardOptions, params: Params, batch: Any) -> torch.Tensor:
+def _embed(shape: ModelShape, options: _ForwardOptions, params: Params, batch: Any) -> torch.Tensor:
     """Return the input of the first block for a batch: `[samples, tokens, width]` of this rank's tokens."""
     inputs = batch[0]
     if shape.task == "image":
@@ -93,19 +93,21 @@ def embed(shape: ModelShape, options: ForwardOptions, params: Params, batch: Any
     return x
 
 
-def _learned_positions(options: ForwardOptions, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _learned_positions(options: _ForwardOptions, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the embeddings of the positions of a rank's tokens `x`."""
     t = _token_count(options, x)
     rows = F.embedding(context.positions(t, device=table.device), table) if axis_if_bound("cp") else table[:t]
     return tp.scatter(rows) if options.sequence else rows
 
 
-def apply_block(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _apply_single_block(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Apply one block by itself, as a stage of a pipeline does."""
     return _apply_block(shape, options, p, x, _rotary_tables(shape, options, x))
 
 
-def head_loss(shape: ModelShape, options: ForwardOptions, params: Params, x: torch.Tensor, batch: Any) -> torch.Tensor:
+def _head_loss(
+    shape: ModelShape, options: _ForwardOptions, params: Params, x: torch.Tensor, batch: Any
+) -> torch.Tensor:
     """Return the loss, given the output of the last block."""
     x = _norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
     if shape.task == "image":
@@ -135,29 +137,29 @@ def _linear(p: Params, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
-def _product(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _product(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Multiply by the weight of a linear layer of a block, in float8 if its sizes allow it."""
     if options.float8 is None or any(n % SIZE_MULTIPLE for n in p["w"].shape):
         return x @ p["w"]
     return float8_linear(x, p["w"].mT, scaling=options.float8)
 
 
-def _block_linear(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _block_linear(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     y = _product(options, p, x)
     return y + p["b"] if "b" in p else y
 
 
-def _for_own_tokens(options: ForwardOptions, weights: Any) -> Any:
+def _for_own_tokens(options: _ForwardOptions, weights: Any) -> Any:
     """Return replicated weights for use on a rank's own tokens: their gradients are summed over the ranks."""
     return tree.map(tp.enter, weights) if options.sequence else weights
 
 
-def _token_count(options: ForwardOptions, x: torch.Tensor) -> int:
+def _token_count(options: _ForwardOptions, x: torch.Tensor) -> int:
     """Return the number of tokens that a rank's layers read, given the values `[samples, tokens, ..]` between them."""
     return x.shape[1] * (axis_size("tp") if options.sequence else 1)
 
 
-def _row_linear(options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _row_linear(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
     y = tp.leave(_product(options, p, x), sequence=options.sequence)
     return y + _for_own_tokens(options, p["b"]) if "b" in p else y
@@ -169,7 +171,7 @@ def _norm(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def _apply_block(
-    shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor, tables: Rotary | None
+    shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
     norm1, norm2 = (partial(_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
@@ -181,19 +183,19 @@ def _apply_block(
     return x + (_moe(shape, options, p, h) if "experts" in p else _mlp(shape, options, p["mlp"], h))
 
 
-CAPACITY = 1.25  # positions at an expert, relative to even routing
+_CAPACITY = 1.25  # positions at an expert, relative to even routing
 
 
-def _moe(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _moe(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
     x = tp.gather(x) if options.sequence else x
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
-    y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=CAPACITY)
+    y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=_CAPACITY)
     return tp.leave(y, sequence=options.sequence)
 
 
-def _mlp(shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _mlp(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     up = _block_linear(options, p["up"], x)
     hidden = F.silu(_block_linear(options, p["gate"], x)) * up if shape.gated else F.gelu(up)
@@ -206,7 +208,7 @@ def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Li
 
 
 def _attention(
-    shape: ModelShape, options: ForwardOptions, p: Params, x: torch.Tensor, tables: Rotary | None
+    shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     n, t, _ = x.shape
@@ -222,7 +224,7 @@ def _attention(
     )
 
 
-def _rotary_tables(shape: ModelShape, options: ForwardOptions, x: torch.Tensor) -> Rotary | None:
+def _rotary_tables(shape: ModelShape, options: _ForwardOptions, x: torch.Tensor) -> _Rotary | None:
     """Return the tables of rotary embeddings for a rank's tokens; None for a model without them."""
     if shape.task != "causal" or shape.positions:
         return None
@@ -233,7 +235,7 @@ def _rotary_tables(shape: ModelShape, options: ForwardOptions, x: torch.Tensor) 
     return cos, sin
 
 
-def _rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
+def _rotate(x: torch.Tensor, tables: _Rotary) -> torch.Tensor:
     """Rotate queries or keys by their positions."""
     cos, sin = tables
     a, b = x.chunk(2, -1)
@@ -359,15 +361,15 @@ class ModelStep:
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
         run = partial(_forms_of_block, config.remat)
-        loss_fn = partial(compute_loss, shape, self._options(config), run)
+        loss_fn = partial(_compute_loss, shape, self._options(config), run)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
     def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
         options = self._options(config)
         return pipeline(
-            first=partial(embed, shape, options),
-            block=partial(apply_block, shape, options),
-            last=partial(head_loss, shape, options),
+            first=partial(_embed, shape, options),
+            block=partial(_apply_single_block, shape, options),
+            last=partial(_head_loss, shape, options),
             micro_batches=config.accumulation,
             schedule=config.schedule,
             stages_per_rank=config.pipeline_stages,
@@ -376,10 +378,10 @@ class ModelStep:
             split=_rules(config),
         )
 
-    def _options(self, config: Configuration) -> ForwardOptions:
+    def _options(self, config: Configuration) -> _ForwardOptions:
         is_text = self.shape.task != "image"
         sequence = config.tp > 1 and is_text and self.length // config.cp % config.tp == 0
-        return ForwardOptions(self.explicit, config.chunked_loss, sequence, config.float8)
+        return _ForwardOptions(self.explicit, config.chunked_loss, sequence, config.float8)
 
     def _check(self, config: Configuration, depth: int) -> None:
         shape = self.shape

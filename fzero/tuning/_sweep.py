@@ -14,11 +14,11 @@ from fzero.tuning._table_views import duration, format_limits
 __all__ = ["case_arguments", "choices_of", "render_cases"]
 
 # The options that may have several values, and the names of their columns.
-SIZES = {"world": "ranks", "batch": "batch", "length": "length", "machine": "machine"}
+_SIZES = {"world": "ranks", "batch": "batch", "length": "length", "machine": "machine"}
 
 
 def case_arguments(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the arguments of each case: all combinations of the models and of the values of `SIZES`.
+    """Return the arguments of each case: all combinations of the models and of the values of `_SIZES`.
 
     Raises:
         ValueError: if several models are not all models by name.
@@ -28,9 +28,9 @@ def case_arguments(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 def _combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     models = _models(args.model)
-    lists = [getattr(args, name) or (None,) for name in SIZES]
+    lists = [getattr(args, name) or (None,) for name in _SIZES]
     for model, *values in itertools.product(models, *lists):
-        yield {"model": model, **dict(zip(SIZES, values, strict=True))}
+        yield {"model": model, **dict(zip(_SIZES, values, strict=True))}
 
 
 def _models(text: str | None) -> tuple[str | None, ...]:
@@ -47,7 +47,7 @@ def _models(text: str | None) -> tuple[str | None, ...]:
 
 def choices_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of a case, by the names of their columns."""
-    values = {column: getattr(args, option) for option, column in SIZES.items()}
+    values = {column: getattr(args, option) for option, column in _SIZES.items()}
     return {"model": args.model, **{column: value for column, value in values.items() if value is not None}}
 
 

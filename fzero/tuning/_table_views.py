@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "axes_shown",
-    "cells",
     "draw",
     "duration",
     "format_axis",
     "format_limits",
     "format_remat",
     "headline",
-    "moved_shown",
     "notes",
     "render",
     "render_comparison",
@@ -34,8 +32,8 @@ __all__ = [
 # A table of configurations as text, with rich.
 
 
-MAX_FITS, MAX_MISSES = 12, 6  # how many rows are shown that fit, and that nearly fit
-PARTS = {
+_MAX_FITS, _MAX_MISSES = 12, 6  # how many rows are shown that fit, and that nearly fit
+_PARTS = {
     "params": ("parameters",),
     "state": ("optimizer state",),
     "grads": ("gradients",),
@@ -118,23 +116,23 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as RichTable
 
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
-    axes, moved_axes = axes_shown(table), moved_shown(table)
+    axes, moved_axes = axes_shown(table), _moved_shown(table)
     moved = ["moved", *[f"over {axis}" for axis in moved_axes]]
-    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, *moved, "seconds", ""]
+    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *_PARTS, *moved, "seconds", ""]
     for name in columns:
         left = name in ("remat", "precision", "schedule", "")
         grid.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
-    for row in [*fits[:MAX_FITS], *misses[:MAX_MISSES]]:
+    for row in [*fits[:_MAX_FITS], *misses[:_MAX_MISSES]]:
         over = row.peak_bytes - table.budget
         verdict = f"{format_bytes(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
-        texts = cells(row)
+        texts = _cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [format_bytes(n) if (n := row.traffic_bytes.get(axis, 0)) else "-" for axis in moved_axes]
         sizes = [format_axis(row.config, name) for name in axes]
         grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
-    hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
+    hidden = max(len(fits) - _MAX_FITS, 0), max(len(misses) - _MAX_MISSES, 0)
     if any(hidden):
         grid.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
     return grid
@@ -147,7 +145,7 @@ def axes_shown(table: "Table") -> list[str]:
     return axes + (["schedule"] if len({c.schedule_setting for c in configs if c.pp > 1}) > 1 else [])
 
 
-def moved_shown(table: "Table") -> list[str]:
+def _moved_shown(table: "Table") -> list[str]:
     """List the axes whose moved bytes have a column: those above a thousandth of a row, if there are several."""
     axes_by_name: dict[str, None] = {}
     for row in table.rows:
@@ -173,10 +171,10 @@ def format_remat(config: "Configuration") -> str:
     return {False: "no", True: "yes", "matmuls": "but matmuls", EVERY_SECOND: "every second"}[config.remat]
 
 
-def cells(row: "TableRow") -> list[str]:
+def _cells(row: "TableRow") -> list[str]:
     """Format the numbers of a row, with suitable units."""
     c = row.config
-    parts = [sum([row.device_bytes.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]
+    parts = [sum([row.device_bytes.get(kind, 0) for kind in kinds]) for kinds in _PARTS.values()]
     return [
         str(c.stage),
         f"{c.micro_batch} x {c.accumulation}",
@@ -230,7 +228,7 @@ def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -
 # A table of configurations as a picture: peak against seconds.
 
 
-MARKERS = ("o", "^", "s", "D")  # by stage
+_MARKERS = ("o", "^", "s", "D")  # by stage
 
 
 def draw(table: "Table") -> Any:
@@ -243,7 +241,7 @@ def draw(table: "Table") -> Any:
             fitting = any(r.config.stage == stage for r in table.fitting)
             label = f"stage {stage}" if fits == fitting else None
             x, y = [r.seconds for r in rows], [r.peak_bytes / 1e9 for r in rows]
-            axes.plot(x, y, MARKERS[stage], color=color, markersize=6, label=label, alpha=0.8)
+            axes.plot(x, y, _MARKERS[stage], color=color, markersize=6, label=label, alpha=0.8)
     frontier = table.frontier
     line = [r.seconds for r in frontier], [r.peak_bytes / 1e9 for r in frontier]
     axes.plot(*line, color="C1", linewidth=1, label="none is both faster and smaller", zorder=0)

@@ -27,9 +27,9 @@ from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
 __all__ = ["Best", "Table", "tune"]
 
 # settings that are shown only if some row has another value than this default
-AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
-AXES |= {**dict.fromkeys(("gather", "reduce", "moments", "float8")), "compiled": False}
-SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
+_AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
+_AXES |= {**dict.fromkeys(("gather", "reduce", "moments", "float8")), "compiled": False}
+_SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ class Table(FigureReport):
         return [_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
 
     @property
-    def _select_settings(self) -> SettingsFilter:
+    def _select_settings(self) -> _SettingsFilter:
         """Return a function that drops the axes that no configuration uses from a dict of settings."""
         configs = [x.config for x in (*self.rows, *self.skipped, *self.unplanned)]
-        axes = {name for name, default in AXES.items() if any(getattr(c, name) != default for c in configs)}
-        return lambda settings: {k: v for k, v in settings.items() if k not in AXES or k in axes}
+        axes = {name for name, default in _AXES.items() if any(getattr(c, name) != default for c in configs)}
+        return lambda settings: {k: v for k, v in settings.items() if k not in _AXES or k in axes}
 
     def to_csv(self) -> str:
         """Return the rows as CSV: rows that fit come first, the fastest at the top."""
@@ -263,7 +263,7 @@ def _largest(row: TableRow) -> str:
     return f"{format_bytes(size)} of {kind}"
 
 
-def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, Any]:
+def _record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, Any]:
     return {
         **select(asdict(row.config)),
         "peak_bytes": row.peak_bytes,
@@ -277,7 +277,7 @@ def _record(row: TableRow, budget: float, select: SettingsFilter) -> dict[str, A
     }
 
 
-MARGIN = 0.07  # the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
+_MARGIN = 0.07  # the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
 
 
 @api_boundary
@@ -411,7 +411,7 @@ def tune(
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)
     bounds = None if max_rows is None else _bounds_of(make_step, check_int("max_rows", max_rows))
-    budget = budget_of(machine, memory, margin)
+    budget = _budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
     with open_pool(workers, planner, planner.cached) as start:
@@ -447,7 +447,7 @@ def _bounds_of(make_step: Any, max_rows: int) -> Callable[[Configuration, Machin
     )
 
 
-def budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:
+def _budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:
     """Return the bytes that a plan may use.
 
     Raises:
@@ -455,5 +455,5 @@ def budget_of(machine: Machine, memory: float | None, margin: float | None) -> f
     """
     if memory is None:
         return machine.device_bytes * (1 - (margin or 0))
-    default = MARGIN if machine.kind == "cuda" else 0.0
+    default = _MARGIN if machine.kind == "cuda" else 0.0
     return check_bytes("memory", memory) * (1 - (default if margin is None else margin))

@@ -9,14 +9,14 @@ from fzero.parallel.schedules import schedule
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import REMATS, Configuration
 
-__all__ = ["RULES", "ConfigurationRule", "RuleContext", "Verdict", "verdicts"]
+__all__ = ["Verdict", "verdicts"]
 
-ALIKE = 0.01  # the cost model cannot resolve smaller differences, as a share of a step's seconds
-CHUNKS = 8  # micro-batches for each rank of a pipeline: it then idles for less than a ninth of the time
-PARALLEL_FIELDS = ("tp", "pp", "ranks", "schedule", "accumulation")  # the fields that change with the layout of ranks
+_ALIKE = 0.01  # the cost model cannot resolve smaller differences, as a share of a step's seconds
+_CHUNKS = 8  # micro-batches for each rank of a pipeline: it then idles for less than a ninth of the time
+_PARALLEL_FIELDS = ("tp", "pp", "ranks", "schedule", "accumulation")  # the fields that change with the layout of ranks
 
 
-class RuleContext(NamedTuple):
+class _RuleContext(NamedTuple):
     """The input of a rule.
 
     Attributes:
@@ -30,7 +30,7 @@ class RuleContext(NamedTuple):
     devices_per_host: int
 
 
-class ConfigurationRule(NamedTuple):
+class _ConfigurationRule(NamedTuple):
     """An expert rule.
 
     Attributes:
@@ -40,7 +40,7 @@ class ConfigurationRule(NamedTuple):
     """
 
     text: str
-    expected: Callable[[RuleContext], list[TableRow] | None]
+    expected: Callable[[_RuleContext], list[TableRow] | None]
 
 
 class Verdict(NamedTuple):
@@ -68,9 +68,9 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
         fitting: all rows that fit, the fastest first.
         devices_per_host: the number of devices of a host.
     """
-    context = RuleContext(best, fitting, devices_per_host)
+    context = _RuleContext(best, fitting, devices_per_host)
     results = []
-    for rule in RULES:
+    for rule in _RULES:
         expected = rule.expected(context)
         if expected:
             results.append(Verdict(rule.text, expected[0] is best, _reason(best, expected[0])))
@@ -85,7 +85,7 @@ def _with_unit_batch(config: Configuration) -> Configuration:
     return replace(config, micro_batch=1, accumulation=1)
 
 
-def _peers(context: RuleContext, *names: str) -> list[TableRow]:
+def _peers(context: _RuleContext, *names: str) -> list[TableRow]:
     """List the rows that fit and differ from the best in these fields alone. The best row is among them."""
 
     def rest(row: TableRow) -> Configuration:
@@ -94,44 +94,44 @@ def _peers(context: RuleContext, *names: str) -> list[TableRow]:
     return [r for r in context.fitting if rest(r) == rest(context.best)]
 
 
-def _settings_first(context: RuleContext) -> list[TableRow] | None:
+def _settings_first(context: _RuleContext) -> list[TableRow] | None:
     """Take the fastest settings at the smallest micro-batch, and then the fastest row with these settings."""
     smallest = min([r.config.micro_batch for r in context.fitting])
     first = next(r for r in context.fitting if r.config.micro_batch == smallest)
     return [r for r in context.fitting if _with_unit_batch(r.config) == _with_unit_batch(first.config)]
 
 
-def _accumulation(context: RuleContext) -> list[TableRow] | None:
+def _accumulation(context: _RuleContext) -> list[TableRow] | None:
     """Reach the global batch by accumulation at the smallest micro-batch."""
     rows = _peers(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _micro_batch(context: RuleContext) -> list[TableRow] | None:
+def _micro_batch(context: _RuleContext) -> list[TableRow] | None:
     """Raise the micro-batch as far as it fits."""
     rows = _peers(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: -r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _stage(context: RuleContext) -> list[TableRow] | None:
+def _stage(context: _RuleContext) -> list[TableRow] | None:
     """Take the lowest stage that fits."""
     rows = _peers(context, "stage")
     return sorted(rows, key=lambda r: r.config.stage) if len(rows) > 1 else None
 
 
-def _remat(context: RuleContext) -> list[TableRow] | None:
+def _remat(context: _RuleContext) -> list[TableRow] | None:
     """Recompute no more than memory requires."""
     rows = _peers(context, "remat")
     return sorted(rows, key=lambda r: REMATS.index(r.config.remat)) if len(rows) > 1 else None
 
 
-def _offload(context: RuleContext) -> list[TableRow] | None:
+def _offload(context: _RuleContext) -> list[TableRow] | None:
     """Keep as much state on the device as fits."""
     rows = _peers(context, "offload")
     return sorted(rows, key=lambda r: r.config.offload) if len(rows) > 1 else None
 
 
-def _experts(context: RuleContext) -> list[TableRow] | None:
+def _experts(context: _RuleContext) -> list[TableRow] | None:
     """Split experts over the ranks of a machine, and not over more."""
     rows = _peers(context, "ep")
     if len(rows) < 2:
@@ -139,26 +139,26 @@ def _experts(context: RuleContext) -> list[TableRow] | None:
     return sorted(rows, key=lambda r: (r.config.ep > context.devices_per_host, -r.config.ep))
 
 
-def _model_ranks(context: RuleContext) -> list[TableRow] | None:
+def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
-    rows = _peers(context, *PARALLEL_FIELDS)
+    rows = _peers(context, *_PARALLEL_FIELDS)
     if len({_spread(r) for r in rows}) < 2:
         return None
     return sorted(rows, key=lambda r: (_spread(r), *_within(context, r)))
 
 
-def _machine_first(context: RuleContext) -> list[TableRow] | None:
+def _machine_first(context: _RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
-    rows = [r for r in _peers(context, *PARALLEL_FIELDS) if _spread(r) == _spread(context.best)]
+    rows = [r for r in _peers(context, *_PARALLEL_FIELDS) if _spread(r) == _spread(context.best)]
     return sorted(rows, key=lambda r: _within(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
 
-def _pipeline_fill(context: RuleContext) -> list[TableRow] | None:
+def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
     """Split the batch into enough micro-batches to fill the pipeline most of the time, and not into more."""
     rows = _peers(context, "micro_batch", "accumulation")
     if context.best.config.pp == 1 or len(rows) < 2:
         return None
-    enough = CHUNKS * context.best.config.pp
+    enough = _CHUNKS * context.best.config.pp
 
     def order(row: TableRow) -> tuple[bool, int]:
         n = row.config.accumulation
@@ -171,23 +171,23 @@ def _spread(row: TableRow) -> int:
     return row.config.tp * row.config.pp
 
 
-def _within(context: RuleContext, row: TableRow) -> tuple[bool, int]:
+def _within(context: _RuleContext, row: TableRow) -> tuple[bool, int]:
     """Return a key that sorts rows by tp: the largest within a machine first, those that cross machines last."""
     return row.config.tp > context.devices_per_host, -row.config.tp
 
 
 # in the order in which experts apply them
-RULES = (
-    ConfigurationRule("choose all else at the smallest micro-batch of the search", _settings_first),
-    ConfigurationRule("the lowest stage that fits", _stage),
-    ConfigurationRule("no more remat than memory requires", _remat),
-    ConfigurationRule("no more offload than memory requires", _offload),
-    ConfigurationRule("experts split over the devices of one machine at most", _experts),
-    ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _model_ranks),
-    ConfigurationRule("tensor parallelism within a machine, pipelines across machines", _machine_first),
-    ConfigurationRule(f"{CHUNKS} micro-batches for each rank of a pipeline", _pipeline_fill),
-    ConfigurationRule("then accumulation up to the global batch", _accumulation),
-    ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
+_RULES = (
+    _ConfigurationRule("choose all else at the smallest micro-batch of the search", _settings_first),
+    _ConfigurationRule("the lowest stage that fits", _stage),
+    _ConfigurationRule("no more remat than memory requires", _remat),
+    _ConfigurationRule("no more offload than memory requires", _offload),
+    _ConfigurationRule("experts split over the devices of one machine at most", _experts),
+    _ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _model_ranks),
+    _ConfigurationRule("tensor parallelism within a machine, pipelines across machines", _machine_first),
+    _ConfigurationRule(f"{_CHUNKS} micro-batches for each rank of a pipeline", _pipeline_fill),
+    _ConfigurationRule("then accumulation up to the global batch", _accumulation),
+    _ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
 )
 
 
@@ -199,7 +199,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
     if choice is best:
         return ""
     more = choice.seconds / best.seconds - 1
-    if more < ALIKE:
+    if more < _ALIKE:
         return f"{choice.config} takes {more:.1%} more, which is less than the cost model can resolve"
     reasons = (
         [f"it moves {_moved_text(choice)} instead of {_moved_text(best)}"]
@@ -212,7 +212,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
         reasons.append(
             f"it launches its operations {choice.config.accumulation} times instead of {best.config.accumulation}"
         )
-    if (idle := _idle(choice)) > _idle(best) + ALIKE:
+    if (idle := _idle(choice)) > _idle(best) + _ALIKE:
         reasons.append(f"its pipeline is idle for {idle:.0%} of the time")
     if choice.host_bytes > best.host_bytes:
         reasons.append("it waits for the host")

@@ -34,12 +34,12 @@ from fzero.tuning.exports import EXPORTS
 
 __all__ = ["run"]
 
-UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
-UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
-TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-AUTO = "auto"
-ROWS = 12  # of a search over all sizes of an axis
-REMAT = {"no": False, "matmuls": "matmuls", EVERY_SECOND: EVERY_SECOND, "yes": True}
+_UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
+_UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
+_TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_AUTO = "auto"
+_ROWS = 12  # of a search over all sizes of an axis
+_REMAT = {"no": False, "matmuls": "matmuls", EVERY_SECOND: EVERY_SECOND, "yes": True}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rows",
         type=_count,
         metavar="12",
-        help=f"how many to plan, those first that may be fastest; by default all, or {ROWS} if an axis is auto",
+        help=f"how many to plan, those first that may be fastest; by default all, or {_ROWS} if an axis is auto",
     )
     group = plan.add_argument_group("the step")
     group.add_argument(
@@ -174,16 +174,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bytes(text: str) -> float:
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2].upper() not in UNITS:
+    if not match or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
-    return float(match[1]) * UNITS[match[2].upper()]
+    return float(match[1]) * _UNITS[match[2].upper()]
 
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in TIMES:
+    if not match or match[2] not in _TIMES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45000h, 5min or 30s")
-    return float(match[1]) * TIMES[match[2]]
+    return float(match[1]) * _TIMES[match[2]]
 
 
 def _links(text: str) -> dict[str, float]:
@@ -202,8 +202,8 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def _sizes(text: str) -> tuple[int, ...] | str:
-    if text == AUTO:
-        return AUTO
+    if text == _AUTO:
+        return _AUTO
     try:
         return _list_of(int)(text)
     except ValueError as error:
@@ -224,9 +224,9 @@ def _export(text: str) -> tuple[str, pathlib.Path | None]:
 
 
 def _remat(text: str) -> bool | str:
-    if text not in REMAT:
+    if text not in _REMAT:
         raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls, every-2 or yes")
-    return REMAT[text]
+    return _REMAT[text]
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -358,7 +358,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
         ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
     """
     given = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
-    searched = [name for name, values in given.items() if values == AUTO]
+    searched = [name for name, values in given.items() if values == _AUTO]
     if not searched:
         return
     if shape is None:
@@ -370,7 +370,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     sizes = {name: powers_of_two(largest[name]) if name in searched else given[name] for name in given}
     for name, values in usable_sizes(sizes, args.world, args.batch).items():
         setattr(args, name, values)
-    args.rows = ROWS if args.rows is None else args.rows
+    args.rows = _ROWS if args.rows is None else args.rows
 
 
 def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:

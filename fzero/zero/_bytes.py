@@ -15,7 +15,7 @@ from fzero.optim import Optimizer
 from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
 
-__all__ = ["check_host_memory", "free_bytes", "state_bytes"]
+__all__ = ["check_host_memory", "state_bytes"]
 
 
 # state_bytes: the bytes of a tree that one rank holds.
@@ -61,7 +61,7 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
 # Check that a host has room for the state that `step.init` is about to offload.
 
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_host_memory(
@@ -84,7 +84,7 @@ def check_host_memory(
     """
     if not optimizer.offloads_state or any(x.is_meta for x in tree.tensors(params)):
         return
-    free = free_bytes()
+    free = _free_bytes()
     if free is None:
         return
     try:
@@ -103,16 +103,16 @@ def check_host_memory(
         )
 
 
-def free_bytes() -> int | None:
+def _free_bytes() -> int | None:
     """Return the bytes of host memory that this process's control group may still allocate; None if unknown."""
-    if not MEMINFO.exists():
+    if not _MEMINFO.exists():
         return None
-    lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = CGROUP / "memory.max"
+    limit = _CGROUP / "memory.max"
     if limit.exists() and (maximum := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         # without the file cache, which can be freed
-        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
         free = min(free, int(maximum) - used)
     return free

@@ -28,13 +28,12 @@ __all__ = [
     "check_unwritten",
     "explain_error",
     "is_like",
-    "is_sharded",
 ]
 
 # Checks of arguments and results. Each message names the bad input.
 
 
-def is_sharded(values: Any) -> bool:
+def _is_sharded(values: Any) -> bool:
     """Return whether a tree holds units that are sharded over some axis."""
     return any(isinstance(x, Shard) and traced_spec(x.spec_id).axes for x in tree.flatten(values, is_box)[0])
 
@@ -72,7 +71,7 @@ def check_arguments(
             _check_stacked(where, x, mesh, rules)
         if not torch.compiler.is_dynamo_compiling() and mesh.device.type != "meta":
             _check_device(path.split(".", 1)[1], x, mesh)
-    check_means(entries, mean_axes, rules.pipeline_axes)
+    _check_means(entries, mean_axes, rules.pipeline_axes)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.pipeline_axes])
     is_split = not has_batch or any(isinstance(x, PerRank) for x in entries)
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not is_split:
@@ -127,7 +126,7 @@ def _items_text(stacked: StackedList | None) -> str:
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 
 
-def check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes: Sequence[str] = ()) -> None:
+def _check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes: Sequence[str] = ()) -> None:
     """Check that no leaf is split along an axis over which the step averages, unless data differ along this axis.
 
     The leaf's gradient would be divided by the number of the axis's ranks without a sum over them. Axes in
@@ -182,13 +181,13 @@ def check_params(
                 f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
                 "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
             )
-        if sharded and not is_sharded(args[i]) and _has_a_unit(args[i], rules):
+        if sharded and not _is_sharded(args[i]) and _has_a_unit(args[i], rules):
             raise tree.LayoutError(
                 f"argument {i} (parameters) is plain, and stage {stage} takes it sharded: "
                 "params, opt_state = step.init(params, opt); for parameters that a step of another stage trained, "
                 "step.partition(params)"
             )
-        if not sharded and is_sharded(args[i]):
+        if not sharded and _is_sharded(args[i]):
             raise tree.LayoutError(
                 f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
                 "that sharded it, then step.partition(params)"
@@ -240,7 +239,7 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
             )
         _check_is_params(i, results[i], args[i])
         # a step may have gathered its parameters itself: then compare them with the full parameters
-        old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]
+        old = abstract(args[i], parts=True) if _is_sharded(args[i]) and not _is_sharded(results[i]) else args[i]
         _check_like(f"result {i} is not like argument {i} (parameters)", old, results[i])
     _check_state_is_returned(args, out, param_argnums)
 
@@ -341,7 +340,7 @@ def explain_error(
     if isinstance(error, tree.LayoutError):
         shards_state = stage_layouts(stage).shards_state
         for i, x in enumerate(args):
-            if i not in param_argnums and is_opt_state(x) and is_sharded(x) != shards_state:
+            if i not in param_argnums and is_opt_state(x) and _is_sharded(x) != shards_state:
                 actual, expected = ("plain", "sharded") if shards_state else ("sharded", "plain")
                 notes.append(
                     f"Argument {i} (optimizer state) is {actual}, and stage {stage} takes it {expected}: params, "

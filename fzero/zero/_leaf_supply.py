@@ -12,11 +12,11 @@ from fzero.ranks import Mesh, check_equal
 from fzero.sharding import PerRank, Shard, Slot, is_box, sharded_units, spec_of
 from fzero.zero._tree_source import SourceLeaf
 
-__all__ = ["LeafSupply", "make_supply", "supply_like"]
+__all__ = ["make_supply", "supply_like"]
 
 
 @dataclass(frozen=True)
-class LeafSupply:
+class _LeafSupply:
     """A tree whose leaves exist.
 
     Attributes:
@@ -61,7 +61,7 @@ class LeafSupply:
             del x  # before the next leaf is copied
 
 
-def make_supply(label: str, values: Any, donated_to: str | None = None) -> LeafSupply:
+def make_supply(label: str, values: Any, donated_to: str | None = None) -> _LeafSupply:
     """Flatten a tree into a supply of its leaves. A leaf is freed after its use, unless someone else holds it.
 
     Args:
@@ -87,7 +87,7 @@ def make_supply(label: str, values: Any, donated_to: str | None = None) -> LeafS
         leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else tensors[i])
     devices = [x.device if isinstance(x, torch.Tensor) else None for x in tensors]
     notes = [f"{label} leaf {path!r} was donated to {donated_to}" for path in paths] if donated_to else []
-    return LeafSupply(leaves, devices, structure, tensors, notes)
+    return _LeafSupply(leaves, devices, structure, tensors, notes)
 
 
 def _check_leaf(label: str, path: str, x: Any) -> None:
@@ -116,7 +116,7 @@ def _check_leaf(label: str, path: str, x: Any) -> None:
         )
 
 
-def supply_like(label: str, values: Any, like: Any, donated_to: str | None = None) -> LeafSupply:
+def supply_like(label: str, values: Any, like: Any, donated_to: str | None = None) -> _LeafSupply:
     """Flatten a tree of full leaves into a supply, in the structure of a sharded tree, where it has leaves and boxes.
 
     Args:

@@ -11,7 +11,7 @@ from fzero._torch.types import NamedTensors
 __all__ = ["initializer", "is_on_meta", "stand_ins", "trainable_params"]
 
 
-def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
+def _copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a module whose parameters and buffers are meta tensors; tied tensors stay tied."""
     return copy.deepcopy(module, stand_ins(module))
 
@@ -79,7 +79,7 @@ def initializer(
 
     def make() -> NamedTensors:
         params: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> its replacement
-        clone = copy_to_meta(module)
+        clone = _copy_to_meta(module)
         for name, m in clone.named_modules():
             own_params = dict(m.named_parameters(recurse=False))
             tied = [params[id(p)] for p in own_params.values() if id(p) in params]

@@ -71,7 +71,7 @@ class Rerun:
         check_int("every", self.every)
 
 
-class ResultRecord(NamedTuple):
+class _ResultRecord(NamedTuple):
     """A tensor that a call returned: the number of torch's writes into it by then, and its checksum."""
 
     tensor: "ref[torch.Tensor]"
@@ -89,7 +89,7 @@ class CallHistory:
     """
 
     calls: int = 0
-    results: Mapping[int, ResultRecord] = field(default_factory=dict)
+    results: Mapping[int, _ResultRecord] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -99,7 +99,7 @@ class CallHistory:
     def record(self, out: Any = None) -> None:
         """Count a call, and keep checksums of its results, so that the next call can compare its arguments."""
         tensors = [x for x in tree.tensors(out) if not x.is_inference()]
-        self.results = {id(x): ResultRecord(ref(x), x._version, checksum(x)) for x in tensors}
+        self.results = {id(x): _ResultRecord(ref(x), x._version, checksum(x)) for x in tensors}
         self.calls += 1
 
 

@@ -17,11 +17,11 @@ from fzero.graph import is_random, stand_ins_of
 from fzero.ranks import Mesh, check_same_structure
 from fzero.zero._tree_source import SourceLeaf
 
-__all__ = ["TracedInit", "try_trace"]
+__all__ = ["try_trace"]
 
 
 @dataclass(frozen=True)
-class TracedInit:
+class _TracedInit:
     """A tree that does not exist yet: a traced init function will compute it.
 
     Attributes:
@@ -83,11 +83,11 @@ class TracedInit:
         return expires
 
 
-def try_trace(init: Callable[[], Any]) -> TracedInit | None:
+def try_trace(init: Callable[[], Any]) -> _TracedInit | None:
     """Trace an init function. If that is not possible, print a notice with the reason, and return None."""
     states = random.getstate(), torch.get_rng_state()
     try:
-        return trace_init(init)
+        return _trace_init(init)
     except Exception as error:  # an error of init itself is raised again when init is called
         random.setstate(states[0])
         torch.set_rng_state(states[1])
@@ -99,7 +99,7 @@ def try_trace(init: Callable[[], Any]) -> TracedInit | None:
         return None
 
 
-def trace_init(init: Callable[[], Any]) -> TracedInit:
+def _trace_init(init: Callable[[], Any]) -> _TracedInit:
     """Trace an init function, without memory for its results.
 
     Raises:
@@ -130,7 +130,7 @@ def trace_init(init: Callable[[], Any]) -> TracedInit:
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
         for i in at:
             leaves[i], devices[i] = meta, x.device
-    return TracedInit(leaves, devices, structure, graph, nodes)
+    return _TracedInit(leaves, devices, structure, graph, nodes)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fzero._liveness._system import System, tcp_sockets
+from fzero._liveness._system import System, _tcp_sockets
 
 PROGRAMS = {
     "sleeps": "import time; time.sleep(100)",
@@ -55,11 +55,11 @@ def test_bytes_of_a_connection_are_counted_at_both_ends():
     one, other = connection()
     with one, other:
         system = System(os.getpid(), 300.0)
-        before, used = tcp_sockets(), system.look(0.0).seconds
+        before, used = _tcp_sockets(), system.look(0.0).seconds
         one.sendall(b"x" * 200_000)
         received = other.recv(200_000, socket.MSG_WAITALL)
         time.sleep(0.1)
-        after = tcp_sockets()
+        after = _tcp_sockets()
         for s in (one, other):
             assert after[inode(s)].size - before[inode(s)].size == len(received) == 200_000
             assert not after[inode(s)].is_sending
@@ -77,16 +77,16 @@ def test_a_peer_that_does_not_read_is_no_sign_of_work():
                 sent += one.send(b"x" * 10**6)
             except BlockingIOError:
                 time.sleep(0.02)
-        assert not tcp_sockets()[inode(one)].is_sending
+        assert not _tcp_sockets()[inode(one)].is_sending
 
 
 def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
     """Half of the time it is, for instance where packets are lost. A long time without any answer is no work."""
     one, other = connection()
     with one, other:
-        system, found = System(os.getpid(), 300.0), tcp_sockets()
+        system, found = System(os.getpid(), 300.0), _tcp_sockets()
         first, tcp = system.look(0.0).seconds, found[inode(one)]._replace(is_sending=True)
-        monkeypatch.setattr("fzero._liveness._system.tcp_sockets", lambda: {inode(one): tcp})
+        monkeypatch.setattr("fzero._liveness._system._tcp_sockets", lambda: {inode(one): tcp})
         use = system.look(100.0)
         assert use.seconds - first > 99 and use.silent == {tcp.link: 0.0}
         assert system.look(250.0).silent == {tcp.link: 150.0}
@@ -102,7 +102,7 @@ def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
 def test_a_connection_has_the_same_link_from_both_ends():
     one, other = connection()
     with one, other:
-        found = tcp_sockets()
+        found = _tcp_sockets()
         link = found[inode(one)].link
         assert link == (*one.getsockname(), *one.getpeername())
         assert found[inode(other)].link == link.turned()

@@ -73,7 +73,7 @@ def test_groups_give_the_numbers_of_single_tensors(name, dtype, monkeypatch, req
 
 
 def test_a_group_is_bounded_in_bytes(on_accelerator, monkeypatch):
-    monkeypatch.setattr(foreach, "GROUP_BYTES", 100)
+    monkeypatch.setattr(foreach, "_GROUP_BYTES", 100)
     leaves = [torch.ones(n) for n in (10, 10, 5, 200, 3, 3)]
     assert [len(x) for x in tree.elementwise(lambda x: x * 2, leaves)] == [10, 10, 5, 200, 3, 3]
     assert on_accelerator == [3, 2]

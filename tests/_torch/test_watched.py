@@ -6,8 +6,8 @@ import torch
 
 from fzero._torch import watched
 from fzero._torch.watched import (
-    CallSite,
     WatchedOperation,
+    _CallSite,
     current_call_site,
     is_real,
     memory_of,
@@ -17,8 +17,8 @@ from fzero._torch.watched import (
 )
 
 
-def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, CallSite]]:
-    found: list[tuple[WatchedOperation, CallSite]] = []
+def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, _CallSite]]:
+    found: list[tuple[WatchedOperation, _CallSite]] = []
     # code that is generated is nobody's, so that the line is that of `f`
     after = eval(
         "lambda operation, *_: found.append((operation, current_call_site()))",
@@ -51,7 +51,7 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
     found = [(operation.name, place) for operation, place in shown(torch.func.grad(loss), torch.ones(2))]
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
     places = {place._replace(sequence_number=-1) for _, place in found}
-    assert CallSite(line, "SqrtBackward0", False) in places and CallSite(line, "", False, forward=True) in places
+    assert _CallSite(line, "SqrtBackward0", False) in places and _CallSite(line, "", False, forward=True) in places
     forward = next(place for name, place in found if name == "aten::sqrt")
     assert {p.sequence_number for _, p in found if p.backward == "SqrtBackward0"} == {forward.sequence_number}
 

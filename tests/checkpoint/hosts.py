@@ -152,7 +152,7 @@ class World:
                 patch.setattr(torch.distributed, name, getattr(self, f"_{name}"))
             patch.setattr(torch.distributed, "new_group", lambda **options: "copies")
             patch.setattr(_agree, "default_store", lambda: self)
-            patch.setattr(_shared_memory, "host_name", lambda: self.hosts[RANK.number])
+            patch.setattr(_shared_memory, "_host_name", lambda: self.hosts[RANK.number])
             patch.setattr(_files, "os", _Counted(self))
             patch.setattr(_shared_memory, "os", _Counted(self))
             yield

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tree
-from fzero.checkpoint._shared_memory import copy_holders
+from fzero.checkpoint._shared_memory import _copy_holders
 from tests.checkpoint.helpers import memory_in
 from tests.checkpoint.hosts import Death, Died, ThreadMesh, World, local
 from tests.helpers import either, examples
@@ -24,7 +24,7 @@ HOSTS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 @given(hosts=HOSTS, copies=st.integers(0, 4))
 def test_copies_lie_on_as_many_other_hosts_as_there_are(hosts, copies):
     for rank, host in enumerate(hosts):
-        holders = [hosts[r] for r in copy_holders(hosts, rank, copies)]
+        holders = [hosts[r] for r in _copy_holders(hosts, rank, copies)]
         assert host not in holders, "a copy on the same host is lost with it"
         assert len(set(holders)) == len(holders) == min(copies, len(set(hosts)) - 1)
 
@@ -32,7 +32,7 @@ def test_copies_lie_on_as_many_other_hosts_as_there_are(hosts, copies):
 @given(count=st.integers(1, 6), ranks=st.integers(1, 8), copies=st.integers(0, 5))
 def test_no_rank_holds_more_copies_than_another(count, ranks, copies):
     hosts = [f"host{r // ranks}" for r in range(count * ranks)]
-    held = [r for rank in range(len(hosts)) for r in copy_holders(hosts, rank, copies)]
+    held = [r for rank in range(len(hosts)) for r in _copy_holders(hosts, rank, copies)]
     assert {held.count(r) for r in range(len(hosts))} == {min(copies, count - 1)}
 
 

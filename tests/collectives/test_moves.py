@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import PerRank
 from fzero.collectives._moves import to_device, to_host
-from fzero.testing import shapes, world_sizes
+from fzero.testing import _shapes, world_sizes
 from tests.helpers import examples
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -58,7 +58,7 @@ def test_a_move_of_a_view_takes_the_view_only(name):
 
 
 @examples(10, 20)
-@given(names, shapes())
+@given(names, _shapes())
 def test_each_is_the_others_transpose(name, shape):
     """In values, and as operations: the backward pass of a move is the other move, once."""
     x, y = normal(shape), normal(shape, 1)
@@ -74,7 +74,7 @@ def test_each_is_the_others_transpose(name, shape):
 
 
 @examples(10, 20)
-@given(names, shapes())
+@given(names, _shapes())
 def test_derivatives_are_those_without_the_move(name, shape):
     """grad, jvp, the gradient of a gradient, per-sample gradients, jvp of grad."""
     f, x, t = MOVES[name], normal((2, *shape)), normal((2, *shape), 1)
@@ -106,7 +106,7 @@ def test_reverse_mode_of_torch_itself():
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @examples(6, 12)
-@given(name=names, n=world_sizes(5), shape=shapes())
+@given(name=names, n=world_sizes(5), shape=_shapes())
 def test_a_move_inside_a_rank_program_is_each_ranks_own(simulate, name, n, shape):
     """It sends nothing between ranks, and its gradient is that of the program without it."""
     X = normal((n, *shape))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero._report import new_figure
 from fzero._torch import flop_formulas, with_query_heads
 from fzero.graph import Hardware
-from fzero.graph.planning._cost import _latency_seconds, _transfer_seconds, route_of
+from fzero.graph.planning._cost import _latency_seconds, _route_of, _transfer_seconds
 from tests.cuda import log
 from tests.cuda.log import Event
 from tests.cuda.streams import COMPUTE, WORK
@@ -117,7 +117,7 @@ def timeline(events: Sequence[Event], hardware: Hardware, ranks: int) -> Timelin
 def _collective_seconds(e: Event, hardware: Hardware, ranks: int) -> float:
     kind = e.name.removesuffix(" in place")
     total = e.bytes * (1 if kind == "all_reduce" else ranks)
-    route = route_of(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
+    route = _route_of(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
     return (
         hardware.latency
         + _latency_seconds(kind, route, hardware)

@@ -243,7 +243,7 @@ def memory_outlives_a_host(mesh: fzero.ranks.Mesh) -> None:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), PARAMS)
         saved = [filled(step, state, seed) for seed in range(4)]
         for hosts in (mesh.size, 1):
-            patch.setattr(_shared_memory, "host_name", lambda hosts=hosts: f"host{mesh.rank % hosts}")
+            patch.setattr(_shared_memory, "_host_name", lambda hosts=hosts: f"host{mesh.rank % hosts}")
             root, memory = path / f"disk{hosts}", path / f"memory{hosts}"
             memory.mkdir(exist_ok=True)
             runs = fzero.checkpoint.checkpoints(root, mesh, memory=str(memory), timeout=20)

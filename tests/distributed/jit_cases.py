@@ -394,15 +394,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _trace_agreement.digest_of_order
-    _trace_agreement.digest_of_order = lambda graph: original(graph) + str(mesh.rank)
+    original = _trace_agreement._digest_of_order
+    _trace_agreement._digest_of_order = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in the same order on all ranks" in str(error), error
     finally:
-        _trace_agreement.digest_of_order = original
+        _trace_agreement._digest_of_order = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 
@@ -493,7 +493,7 @@ def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.ranks.Mesh) -> 
 def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
     state = step.init(mlp_params(), OPT)
-    seconds, _agreement.TEXT_SECONDS = _agreement.TEXT_SECONDS, 2.0
+    seconds, _agreement._TEXT_SECONDS = _agreement._TEXT_SECONDS, 2.0
     try:
         if mesh.rank == 0:
             step(*state, mesh.split(mlp_batch(2 * mesh.size)))
@@ -502,7 +502,7 @@ def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) ->
     else:
         assert mesh.rank, "not refused"
     finally:
-        _agreement.TEXT_SECONDS = seconds
+        _agreement._TEXT_SECONDS = seconds
     torch.distributed.barrier()
 
 

@@ -8,7 +8,7 @@ from fzero.tuning import command
 from tests.docs.pages import DOCS
 
 PAGE, BEGIN, END = DOCS / "planner.md", "<!-- options -->\n", "<!-- /options -->"
-_NAMES_OF_REMAT = {value: name for name, value in command.REMAT.items()}
+_NAMES_OF_REMAT = {value: name for name, value in command._REMAT.items()}
 
 
 def _plan_parser() -> Any:

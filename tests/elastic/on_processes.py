@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     host = args.host.replace("%", os.environ["LOCAL_RANK"])
-    _shared_memory.host_name = lambda: host
+    _shared_memory._host_name = lambda: host
 
     def say(**what: Any) -> None:
         with open(args.root / "log", "a") as f:

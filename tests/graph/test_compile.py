@@ -24,7 +24,7 @@ from fzero.graph._ir import is_input
 from fzero.graph.run import _backends, _segment_compiler, _workers
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
-from fzero.graph.run._workers import Workers, spare_cores
+from fzero.graph.run._workers import Workers, _spare_cores
 from tests.graph.helpers import bitwise, code_of, needs_compiler
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -95,7 +95,7 @@ def test_what_another_compiles_comes_last_and_is_waited_for():
 
 def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
     all_codes = codes(2)
-    monkeypatch.setattr(_segment_compiler, "PATIENCE", 0.01)
+    monkeypatch.setattr(_segment_compiler, "_PATIENCE", 0.01)
     with FileLock(_segment_compiler._file(all_codes[0], "lock")):
         assert len(list(compile_all(all_codes, as_it_is))) == 2
 
@@ -213,10 +213,10 @@ def test_no_worker_is_started_in_vain(monkeypatch):
     monkeypatch.setattr(_workers.os, "sched_getaffinity", lambda pid: range(6))
     for ranks, spare in (("1", 5), ("2", 2), ("4", 0), ("16", 0), ("", 5), ("0", 5)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert spare_cores() == spare
+        assert _spare_cores() == spare
     monkeypatch.setattr(_workers, "compile_threads", lambda: 2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert spare_cores() == 1
+    assert _spare_cores() == 1
     monkeypatch.setattr(_workers, "pickle_graphs", lambda graphs: 1 / 0)  # what cannot be pickled
     assert _workers.start(codes(1), 2) == Workers()
 
@@ -398,7 +398,7 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
-    monkeypatch.setattr(_segment_compiler, "NO_BAR", 0.0)
+    monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
     found = []
     for item in _segment_compiler.progress(range(3), 3):
         found.append(item)
@@ -416,5 +416,5 @@ def test_no_bar_shows_quick_compilations_or_those_of_other_ranks(monkeypatch, te
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(_segment_compiler, "NO_BAR", 0.0)
+    monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
     assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""

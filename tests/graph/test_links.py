@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.planning._cost import Hardware, route_of
+from fzero.graph.planning._cost import Hardware, _route_of
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
 HARDWARE = Hardware(
@@ -51,7 +51,7 @@ def test_a_route_is_where_the_first_ranks_group_is(sizes, ranks_per_machine, dat
         if all(x == 0 or name in axes for x, (name, _) in zip(at, mesh, strict=True))
     ]
     machines = [0 if ranks_per_machine == math.inf else rank // ranks_per_machine for rank in group]
-    assert route_of(tuple(axes), mesh, ranks_per_machine) == (len(group), machines.count(0), len(set(machines)))
+    assert _route_of(tuple(axes), mesh, ranks_per_machine) == (len(group), machines.count(0), len(set(machines)))
 
 
 BYTES = 4 * NUMBERS

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OneNode
 from fzero.graph._ir import is_cheap
-from fzero.graph._ops import OPERATIONS, OperationTraits, is_factory, is_view
-from fzero.graph._trace_agreement import signatures
+from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_view
+from fzero.graph._trace_agreement import _signatures
 from fzero.graph.passes import recompute, schedule
 from fzero.sharding import _coded, _flat
 from tests.graph import graphs
@@ -17,24 +17,24 @@ from tests.graph import graphs
 aten = graphs.aten
 
 
-def rows(column: OperationTraits) -> list[str]:
-    return [name for name, known in OPERATIONS.items() if column in known]
+def rows(column: _OperationTraits) -> list[str]:
+    return [name for name, known in _OPERATIONS.items() if column in known]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", _OPERATIONS)
 def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
     if any(isinstance(getattr(module, name, None), OneNode) for module in (_flat, _coded)):
         return
     packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
-    assert packet not in flop_registry or OPERATIONS[name] is OperationTraits.HOST_SIZES
+    assert packet not in flop_registry or _OPERATIONS[name] is _OperationTraits.HOST_SIZES
     assert not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 
 def test_columns_imply_others():
-    cheap = {*rows(OperationTraits.CHEAP)}
-    assert cheap >= {*rows(OperationTraits.FACTORY), *rows(OperationTraits.EMPTY), *rows(OperationTraits.LAYOUT)}
-    assert {*rows(OperationTraits.BY_RANK)} >= {*rows(OperationTraits.FACTORY), *rows(OperationTraits.LAYOUT)}
-    assert all(known for known in OPERATIONS.values())
+    cheap = {*rows(_OperationTraits.CHEAP)}
+    assert cheap >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.EMPTY), *rows(_OperationTraits.LAYOUT)}
+    assert {*rows(_OperationTraits.BY_RANK)} >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.LAYOUT)}
+    assert all(known for known in _OPERATIONS.values())
 
 
 CALLS = {  # of operations that are linear, or lay out, or share memory: what they may be called with beside a tensor
@@ -55,20 +55,20 @@ CALLS = {  # of operations that are linear, or lay out, or share memory: what th
 }
 
 
-@pytest.mark.parametrize("name", rows(OperationTraits.LINEAR))
+@pytest.mark.parametrize("name", rows(_OperationTraits.LINEAR))
 def test_a_linear_operation_is_linear(name):
     x, y = torch.arange(6.0), 2.0 ** torch.arange(6)
     torch.testing.assert_close(CALLS[name](x + y), CALLS[name](x) + CALLS[name](y))
 
 
-@pytest.mark.parametrize("name", rows(OperationTraits.LAYOUT))
+@pytest.mark.parametrize("name", rows(_OperationTraits.LAYOUT))
 def test_what_lays_out_changes_no_value(name):
     x = torch.arange(1.0, 7.0)
     found = CALLS[name](x)
     assert found[found != 0].tolist() == x.tolist()
 
 
-@pytest.mark.parametrize("name", rows(OperationTraits.VIEW))
+@pytest.mark.parametrize("name", rows(_OperationTraits.VIEW))
 def test_a_view_lies_in_its_operands_memory(name):
     x = torch.arange(6.0).view(2, 3)
     assert CALLS[name](x).data_ptr() == x.data_ptr()
@@ -116,7 +116,7 @@ def test_the_number_of_a_ranks_gpu_is_no_difference_between_ranks():
         graph = b.done([b(aten.mul.Tensor, b.inputs[0], 2.0)])
         (node,) = [n for n in graph.nodes if n.target is aten.mul.Tensor]
         node.kwargs = {"device": torch.device("cuda", rank)}  # as `aten._to_copy` has it
-        return signatures(graph)
+        return _signatures(graph)
 
     assert moved(0) == moved(1) and "'cuda'" in moved(0)[0]
 
@@ -127,6 +127,6 @@ def test_how_a_rank_cuts_out_its_shard_is_no_difference_between_ranks():
         x, y = b.inputs
         piece = b(aten.slice.Tensor, x, 0, 4 * rank, 4 * rank + 4)
         piece = b(aten.constant_pad_nd.default, piece, [0, 2]) if rank else piece
-        return signatures(b.done([b(aten.mul.Tensor, piece, y)]))
+        return _signatures(b.done([b(aten.mul.Tensor, piece, y)]))
 
     assert cut(0) == cut(1) and len(cut(0)) == 1

@@ -14,11 +14,11 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._candidates import SLACK, ScheduleOptions, candidates
+from fzero.graph._candidates import _SLACK, ScheduleOptions, candidates
 from fzero.graph._ir import LATE, stand_ins_of
 from fzero.graph._pass_manager import PassContext
 from fzero.graph.passes import recast, schedule
-from fzero.graph.passes._listing import roles
+from fzero.graph.passes._listing import _roles
 from fzero.graph.planning._live_ranges import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 from tests.helpers import cases, examples
@@ -153,9 +153,9 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
     numel = tree.numel(layers())
     waiting, unit = 2 * (numel - numel // LAYERS) / ranks, 4 * numel / LAYERS / ranks
     without, clipped = planned(stage, ranks, False), planned(stage, ranks, True)
-    assert clipped.peak_bytes <= SLACK * (without.peak_bytes + waiting)
+    assert clipped.peak_bytes <= _SLACK * (without.peak_bytes + waiting)
     if ranks >= 8:  # what waits is then less than what the backward pass holds
-        assert clipped.peak_bytes <= SLACK * (without.peak_bytes + unit)
+        assert clipped.peak_bytes <= _SLACK * (without.peak_bytes + unit)
 
 
 def test_recast_is_kept_where_the_peak_is_smaller():
@@ -195,7 +195,7 @@ def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():
     x = step.mesh.split(torch.zeros(4, WIDTH, dtype=torch.float16, device="meta"))
     plan = fzero.plan(step, params, state, x)
     shard, unit = 4 * tree.numel(layers()) / 2, 4 * tree.numel(layers()) / LAYERS / 2
-    assert plan.added_bytes <= SLACK * (shard + 3 * unit)  # new moments and masters are as much as three gradients
+    assert plan.added_bytes <= _SLACK * (shard + 3 * unit)  # new moments and masters are as much as three gradients
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -208,7 +208,7 @@ def test_values_for_later_uses_wait_if_that_keeps_fewer_bytes(large):
     tanh = b(aten.tanh.default, product)
     flag = b.all_reduce(b(aten.sum.default, mine))
     graph = b.done([b(aten.mul.Tensor, product, flag), b(aten.mul.Tensor, tanh, flag)])
-    assert ({product, tanh} <= roles(graph).late) is large
+    assert ({product, tanh} <= _roles(graph).late) is large
 
 
 def test_what_shares_a_number_alone_waits_apart():
@@ -221,7 +221,7 @@ def test_what_shares_a_number_alone_waits_apart():
     shrinks = b(aten.slice.Tensor, b(aten.mul.Tensor, other, number), 0, 0, 3)
     shrinks = b(aten.neg.default, shrinks)
     graph = b.done([b(aten.mul.Tensor, grows, flag), b(aten.mul.Tensor, shrinks, flag)])
-    assert grows in roles(graph).late and shrinks not in roles(graph).late
+    assert grows in _roles(graph).late and shrinks not in _roles(graph).late
 
 
 # ---------------------------------------------------------------- DeepSpeed's pull request 2079

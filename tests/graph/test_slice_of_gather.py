@@ -10,7 +10,7 @@ from fzero.graph._ir import COPY, GATHER_INTO, aten, is_input
 from fzero.graph._ops import name_of
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
-from fzero.graph.run._subgraphs import is_own_part, split_into_subgraphs
+from fzero.graph.run._subgraphs import _is_own_part, split_into_subgraphs
 from tests.graph import graphs
 from tests.helpers import LEAST, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -55,7 +55,7 @@ def arguments(change: str) -> list[torch.Tensor]:
 
 
 def views(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if is_own_part(n)]
+    return [n for n in graph.nodes if _is_own_part(n)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -100,7 +100,7 @@ def test_the_old_part_is_read_before_it_is_overwritten():
     graph = schedule(slice_of_gather(step("read", metric=True), PLACES))
     order = list(graph.nodes)
     write = next(i for i, n in enumerate(order) if n.target is COPY)
-    reads = [i for i, n in enumerate(order) if any(is_own_part(a) or is_input(a) for a in n.all_input_nodes)]
+    reads = [i for i, n in enumerate(order) if any(_is_own_part(a) or is_input(a) for a in n.all_input_nodes)]
     assert len(reads) == 7 and sum(i > write for i in reads) == 1  # the gather's
 
 

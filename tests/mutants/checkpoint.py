@@ -17,8 +17,8 @@ COPIES = ("tests/checkpoint/test_copies.py",)
 
 MUTANTS = [
     *File("checkpoint/_shared_memory.py", COPIES).faults(
-        Fault("a copy lies on the host of its rank", "copy_holders", becomes("range(1, A)", "range(A)")),
-        Fault("all ranks of a host send to one rank", "copy_holders", becomes("ranks[A][B]", "ranks[A][0]")),
+        Fault("a copy lies on the host of its rank", "_copy_holders", becomes("range(1, A)", "range(A)")),
+        Fault("all ranks of a host send to one rank", "_copy_holders", becomes("ranks[A][B]", "ranks[A][0]")),
         Fault("spares keep what only they remember", "SharedMemory.move_to", skipped("self.fetch(A, B)")),
         Fault("an older step is taken than the newest whole one", "SharedMemory.newest", dropped("reverse=True")),
         Fault(
@@ -70,7 +70,7 @@ MUTANTS = [
         Fault("a tied leaf of a unit is stored twice", "_LocalTreeBuilder._add_members", never("A.index in B")),
         Fault(
             "a simulated rank reads the row of its number, not of its coordinate on the axis",
-            "BoxMemory.locate",
+            "_BoxMemory.locate",
             becomes("A.index(self.B, C)", "C % len(self.pieces[0])"),
         ),
     ),
@@ -124,7 +124,7 @@ MUTANTS = [
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
-        Fault("a value by rank along one axis is read as one of another", "check_leaves", never("there != here")),
+        Fault("a value by rank along one axis is read as one of another", "_check_leaves", never("there != here")),
         Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
         Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
@@ -158,10 +158,10 @@ MUTANTS = [
         ),
         Fault("a box that shares memory is loaded without memory of its own", "materialize", dropped("A not in B")),
         Fault("columns of one matrix count as overlapping memory", "_share_bytes", returns("True", at="2 of 2")),
-        Fault("overlapping memory is found between neighbours only", "overlapping", becomes("A.append(B)", "A = [B]")),
+        Fault("overlapping memory is found between neighbours only", "_overlapping", becomes("A.append(B)", "A = [B]")),
         Fault(
             "an expanded leaf, whose elements share memory, is not found to overlap",
-            "overlapping",
+            "_overlapping",
             becomes("A = {B for *C, B in D if E(F[B])}", "A: set[int] = set()"),
         ),
         Fault(
@@ -257,13 +257,13 @@ MUTANTS = [
         Fault("a leaf may have a million dimensions", "_leaf", always("len(A) <= B")),
     ),
     *File("checkpoint/_bounded_json.py", FUZZ).faults(
-        Fault("a small text takes all memory", "check_containers", never("count > MOST")),
+        Fault("a small text takes all memory", "check_containers", never("count > _MOST")),
     ),
     *File("checkpoint/_files.py", FUZZ).faults(
         Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),
     ),
     *File("checkpoint/_inspect.py", FUZZ).faults(
-        Fault("a manifest may say that a leaf is empty", "fill_leaf", never("not A.B()")),
+        Fault("a manifest may say that a leaf is empty", "_fill_leaf", never("not A.B()")),
     ),
     *File("checkpoint/_inspect.py", INPUT).faults(
         Fault(

@@ -79,19 +79,19 @@ MUTANTS = [
     *File("parallel/context/_ring_pattern.py", ATTENTION).faults(
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
         Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
-        Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("HalfPair(LATE, EARLY)")),
+        Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("_HalfPair(_LATE, _EARLY)")),
         Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("self.A.B(step) < self.A.C", ">")),
         Fault(
             "on processes keys of later ranks count as earlier",
             "RingPattern.pairs",
-            becomes("EARLY if A < rank else LATE", "LATE if A < rank else EARLY"),
+            becomes("_EARLY if A < rank else _LATE", "_LATE if A < rank else _EARLY"),
         ),
         Fault("documents stay where they are", "Ring.shift", bare("self._shift(A)", at="1 of 2")),
         Fault("the ring turns the other way", "Ring._shift", becomes("(A + 1) % B", "(A - 1) % B")),
         Fault(
             "capped scores are in memory as a whole",
             "Mask.tiles",
-            becomes("max(SCORE_ROWS, A)", "t"),
+            becomes("max(_SCORE_ROWS, A)", "t"),
             MEMORY,
         ),
         Fault("a tile misses its last keys", "Mask.tiles", becomes("min(s, A + B - 1)", "min(s, b)")),

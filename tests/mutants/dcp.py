@@ -20,10 +20,10 @@ MUTANTS = [
     *File("checkpoint/dcp.py", FUZZ).faults(
         Fault(
             "a damaged key renames a part of a value",
-            "stored_names",
+            "_stored_names",
             dropped("'.'.join(map(str, A)) != B"),
         ),
-        Fault("as many bytes are read as metadata of DCP says", "Reader.read_data", dropped("A + B > C")),
+        Fault("as many bytes are read as metadata of DCP says", "_Reader.read_data", dropped("A + B > C")),
     ),
     *File("checkpoint/_inspect.py", COMMAND).faults(
         Fault(

@@ -99,7 +99,7 @@ MUTANTS = [
             becomes("A * (B // C)", "ordered"),
         ),
         Fault("unsort_rows sends rows back unsorted", "unsort_rows", bare("B(A, A.shape[0])")),
-        Fault("gates get no gradient", "weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
+        Fault("gates get no gradient", "_weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
         Fault("the tangent of a sum of rows is doubled", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
     ),
     *File("parallel/experts/_grouped.py", GROUPED).faults(
@@ -167,10 +167,10 @@ MUTANTS = [
                 becomes("(A, B.shape[-1])", "(1, B.shape[-1])"),
             ),
         ),
-        Fault("a bias is not added", "batched_linear", always("A is None"), LAYER),
-        Fault("experts are not split over the ranks", "ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
+        Fault("a bias is not added", "_batched_linear", always("A is None"), LAYER),
+        Fault("experts are not split over the ranks", "_ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
         Fault("weights of all experts are accepted as one rank's part", "_check_size", always("A == B // C")),
-        Fault("shared experts are split too", "ExpertSplit.__call__", becomes("A in self.B", "A.endswith(self.B)")),
+        Fault("shared experts are split too", "_ExpertSplit.__call__", becomes("A in self.B", "A.endswith(self.B)")),
         Fault(
             "experts are split over another axis than tokens travel along",
             "check_axis",

@@ -97,17 +97,17 @@ MUTANTS = [
             returns("0 and x.numel() * dtype.itemsize"),
         ),
         Fault("the workspace of a promoted operand is not counted", "_promoted_bytes", never("A.dtype is not B")),
-        Fault("an operation inside a compiled segment counts a copy", "workspace_bytes", never("A in B.meta")),
+        Fault("an operation inside a compiled segment counts a copy", "_workspace_bytes", never("A in B.meta")),
         Fault("the cast of a half-precision mean is not counted", "_cast_bytes", constant(2, 1)),
         Fault(
             "a GPU's workspace is counted like a CPU's",
-            "workspace_bytes",
+            "_workspace_bytes",
             (
                 becomes("not A or B", "not A or not A"),
                 elsewhere("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
             ),
         ),
-        Fault("the copy of a convolution's operand is not counted", "workspace_bytes", returns("0", at="4 of 6")),
+        Fault("the copy of a convolution's operand is not counted", "_workspace_bytes", returns("0", at="4 of 6")),
         Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
         Fault(
             "what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), SLOW_ON_GLOO
@@ -236,12 +236,12 @@ MUTANTS = [
         Fault("0.0 and -0.0 become one constant", "_literal", becomes("repr(A.tolist())", "A.sum().item()"), LOOPS),
         Fault(
             "a cast and its cast back are not removed",
-            "erase_round_trips",
+            "_erase_round_trips",
             becomes("A and not B and C", "False and C"),
         ),
         Fault("a cast that rounds is removed with its cast back", "_holds_all", always("A and B != C")),
-        Fault("a result shares an argument's memory", "erase_round_trips", dropped("not is_result")),
-        Fault("a view is not moved behind its new source", "erase_round_trips", becomes("A[1:]", "()")),
+        Fault("a result shares an argument's memory", "_erase_round_trips", dropped("not is_result")),
+        Fault("a view is not moved behind its new source", "_erase_round_trips", becomes("A[1:]", "()")),
     ),
     *File("graph/_collector.py", COLLECTOR).faults(
         Fault("the garbage collector stays off after a trace", "paused_collector", negated("A")),
@@ -272,7 +272,7 @@ MUTANTS = [
         Fault("a vmap around a simulated mesh fails", "Spmd._by_vmap", dropped("is_outermost")),
     ),
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
-        Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in PRODUCTS")),
+        Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in _PRODUCTS")),
     ),
     *File("graph/_trace_agreement.py", ("tests/graph/test_ops.py",)).faults(
         Fault("ranks with different GPU indices disagree on the graph", "_signature", bare("_DEVICE.sub(B, A)")),
@@ -280,10 +280,10 @@ MUTANTS = [
     *File("graph/_trace_agreement.py", ORDER).faults(
         Fault(
             "the order of operations is not in a schedule's digest",
-            "digest_of_order",
+            "_digest_of_order",
             becomes("names = A", "names: list[str] = []"),
         ),
-        Fault("loop bodies are not compared between the ranks", "signatures", dropped("*A(B.C, D)"), LOOPS),
+        Fault("loop bodies are not compared between the ranks", "_signatures", dropped("*A(B.C, D)"), LOOPS),
     ),
     *File("graph/trace/_call_arguments.py", JIT).faults(
         Fault("numbers are not in the key of a trace", "call_key", becomes("(type(A), B)", "(type(A), None)")),
@@ -308,19 +308,19 @@ MUTANTS = [
         ),
     ),
     *File("graph/_ops.py", OPS).faults(
-        Fault("an empty buffer is made twice", "OPERATIONS", becomes("'empty_like': A | B", "'empty_like': A")),
-        Fault("amax counts as a linear operation", "OPERATIONS", becomes("'amax': A", "'amax': A | LINEAR")),
+        Fault("an empty buffer is made twice", "_OPERATIONS", becomes("'empty_like': A | B", "'empty_like': A")),
+        Fault("amax counts as a linear operation", "_OPERATIONS", becomes("'amax': A", "'amax': A | _LINEAR")),
         Fault(
             "constant_pad_nd lacks a trait in the table of operations",
-            "OPERATIONS",
+            "_OPERATIONS",
             becomes("'constant_pad_nd': A | B | C | D | E", "'constant_pad_nd': A | C | D | E"),
         ),
         Fault(
             "full is no factory in the table of operations",
-            "OPERATIONS",
+            "_OPERATIONS",
             becomes("'full': A | B | C | D", "'full': A | C | D"),
         ),
-        Fault("an entry of the table names no operation of torch", "OPERATIONS", constant("bucketize", "bucketise")),
+        Fault("an entry of the table names no operation of torch", "_OPERATIONS", constant("bucketize", "bucketise")),
     ),
     *File("graph/_dump.py", PASS_MANAGER).faults(
         Fault(
@@ -330,7 +330,7 @@ MUTANTS = [
         ),
         Fault("a second trace is dumped over the first", "dump_folder", never("traces")),
         Fault(
-            "a dump keeps the files of an earlier one", "dump", becomes("[TRACED, *[A.name for A in B]]", "[TRACED]")
+            "a dump keeps the files of an earlier one", "dump", becomes("[_TRACED, *[A.name for A in B]]", "[_TRACED]")
         ),
     ),
     *File("graph/loop/_insert_loops.py", LOOPS).faults(
@@ -364,7 +364,7 @@ MUTANTS = [
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
     *File("graph/planning/_plan.py", LOOPS).faults(
-        Fault("a plan counts one iteration of a loop", "list_operations", becomes("A.iterations", "1")),
+        Fault("a plan counts one iteration of a loop", "_list_operations", becomes("A.iterations", "1")),
     ),
     *File("transforms/_value_and_grad.py", LOOPS).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),
@@ -388,7 +388,7 @@ MUTANTS = [
     *File("graph/_polynomials.py", LENGTHS).faults(
         Fault(
             "a size that grows with the square of the length is not fitted",
-            "fit",
+            "_fit",
             skipped("A += B if C % D ** 2 == 0 else []"),
         ),
     ),

@@ -35,17 +35,19 @@ MUTANTS = [
         Fault("a stopped process counts as silent never", "WorldJudge.hear", never("place.process != 'stopped'")),
         Fault("a pause of the judge blames the others", "Awake.tick", becomes("min(A, self._step)", "A")),
         Fault("a second verdict replaces the first", "RankZeroJudge.hear", dropped("self.verdict is None")),
-        Fault("a text of places has no bound", "show_places", never("A > LENGTH")),
+        Fault("a text of places has no bound", "show_places", never("A > _LENGTH")),
     ),
     *File("_liveness/_beats.py", BEATS).faults(
-        Fault("a rank that does not leave its wait lives on", "Heartbeat.end_rank", skipped("os.kill(A, B)")),
-        Fault("a rank that works is idle", "Process._idle", never("used - self._uses[0][1] > A")),
-        Fault("a link is silent at the next place", "Process.place", skipped("self.links.silent = {}")),
-        Fault("a rank that writes its files is killed", "Heartbeat.end_rank", becomes("min(A, B)", "B")),
+        Fault("a rank that does not leave its wait lives on", "_Heartbeat.end_rank", skipped("os.kill(A, B)")),
+        Fault("a rank that works is idle", "_Process._idle", never("used - self._uses[0][1] > A")),
+        Fault("a link is silent at the next place", "_Process.place", skipped("self.links.silent = {}")),
+        Fault("a rank that writes its files is killed", "_Heartbeat.end_rank", becomes("min(A, B)", "B")),
         Fault(
-            "a rank that works without end lives on", "Heartbeat.end_rank", becomes("seconds if is_endless else A", "A")
+            "a rank that works without end lives on",
+            "_Heartbeat.end_rank",
+            becomes("seconds if is_endless else A", "A"),
         ),
-        Fault("a rank that works long is killed", "Heartbeat.end_rank", dropped("self.verdict.rank == A")),
+        Fault("a rank that works long is killed", "_Heartbeat.end_rank", dropped("self.verdict.rank == A")),
     ),
     *File("_liveness/_system.py", SYSTEM).faults(
         Fault("the children of a rank do not work", "_tree", skipped("found += A")),
@@ -56,7 +58,7 @@ MUTANTS = [
             "System._silent",
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
-        Fault("a peer that does not read is a sign of work", "_connection", becomes("A != PROBE", "True")),
+        Fault("a peer that does not read is a sign of work", "_connection", becomes("A != _PROBE", "True")),
         Fault("the network is no work", "System.look", skipped("self._count(('network', A), B)")),
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(

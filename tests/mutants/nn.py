@@ -17,7 +17,7 @@ MUTANTS = [
     *File("codecs/_quantize.py", FLOAT8).faults(
         Fault("scales of float8 are no powers of two", "scales_of", never("A.is_float")),
         Fault(
-            "scales are rounded down, so that large numbers saturate", "power_of_two", becomes("A + B & ~B", "A & ~B")
+            "scales are rounded down, so that large numbers saturate", "_power_of_two", becomes("A + B & ~B", "A & ~B")
         ),
     ),
     *File("codecs/_quantize.py", FLOAT8).faults(
@@ -26,24 +26,26 @@ MUTANTS = [
     *File("nn/_float8.py", FLOAT8).faults(
         Fault(
             "a row's scale is that of a column",
-            "encode",
+            "_encode",
             becomes("largest_magnitudes(x)", "largest_magnitudes(x.mT)"),
         ),
         Fault(
             "weights take the scale of inputs", "_product", becomes("*b_operand", "b_operand.codes, a_operand.scale")
         ),
-        Fault("tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "VALUE_DTYPE")),
+        Fault(
+            "tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "_VALUE_DTYPE")
+        ),
         Fault(
             "rowwise gradients are rounded to e5m2",
             "float8_linear",
-            becomes("A if B else VALUE_DTYPE", "torch.float8_e5m2"),
+            becomes("A if B else _VALUE_DTYPE", "torch.float8_e5m2"),
         ),
         Fault(
             "in the backward pass values are in e5m2 and gradients in e4m3",
-            "Recipe.of_gradient",
-            becomes("A(B, VALUE_DTYPE, C, D, E)", "A(VALUE_DTYPE, B, C, D, E)"),
+            "_Recipe.of_gradient",
+            becomes("A(B, _VALUE_DTYPE, C, D, E)", "A(_VALUE_DTYPE, B, C, D, E)"),
         ),
-        Fault("gradients add in few bits", "Recipe.of_gradient", constant(False, True)),
+        Fault("gradients add in few bits", "_Recipe.of_gradient", constant(False, True)),
         Fault("rowwise codes of one direction serve both", "_Product.backward", never("A.is_rowwise")),
         Fault(
             "a layer keeps its input for the backward pass", "_Product.setup_context", becomes("not A and B", "False")
@@ -62,7 +64,7 @@ MUTANTS = [
         Fault("layers of other sizes are chosen", "_default", dropped("_divides(A)")),
         Fault("transposed weights are not transposed back", "_forward", becomes("A if B else C", "C")),
         Fault("products forget their scales", "MatmulPrecision.linear", dropped("scaling=A")),
-        Fault("a weight that attention only reads is listed", "linear_layers", skipped("A.discard(B)")),
+        Fault("a weight that attention only reads is listed", "_linear_layers", skipped("A.discard(B)")),
     ),
     *File("parallel/tensor/_forwards.py", ("tests/nn/test_matmul_precision.py",)).faults(
         Fault("split layers multiply exactly", "install", becomes("A.get(B, C)", "C")),
@@ -86,8 +88,8 @@ MUTANTS = [
         Fault("smoothing divides by a rank's classes", "cross_entropy_of_head", becomes("len(A) * B(C)", "len(A)")),
     ),
     *File("nn/_lazy_logits.py", ("tests/nn/test_chunked_loss.py",)).faults(
-        Fault("a head's scale is forgotten", "LazyLogits._then", becomes("(*A, change)", "A")),
-        Fault("a slice of tokens is forgotten", "LazyLogits.__getitem__", becomes("self.hidden[A]", "self.hidden")),
+        Fault("a head's scale is forgotten", "_LazyLogits._then", becomes("(*A, change)", "A")),
+        Fault("a slice of tokens is forgotten", "_LazyLogits.__getitem__", becomes("self.hidden[A]", "self.hidden")),
         Fault(
             "ignored labels of the model count",
             "_cross_entropy",

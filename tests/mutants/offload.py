@@ -155,12 +155,12 @@ MUTANTS = [
     *File("checkpoint/_local_tree.py", OFFLOAD).faults(
         Fault(
             "a host's piece is loaded from the wrong range",
-            "BoxMemory.locate",
+            "_BoxMemory.locate",
             (bare("A + a - B.C"), becomes("A + B - C.D", "A + B - a")),
         ),
         Fault(
             "a host's piece begins where the shard does",
-            "BoxMemory.locate",
+            "_BoxMemory.locate",
             becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
         ),
     ),
@@ -237,13 +237,13 @@ MUTANTS = [
     ),
     *File("graph/planning/_cost.py", COST).faults(
         Fault("products of float8 take the time of half precision", "_compute_seconds", bare("A / B.float8")),
-        Fault("products of float8 have one rate in any shape", "PRODUCTS", dropped("A._scaled_mm: 0")),
+        Fault("products of float8 have one rate in any shape", "_PRODUCTS", dropped("A._scaled_mm: 0")),
         Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.products")),
     ),
     *File("transforms/_remat.py", REMAT).faults(
-        Fault("remat's offload moves parameters to the host", "offload", dropped("not A[B].is_leaf")),
-        Fault("remat's offload moves 0-d values to the host", "offload", dropped("A[B].dim()")),
-        Fault("remat's offload copies without autograd", "offload", becomes("torch.enable_grad", "torch.no_grad")),
+        Fault("remat's offload moves parameters to the host", "_offload", dropped("not A[B].is_leaf")),
+        Fault("remat's offload moves 0-d values to the host", "_offload", dropped("A[B].dim()")),
+        Fault("remat's offload copies without autograd", "_offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
         Fault(
@@ -266,7 +266,7 @@ MUTANTS = [
         Fault("the host's free memory is not compared with the need", "check_host_memory", never("A > B")),
         Fault("the need of the host counts one rank only", "check_host_memory", bare("B * A")),
         Fault("offloaded parameters are not in the host's need", "check_host_memory", never("A.param_offload_ratio")),
-        Fault("the limit of a control group is ignored", "free_bytes", bare("min(A, int(B) - C)")),
+        Fault("the limit of a control group is ignored", "_free_bytes", bare("min(A, int(B) - C)")),
         Fault("state_bytes ignores space=", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
     *File("optim/_base.py", HOST_MEMORY).faults(

@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     *File("optim/_eight_bit.py", EIGHT_BIT).faults(
         Fault("a byte is that of the value below", "_midpoints", becomes("A(A(x + y) / 2)", "y")),
-        Fault("the code has no negative values", "dynamic_values", becomes("[-x for x in A]", "A")),
+        Fault("the code has no negative values", "_dynamic_values", becomes("[-x for x in A]", "A")),
         Fault("a byte is that of the least number of its look-up", "encode", becomes("A + (B > C)", "A")),
         Fault("a scale of zero divides", "encode", becomes("torch.where(A == 0, B, C)", "C")),
     ),

@@ -38,12 +38,12 @@ MUTANTS = [
             bare("[*A[-1].all_input_nodes, *A]"),
             FUSED,
         ),
-        Fault("values that wait for the last gradient are not scheduled late", "roles", skipped("A |= B(C, D, A)")),
+        Fault("values that wait for the last gradient are not scheduled late", "_roles", skipped("A |= B(C, D, A)")),
         Fault("every value that waits is scheduled late", "_waiting", dropped("A(B, C)")),
         Fault("late operands count as memory that a value frees", "_grows", dropped("A not in late")),
         Fault("0-d values join independent updates", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("nodes that become ready are not listed at once", "_append", skipped("A += [] if B else C(D, E, F)")),
-        Fault("a cast that was made again is scheduled early", "roles", never("A in B.meta")),
+        Fault("a cast that was made again is scheduled early", "_roles", never("A in B.meta")),
         Fault("updates run at the end of the step", "list_nodes", skipped("A(B, C)", at="1 of 4"), ORDER),
         Fault(
             "an argument is overwritten while a gather reads it",
@@ -86,19 +86,19 @@ MUTANTS = [
         Fault("a repeated cast is not marked to be made late", "recast", becomes("A.meta[B]", "A.meta[B + B]")),
     ),
     *File("graph/passes/_schedule.py", ORDER).faults(
-        Fault("one gather more than prefetch= starts ahead", "next_gathers", constant(1, 2, at="3 of 3")),
+        Fault("one gather more than prefetch= starts ahead", "_next_gathers", constant(1, 2, at="3 of 3")),
         Fault("the graph's own order is never kept, even if it holds less", "Orders.leanest", never("max(A) < max(B)")),
         Fault(
             "a gather starts ahead although the budget does not allow it",
-            "fit_prefetches",
+            "_fit_prefetches",
             becomes("A[B - 1] + C", "A[B - 1]"),
         ),
         Fault(
             "the memory of a gather that starts ahead is not counted",
-            "fit_prefetches",
+            "_fit_prefetches",
             skipped("A[B:C] = [D + E for D in A[B:C]]"),
         ),
-        Fault("nothing starts ahead", "fit_prefetches", skipped("A.setdefault(B[C], []).append(D)")),
+        Fault("nothing starts ahead", "_fit_prefetches", skipped("A.setdefault(B[C], []).append(D)")),
         Fault(
             "the order of in_flight=0 is used for in_flight=1",
             "Orders.lean",

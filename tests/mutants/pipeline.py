@@ -67,7 +67,7 @@ MUTANTS = [
     *File("parallel/pipeline/_execution.py", LAWS).faults(
         Fault("a schedule's table is used although the gradient is differentiated", "run_on_ranks", dropped("A > 1")),
         Fault("an evaluation runs the backward pass", "run_on_ranks", always("A == 1")),
-        Fault("a schedule's table ignores the loss scale", "run_table", becomes("A = B()", "A = None")),
+        Fault("a schedule's table ignores the loss scale", "_run_table", becomes("A = B()", "A = None")),
     ),
     *File("parallel/pipeline/_row_recorder.py", LAWS).faults(
         Fault(
@@ -135,7 +135,7 @@ MUTANTS = [
         ),
         Fault(
             "ranks of different pipeline stages compare their graphs",
-            "agree",
+            "_agree",
             becomes("A or 'no pipeline'", "'no pipeline'"),
         ),
     ),
@@ -196,7 +196,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/passes/_schedule.py", PLAN).faults(
-        Fault("a gather starts ahead in another region of a pipeline", "next_gathers", never("A.target is B")),
+        Fault("a gather starts ahead in another region of a pipeline", "_next_gathers", never("A.target is B")),
     ),
     *File("graph/passes/_rematerialize.py", PLAN).faults(
         Fault(

@@ -17,7 +17,9 @@ MUTANTS = [
             skipped("state.micro_batches.clear()"),
         ),
         Fault("dropout stays off after an evaluation", "_ShardedTrainer.training_step", skipped("model.train()")),
-        Fault("a loss per micro-batch is not divided by their number", "_loss", becomes("loss / batch[COUNT]", "loss")),
+        Fault(
+            "a loss per micro-batch is not divided by their number", "_loss", becomes("loss / batch[_COUNT]", "loss")
+        ),
         Fault(
             "micro-batches of a step that a callback stopped are used by the next run",
             "_ShardedTrainer._inner_training_loop",

@@ -34,11 +34,11 @@ MUTANTS = [
     ),
     *File("observe/_lines.py", PROFILING).faults(
         Fault("an operation of the forward pass has no phase", "spans.after", never("A.B", at="2 of 3")),
-        Fault("a line belongs to the outermost function, not the innermost", "function_at", becomes("min", "max")),
+        Fault("a line belongs to the outermost function, not the innermost", "_function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(
             "a mark of the backward pass says forward",
-            "mark_functions.before",
+            "_mark_functions.before",
             constant("backward", "forward or update"),
         ),
         Fault(
@@ -47,8 +47,8 @@ MUTANTS = [
     ),
     *File("observe/_flame_chart.py", PROFILING).faults(
         Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),
-        Fault("labels of narrow bars overlap", "label", constant(4, 0)),
-        Fault("bars are joined across different callers", "bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),
+        Fault("labels of narrow bars overlap", "_label", constant(4, 0)),
+        Fault("bars are joined across different callers", "_bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),
     ),
     *File("graph/run/_clock.py", PROFILING).faults(
         Fault(

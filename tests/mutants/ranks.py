@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
         Fault("another rank gives up before rank 0 does", "_outcome", always("newest == sign and A")),
         Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
-        Fault("a rank that never comes is waited for", "patience", becomes("max(A, PATIENCE)", "timeout")),
+        Fault("a rank that never comes is waited for", "_patience", becomes("max(A, _PATIENCE)", "timeout")),
         Fault("a wait in a dark store has no bound", "_wait_for", becomes("value.result(patience)", "value.result()")),
         Fault(
             "two worlds share keys of the store",

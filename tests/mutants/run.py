@@ -139,24 +139,24 @@ MUTANTS = [
     *File("graph/run/_workers.py", COMPILE).faults(
         Fault(
             "a worker does not end with the process that started it",
-            "work",
+            "_work",
             becomes("threading.Thread(..., target=A)", "threading.Thread(..., target=print)"),
         ),
         Fault(
             "a worker stops at a segment that does not compile",
-            "work",
+            "_work",
             becomes("lambda A: B(A, C[A.name])", "compile_and_mark"),
         ),
-        Fault("each rank takes all cores", "spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),
+        Fault("each rank takes all cores", "_spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),
     ),
     *File("graph/run/_executable.py", BORDERS).faults(
         Fault(
             "an argument with other strides is not copied to the traced strides",
-            "with_traced_layouts.run",
+            "_with_traced_layouts.run",
             becomes("for A in B: ...", "for A in (): ..."),
         ),
-        Fault("a write goes into a copy and not into the argument", "with_traced_layouts.run", skipped("A(B, C)")),
-        Fault("a view of other strides fails in uncompiled code", "REPLACEMENTS", dropped("**A", at="2 of 2")),
+        Fault("a write goes into a copy and not into the argument", "_with_traced_layouts.run", skipped("A(B, C)")),
+        Fault("a view of other strides fails in uncompiled code", "_REPLACEMENTS", dropped("**A", at="2 of 2")),
     ),
     *File("graph/run/_fallback.py", FALLBACK).faults(
         Fault("the check of compiled code ignores strides", "check_outputs", dropped("not A(B, C)")),

@@ -69,7 +69,7 @@ MUTANTS = [
         Fault("a backward pass counts its weight half twice", "Durations.of", bare("A - B")),
     ),
     *File("parallel/schedules/_named_schedules.py", LAWS).faults(
-        Fault("the last group of micro-batches is smaller", "group_sizes", becomes("A // ranks", "-(-A // ranks)")),
+        Fault("the last group of micro-batches is smaller", "_group_sizes", becomes("A // ranks", "-(-A // ranks)")),
         Fault(
             "interleaved 1F1B prefers the order for messages of one hop",
             "NAMES",
@@ -78,12 +78,12 @@ MUTANTS = [
         Fault("1F1B prefers the order for messages of two hops", "NAMES", becomes("(A, B)", "(B, A)", at="1 of 3")),
         Fault(
             "zero-bubble runs the weight half at once",
-            "one_f_one_b",
+            "_one_f_one_b",
             (dropped("A >= B"), becomes("i - A", "i"), becomes("A[max(0, len(A) - B):]", "[]")),
         ),
-        Fault("the stages of zero-bubble V lie in a loop", "zb_v", dropped("'v'")),
+        Fault("the stages of zero-bubble V lie in a loop", "_zb_v", dropped("'v'")),
         Fault("zero-bubble V is wrong for few micro-batches", "_v_row", bare("max(2 * B - 1, A)")),
-        Fault("the lower bound of a split schedule is too high", "makespan_bound", never("split")),
+        Fault("the lower bound of a split schedule is too high", "_makespan_bound", never("split")),
         Fault("the longest order is chosen", "schedule", becomes("min", "max", at="2 of 2")),
         Fault(
             "a known order beyond the cap is chosen",
@@ -107,9 +107,11 @@ MUTANTS = [
         ),
     ),
     *File("parallel/schedules/_drawing.py", PICTURE).faults(
-        Fault("a long schedule is one line", "COLUMNS", constant(120, 1200), LAWS),
+        Fault("a long schedule is one line", "_COLUMNS", constant(120, 1200), LAWS),
         Fault(
-            "in flight counts the micro-batches of each stage", "in_micro_batches", bare("A / B.rank_of_stage.count(C)")
+            "in flight counts the micro-batches of each stage",
+            "_in_micro_batches",
+            bare("A / B.rank_of_stage.count(C)"),
         ),
         Fault("numbers are drawn into boxes that are too narrow", "_panel", becomes("A * scale", "1000000000.0")),
         Fault("ranks are drawn from the bottom up", "_panel", becomes("A - 0.45", "-A - 0.45")),

@@ -45,10 +45,10 @@ MUTANTS = [
             becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
         ),
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
-        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
+        Fault("gradients are summed in their own dtype", "_wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
     ),
     *File("graph/run/_executable.py", FLAT).faults(
-        Fault("the executor flattens a unit as the trace recorded it", "REPLACEMENTS", dropped("A: B")),
+        Fault("the executor flattens a unit as the trace recorded it", "_REPLACEMENTS", dropped("A: B")),
     ),
     *File("graph/_storages.py", LIVE_RANGES).faults(
         Fault(
@@ -119,7 +119,7 @@ MUTANTS = [
         Fault(
             "parameters are gathered in the dtype of sums",
             "_narrow",
-            becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"),
+            becomes("A.to(B(C, A))", "A.to(_wire_dtype(C, A))"),
             HALF,
         ),
     ),

@@ -10,9 +10,9 @@ PIPELINE = ("tests/nn/test_module_pipeline.py",)
 MUTANTS = [
     *File("nn/_split_module.py", SPLIT).faults(
         Fault(
-            "every block gets the first block's arguments", "SplitModule.block", becomes("A[B]", "A[0]", at="3 of 3")
+            "every block gets the first block's arguments", "_SplitModule.block", becomes("A[B]", "A[0]", at="3 of 3")
         ),
-        Fault("every block runs the first block's code", "SplitModule._run_block", becomes("index", "0", at="1 of 3")),
+        Fault("every block runs the first block's code", "_SplitModule._run_block", becomes("index", "0", at="1 of 3")),
         Fault(
             "every block uses the first block's constants",
             "_share_constants.share",
@@ -27,20 +27,20 @@ MUTANTS = [
         Fault("a block may write its buffers", "_read_only", dropped("mutable_names=frozenset()")),
         Fault(
             "some blocks may be left out",
-            "SplitModule._record",
+            "_SplitModule._record",
             becomes("raise ValueError(A(B, C.count))", "return C"),
         ),
-        Fault("a block's arguments may depend on parameters", "SplitModule.block_arguments", never("A.B(C)")),
+        Fault("a block's arguments may depend on parameters", "_SplitModule.block_arguments", never("A.B(C)")),
         Fault(
             "a split module does not share its parameters' memory",
             "split_module",
             (dropped("**A", at="2 of 4"), dropped("**shared")),
         ),
-        Fault("join returns the blocks' parameters only", "SplitModule.join", returns("block_params")),
-        Fault("blocks that return tuples are not supported", "SplitModule._record", becomes("[*A]", "[A.TENSOR]")),
+        Fault("join returns the blocks' parameters only", "_SplitModule.join", returns("block_params")),
+        Fault("blocks that return tuples are not supported", "_SplitModule._record", becomes("[*A]", "[A.TENSOR]")),
         Fault(
             "a block's arguments are recorded in the module's dtype, not in dtype=",
-            "SplitModule.block_arguments",
+            "_SplitModule.block_arguments",
             bare("B or A"),
             PIPELINE,
         ),
@@ -83,7 +83,9 @@ MUTANTS = [
             "run_dynamic_block",
             becomes("(A([B[C] for C in D], E.position), F)", "(B[D[0]], F)"),
         ),
-        Fault("recording a module's calls advances the random generator", "record_calls", becomes("A(B(0), C)", "C()")),
+        Fault(
+            "recording a module's calls advances the random generator", "_record_calls", becomes("A(B(0), C)", "C()")
+        ),
     ),
     *File("nn/_apply.py", NN).faults(
         Fault(

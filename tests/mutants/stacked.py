@@ -46,18 +46,18 @@ MUTANTS = [
     *File("checkpoint/_local_tree.py", CHECKPOINT).faults(
         Fault(
             "each row of a stacked leaf has the first item's name",
-            "list_unit_parts",
+            "_list_unit_parts",
             becomes("(A, False)", "(any_index, False)"),
         ),
         Fault(
             "the value of an idle slot is saved as a leaf of its own",
-            "list_unit_parts",
+            "_list_unit_parts",
             becomes("(A, True)", "(A, False)"),
         ),
-        Fault("the copies of a tied leaf are saved several times", "list_unit_parts", never("is_copy")),
-        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "list_unit_parts", bare("A - 1")),
-        Fault("blocks are saved in the ranks' order", "in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
-        Fault("a list with another name is accepted", "list_unit_parts", never("item is None")),
+        Fault("the copies of a tied leaf are saved several times", "_list_unit_parts", never("is_copy")),
+        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "_list_unit_parts", bare("A - 1")),
+        Fault("blocks are saved in the ranks' order", "_in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
+        Fault("a list with another name is accepted", "_list_unit_parts", never("item is None")),
     ),
     *File("checkpoint/_ranges.py", CHECKPOINT).faults(
         Fault(
@@ -87,9 +87,9 @@ MUTANTS = [
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),
     ),
     *File("checkpoint/_load.py", CHECKPOINT).faults(
-        Fault("a None in `like` counts as a leaf that must be saved", "check_leaves", dropped("A in B or not C(x)")),
+        Fault("a None in `like` counts as a leaf that must be saved", "_check_leaves", dropped("A in B or not C(x)")),
         Fault(
-            "a saved None counts as a leaf that `like` must have", "check_leaves", always("not A(B.values.get(C, 0))")
+            "a saved None counts as a leaf that `like` must have", "_check_leaves", always("not A(B.values.get(C, 0))")
         ),
     ),
     *File("checkpoint/dcp.py", CHECKPOINT).faults(

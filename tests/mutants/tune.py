@@ -22,8 +22,8 @@ EXPORTS = ("tests/tuning/exports/test_exports.py",)
 
 MUTANTS = [
     *File("tuning/_bounds.py", BOUNDS).faults(
-        Fault("a bound repeats the last product of a block", "_Step.block", becomes("sum(A[:-1])", "sum(A)")),
-        Fault("a bound counts a pipeline's bubble twice", "_Step.seconds", becomes("A.pp - 1", "2 * A.pp - 2")),
+        Fault("a bound repeats the last product of a block", "_StepBounds.block", becomes("sum(A[:-1])", "sum(A)")),
+        Fault("a bound counts a pipeline's bubble twice", "_StepBounds.seconds", becomes("A.pp - 1", "2 * A.pp - 2")),
     ),
     *File("tuning/_best_first.py", BOUNDS).faults(
         Fault("a search by bounds ends at the first row", "search_by_bounds", becomes("A.B.C >= D", "D < math.inf")),
@@ -68,13 +68,13 @@ MUTANTS = [
             becomes("[*A, *B]", "A", at="1 of 2"),
             EXTRAPOLATION,
         ),
-        Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
-        Fault("a step on a mesh of another size is planned", "check_mesh", never("expected"), PARALLELISM),
+        Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
+        Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
     ),
     *File("tuning/_extrapolation.py", EXTRAPOLATION).faults(
         Fault(
             "models of 1, 2 and 3 blocks are extrapolated",
-            "DEPTHS_BY_PARITY",
+            "_DEPTHS_BY_PARITY",
             becomes("{1: A, 0: B}", "{1: (1, 2, 3), 0: (1, 2, 3)}"),
             TUNE,
         ),
@@ -200,7 +200,7 @@ MUTANTS = [
         Fault("the network is as fast as the machine's links", "_transfer_seconds", always("A == 1")),
         Fault("the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link, C * A)")),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),
-        Fault("the first axis changes fastest", "route_of", bare("reversed(A)")),
+        Fault("the first axis changes fastest", "_route_of", bare("reversed(A)")),
         Fault("the latency of an all_reduce is counted once, not twice", "_latency_seconds", bare("2 * A")),
         Fault("the latency of a tree is the larger of tree and ring", "_latency_seconds", becomes("min", "max")),
         Fault(
@@ -218,10 +218,10 @@ MUTANTS = [
             COST,
         ),
         Fault("attention is as fast as a product", "_rate", never("'attention' in A(B)"), COST),
-        Fault("the bias of a product is taken for its factor", "PRODUCTS", constant(1, 0, at="1 of 2"), COST),
+        Fault("the bias of a product is taken for its factor", "_PRODUCTS", constant(1, 0, at="1 of 2"), COST),
     ),
     *File("tuning/_tune.py", TUNE).faults(
-        Fault("margin= is ignored", "budget_of", becomes("A if B is None else B", "0")),
+        Fault("margin= is ignored", "_budget_of", becomes("A if B is None else B", "0")),
     ),
     *File("graph/_entry.py", TUNE).faults(
         Fault("a plan for a GPU assumes gloo's buffers", "_trace_call", never("A.hardware is not None")),
@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     *File("tuning/_steps.py", MODELS).faults(
         Fault("the other half of the blocks recomputes too", "_forms_of_block", never("A == B")),
-        Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
+        Fault("a chunked loss has all logits at once", "_head_loss", never("A.chunked")),
     ),
     *File("tuning/_model_names.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
@@ -259,7 +259,7 @@ MUTANTS = [
         Fault("an estimate leaves out the largest layer", "deepspeed_zero3", becomes("4 * A", "0")),
     ),
     *File("tuning/command.py", COMMAND).faults(
-        Fault("a kilobyte is 1024 bytes", "UNITS", constant(1000, 1024)),
+        Fault("a kilobyte is 1024 bytes", "_UNITS", constant(1000, 1024)),
         Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
         Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
     ),
@@ -302,11 +302,11 @@ MUTANTS = [
         Fault("torchtitan's step has a rank's tokens", "_apply_plan", becomes("c.global_batch", "c.accumulation")),
     ),
     *File("tuning/exports/_megatron.py", EXPORTS).faults(
-        Fault("Megatron-LM shards gradients at stage 1", "STRATEGIES", constant(2, 1)),
+        Fault("Megatron-LM shards gradients at stage 1", "_STRATEGIES", constant(2, 1)),
     ),
     *File("tuning/exports/_peaks.py", ("tests/tuning/exports/test_peaks.py",)).faults(
         Fault("FSDP2 holds a copy of its parameters in half precision", "fsdp2_states", constant(8, 12)),
-        Fault("DeepSpeed's live parameters are left out", "deepspeed_states", becomes("BUCKET + live", "BUCKET")),
+        Fault("DeepSpeed's live parameters are left out", "deepspeed_states", becomes("_BUCKET + live", "_BUCKET")),
         Fault("experts count whole on each rank", "sizes_of", becomes("config.ep", "1")),
         Fault("gradients of earlier micro-batches are left out", "States.peak", bare("A + self.gradients * B")),
     ),
@@ -358,9 +358,9 @@ MUTANTS = [
     ),
     *File("tuning/_calibrate.py", CALIBRATE).faults(
         Fault("the speeds of float32 and half precision are swapped", "calibrate", becomes("(A / B, C)", "(B / A, C)")),
-        Fault("the speed of a copy counts wrong bytes", "copy_speed", becomes("2 * 4", "-4")),
-        Fault("the latency of a ring is counted in its speed", "fit_links", bare("A - (B - 1) * C")),
-        Fault("a link's speed includes its latency", "fit_links", bare("max(A - B, 0.1 * A)")),
+        Fault("the speed of a copy counts wrong bytes", "_copy_speed", becomes("2 * 4", "-4")),
+        Fault("the latency of a ring is counted in its speed", "_fit_links", bare("A - (B - 1) * C")),
+        Fault("a link's speed includes its latency", "_fit_links", bare("max(A - B, 0.1 * A)")),
         Fault("an assumed constant counts as measured", "_machine", constant("assumed, as for ", "measured, as for ")),
         Fault(
             "links between machines have the speed of links within",
@@ -383,7 +383,7 @@ MUTANTS = [
         Fault("tensor parallelism may exceed a machine", "_within", never("A.B.tp > C.devices_per_host")),
         Fault("the rule of pipelines ignores the number of micro-batches", "_pipeline_fill.order", always("A >= B")),
         Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
-        Fault("layouts of other accumulation are not compared", "PARALLEL_FIELDS", dropped("'accumulation'")),
+        Fault("layouts of other accumulation are not compared", "_PARALLEL_FIELDS", dropped("'accumulation'")),
         Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
     *File("tuning/_search_space.py", MODELS).faults(

@@ -8,20 +8,20 @@ COSTS = ("tests/tuning/test_costs.py",)
 
 MUTANTS = [
     *File("tuning/_ratio.py", RATIO).faults(
-        Fault("the search returns a ratio that does not fit", "first_fit", returns("low", at="3 of 3")),
-        Fault("the search returns one part too many", "first_fit", returns("min(high + 1, parts)", at="3 of 3")),
-        Fault("the search ends early", "first_fit", becomes("A - B > 1", "A - B > 2")),
-        Fault("a budget that is just met does not fit", "first_fit", swapped("(A := B(k)) <= C", "<")),
-        Fault("the search tries every ratio", "first_fit", becomes("min(max(A, B + C), D - C)", "B + 1")),
-        Fault("the search interpolates only and never bisects", "first_fit", becomes("min(A, (high - B) // 2)", "1")),
+        Fault("the search returns a ratio that does not fit", "_first_fit", returns("low", at="3 of 3")),
+        Fault("the search returns one part too many", "_first_fit", returns("min(high + 1, parts)", at="3 of 3")),
+        Fault("the search ends early", "_first_fit", becomes("A - B > 1", "A - B > 2")),
+        Fault("a budget that is just met does not fit", "_first_fit", swapped("(A := B(k)) <= C", "<")),
+        Fault("the search tries every ratio", "_first_fit", becomes("min(max(A, B + C), D - C)", "B + 1")),
+        Fault("the search interpolates only and never bisects", "_first_fit", becomes("min(A, (high - B) // 2)", "1")),
         Fault(
             "a step that fits without offload is offloaded",
-            "first_fit",
+            "_first_fit",
             (swapped("(A := B(0)) <= C", "<"), becomes("(A := B(0)) < C", "(A := B(0)) < 0")),
         ),
         Fault(
             "a step that does not fit at ratio 1 is not refused",
-            "first_fit",
+            "_first_fit",
             (swapped("(A := B(C)) > D", "<"), becomes("(A := B(C)) < D", "(A := B(C)) < 0")),
         ),
         Fault("host_budget= is ignored", "offload_ratio", (swapped(">", "<"), becomes("room", "0", at="3 of 4"))),

@@ -167,11 +167,11 @@ MUTANTS = [
         Fault("a module's weights are drawn anew", "make_source", always("A(B)", at="1 of 2")),
     ),
     *File("zero/_leaf_supply.py", SOURCE).faults(
-        Fault("a donated view is kept, not copied", "LeafSupply.iter_leaves", dropped("owns_storage")),
+        Fault("a donated view is kept, not copied", "_LeafSupply.iter_leaves", dropped("owns_storage")),
         Fault(
-            "a donated inference tensor is kept, not copied", "LeafSupply.iter_leaves", dropped("not A.is_inference()")
+            "a donated inference tensor is kept, not copied", "_LeafSupply.iter_leaves", dropped("not A.is_inference()")
         ),
-        Fault("init holds all leaves until its end", "LeafSupply.iter_leaves", skipped("self.A[B] = None")),
+        Fault("init holds all leaves until its end", "_LeafSupply.iter_leaves", skipped("self.A[B] = None")),
         Fault(
             "PerRank values share the caller's memory", "make_supply", becomes("torch.clone", "lambda v: v"), PARTITION
         ),

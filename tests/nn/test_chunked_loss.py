@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.nn import functional
-from fzero.nn._lazy_logits import LazyLogits
+from fzero.nn._lazy_logits import _LazyLogits
 from fzero.parallel import context
 from fzero.parallel import tensor as tp
 from tests.helpers import LEAST, cases, examples, train_step_for
@@ -153,11 +153,11 @@ def test_sequences_may_be_split_and_blocks_run_again(simulate):
     torch.testing.assert_close(step.gather(state[0]), expected, rtol=0, atol=1e-6)
 
 
-def lazy(*shape: int) -> tuple[LazyLogits, torch.Tensor]:
+def lazy(*shape: int) -> tuple[_LazyLogits, torch.Tensor]:
     """Logits of a head, not computed and computed."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((*shape, 3), (5, 3)))
-    return LazyLogits("Model", hidden, weight, None, None, 5, torch.float64), hidden @ weight.mT
+    return _LazyLogits("Model", hidden, weight, None, None, 5, torch.float64), hidden @ weight.mT
 
 
 CHANGES: dict[str, Any] = {

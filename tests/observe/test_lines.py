@@ -8,8 +8,8 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.observe._flame_chart import bars, colours, label, row_names
-from fzero.observe._lines import Span, by_line, function_at, mark_functions
+from fzero.observe._flame_chart import _bars, _colours, _label, _row_names
+from fzero.observe._lines import Span, _function_at, _mark_functions, by_line
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -87,7 +87,7 @@ def test_marks_name_the_function_of_each_operation_in_both_passes():
 
     w = torch.ones(4, 4, requires_grad=True)
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler, mark_functions("in "):
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler, _mark_functions("in "):
         attend(w).backward()
     marks = [e for e in profiler.events() or [] if e.name.startswith("in ")]
     products = [e.name for e in marks if "aten::mm" in [c.name for c in e.cpu_children]]
@@ -104,7 +104,7 @@ def test_lines_and_bars_of_spans():
     first, second = by_line(spans)
     assert (first.line, first.seconds, first.backward_seconds, first.calls) == ("a.py:1", 2.0, 1.0, 2)
     assert second.line == "a.py:2"
-    found = [(b.row, b.text, b.start, b.seconds) for b in bars(spans)]
+    found = [(b.row, b.text, b.start, b.seconds) for b in _bars(spans)]
     assert found[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
     assert found[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
     assert [x for x in found if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
@@ -176,19 +176,19 @@ def test_bars_of_modules_nest():
     second = first._replace(start=1, stack=("f", "layers.1"))
     alone = first._replace(start=2, stack=("f",))
     spans = [first, second, alone]
-    assert row_names(spans) == ("pass", "function", "", "line", "operation")
-    found = [(b.row, b.text, b.start, b.seconds, b.function) for b in bars(spans)]
+    assert _row_names(spans) == ("pass", "function", "", "line", "operation")
+    found = [(b.row, b.text, b.start, b.seconds, b.function) for b in _bars(spans)]
     assert found[1:4] == [(1, "f", 0, 3.0, "f"), (2, "layers.0", 0, 1.0, "layers"), (2, "layers.1", 1, 1.0, "layers")]
     assert [x[0] for x in found[4:]] == [3, 3, 3, 4, 4, 4]  # no bar where a stack has no name
-    functions = colours(spans)[1]
+    functions = _colours(spans)[1]
     assert list(functions) == ["layers", "f"]  # equal layers have one colour
     deep = first._replace(stack=tuple("abcdefghijk"))
-    assert len(row_names([deep])) == 11
+    assert len(_row_names([deep])) == 11
 
 
 def test_the_dearest_have_colours_of_their_own():
     spans = [span(f"aten::op{i}", "a.py:1", "forward", i)._replace(seconds=1.0 + i) for i in range(20)]
-    passes, functions, operations = colours(spans)
+    passes, functions, operations = _colours(spans)
     assert set(passes) == {"forward", "backward", "update"} and list(functions) == ["f"]
     assert list(operations) == [f"op{i}" for i in range(19, 19 - len(operations), -1)]
     every = [*passes.values(), *functions.values(), *operations.values()]
@@ -196,17 +196,17 @@ def test_the_dearest_have_colours_of_their_own():
 
 
 def test_a_label_is_what_fits():
-    assert label("Attention.forward", 0.5) == "Attention.forward" and label("Attention.forward", 0.01) == ""
-    short = label("Attention.forward", 0.05)
+    assert _label("Attention.forward", 0.5) == "Attention.forward" and _label("Attention.forward", 0.01) == ""
+    short = _label("Attention.forward", 0.05)
     assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])
 
 
 def test_the_function_of_a_line(tmp_path: pathlib.Path):
     path = tmp_path / "model.py"
     path.write_text("x = 1\nclass A:\n    def f(self):\n        def g():\n            return 1\n        return g\n")
-    names = [function_at(f"{path}:{i}") for i in range(1, 7)]
+    names = [_function_at(f"{path}:{i}") for i in range(1, 7)]
     assert names == ["", "", "A.f", "g", "g", "A.f"]
-    assert function_at("") == function_at(f"{tmp_path}/none.py:3") == ""
+    assert _function_at("") == _function_at(f"{tmp_path}/none.py:3") == ""
 
 
 def test_a_flame_chart(tmp_path: pathlib.Path):

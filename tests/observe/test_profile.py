@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.observe._profile import operation_kind
+from fzero.observe._profile import _operation_kind
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -110,7 +110,7 @@ def test_a_profile_prints_a_table():
     ],
 )
 def test_operations_have_a_kind(name, kind):
-    assert operation_kind(name) == kind
+    assert _operation_kind(name) == kind
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"warmup": -1}, {"steps": True}])

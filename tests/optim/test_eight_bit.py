@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.optim import _eight_bit
-from fzero.optim._eight_bit import dynamic_values
+from fzero.optim._eight_bit import _dynamic_values
 from fzero.sharding import block_shape
 from fzero.testing import assert_trees_close
 from tests.helpers import either, examples, train_step_for
@@ -48,7 +48,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 def test_the_256_numbers_are_those_of_bitsandbytes(signed):
     expected = torch.tensor(CODE["signed" if signed else "unsigned"])
     assert expected.shape == (256,)
-    assert torch.equal(torch.tensor(dynamic_values(signed)), expected)
+    assert torch.equal(torch.tensor(_dynamic_values(signed)), expected)
 
 
 @signs
@@ -68,7 +68,7 @@ def test_rounding_is_that_of_bitsandbytes(signed):
 
 @signs
 def test_each_value_has_its_own_byte(signed):
-    values = torch.tensor(dynamic_values(signed))
+    values = torch.tensor(_dynamic_values(signed))
     codes = encode(values, torch.ones(()), signed)
     assert torch.equal(codes.int(), torch.arange(256, dtype=torch.int32))
     assert torch.equal(decode(codes, torch.ones(()), signed), values)
@@ -78,14 +78,14 @@ def test_each_value_has_its_own_byte(signed):
 def test_a_byte_is_of_the_nearest_value(signed):
     x, scale = spread_numbers(20, signed), torch.tensor(4.0)
     error = (decode(encode(x, scale, signed), scale, signed) - x).abs()
-    values = torch.tensor(dynamic_values(signed)) * scale
+    values = torch.tensor(_dynamic_values(signed)) * scale
     assert torch.equal(error, (x[..., None] - values).abs().amin(-1))
 
 
 @signs
 def test_look_ups_equal_a_search(signed):
     """Also next to midpoints, and for infinities and denormal numbers."""
-    values = torch.tensor(dynamic_values(signed))
+    values = torch.tensor(_dynamic_values(signed))
     middles = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (-9.0, 9.0)]
     x = torch.cat([middles, *beside, spread_numbers(200, signed).flatten(), torch.tensor([math.inf, 1e-40, -0.0])])

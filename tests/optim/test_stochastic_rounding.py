@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, random, tree
-from fzero.optim._stochastic_rounding import round_tree
+from fzero.optim._stochastic_rounding import _round_tree
 from fzero.testing import assert_trees_close
 from tests.helpers import LEAST, either, examples
 from tests.optim.helpers import normal
@@ -24,7 +24,7 @@ def like(x: Any) -> Any:
 
 def test_a_value_becomes_a_neighbour_and_the_mean_is_the_value():
     x, n = normal((64,), 0, torch.float32), either(1500, 4000)
-    draws = torch.stack([round_tree(x, like(x), random.key(seed)).float() for seed in range(n)])
+    draws = torch.stack([_round_tree(x, like(x), random.key(seed)).float() for seed in range(n)])
     lower, upper = draws.amin(0), draws.amax(0)
     last_bit = torch.nextafter(lower.to(torch.bfloat16), torch.tensor(9.0, dtype=torch.bfloat16)).float() - lower
     assert torch.equal(upper - lower, last_bit), "two neighbours, and both occur"
@@ -39,7 +39,7 @@ def test_what_bfloat16_holds_stays():
     largest = torch.finfo(torch.bfloat16).max
     expected = torch.tensor([0.0, -0.0, 1.0, -3.5, largest, -largest, float("nan")])
     for seed in range(9):
-        assert_trees_close(round_tree(x, like(x), random.key(seed)).float(), expected, 0.0)
+        assert_trees_close(_round_tree(x, like(x), random.key(seed)).float(), expected, 0.0)
 
 
 def test_small_updates_add_up():
@@ -123,12 +123,12 @@ def test_a_jitted_step_equals_the_eager_one():
 def test_steps_and_leaves_have_draws_of_their_own():
     x = {"a": torch.full((999,), 1.001), "b": torch.full((999,), 1.001)}
     opt = optim.stochastic_rounding(optim.sgd(0.0), BFLOAT16, random.key(0))
-    first = round_tree(x, like(x), random.key(0))
+    first = _round_tree(x, like(x), random.key(0))
     assert not torch.equal(first["a"], first["b"])
     _, state = opt.update(x, opt.init(x), like(x))
-    assert not torch.equal(round_tree(x, like(x), state.key)["a"], first["a"])
+    assert not torch.equal(_round_tree(x, like(x), state.key)["a"], first["a"])
     tied = {"a": x["a"], "b": x["a"]}
-    rounded = round_tree(tied, {"a": like(x)["a"], "b": like(x)["a"]}, random.key(0))
+    rounded = _round_tree(tied, {"a": like(x)["a"], "b": like(x)["a"]}, random.key(0))
     assert rounded["a"] is rounded["b"]
 
 

@@ -24,7 +24,7 @@ def store() -> Iterator[dist.HashStore]:  # pyright: ignore
 
 def test_texts_come_in_rank_order_and_rounds_stay_apart(store, monkeypatch):
     monkeypatch.setattr(_agreement, "_ROUNDS", _agreement.Counter())
-    monkeypatch.setattr(_agreement, "TEXT_SECONDS", 5.0)  # a fault is found soon
+    monkeypatch.setattr(_agreement, "_TEXT_SECONDS", 5.0)  # a fault is found soon
     mesh = fzero.mesh(simulate=False, dp=2)
     group_store = dist.distributed_c10d._get_default_store()
     for number, word in enumerate(("first", "second"), 1):
@@ -35,7 +35,7 @@ def test_texts_come_in_rank_order_and_rounds_stay_apart(store, monkeypatch):
 
 
 def test_a_rank_that_gives_no_text_is_named(store, monkeypatch):
-    monkeypatch.setattr(_agreement, "TEXT_SECONDS", 0.1)
+    monkeypatch.setattr(_agreement, "_TEXT_SECONDS", 0.1)
     with pytest.raises(MissingRankError, match=r"rank 1 sent no text on 'alone' within 0\.1 s") as caught:
         gather_texts("mine", fzero.mesh(simulate=False, dp=2), "alone")
     assert caught.value.rank == 1

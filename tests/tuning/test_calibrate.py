@@ -12,8 +12,8 @@ import fzero
 from fzero import tuning
 from fzero.__main__ import main
 from fzero.tuning import CPU, H100, _calibrate
-from fzero.tuning._calibrate import fit_links
-from fzero.tuning._machines import read_calibrated, save
+from fzero.tuning._calibrate import _fit_links
+from fzero.tuning._machines import _read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.helpers import machines
 
@@ -22,9 +22,9 @@ from tests.tuning.helpers import machines
 def clock(monkeypatch):
     """A machine whose speeds are known."""
     half = torch.bfloat16
-    monkeypatch.setattr(_calibrate, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
-    monkeypatch.setattr(_calibrate, "copy_speed", lambda device, budget: 3e10)
-    monkeypatch.setattr(_calibrate, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
+    monkeypatch.setattr(_calibrate, "_product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
+    monkeypatch.setattr(_calibrate, "_copy_speed", lambda device, budget: 3e10)
+    monkeypatch.setattr(_calibrate, "_small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
 def test_each_measurement_goes_to_its_constant(clock):
@@ -65,7 +65,7 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
     total = ranks << 22
     small = latency + (ranks - 1) * hop
     large = small + total * (ranks - 1) / ranks / speed
-    found = fit_links(hop, small, large, total, ranks)
+    found = _fit_links(hop, small, large, total, ranks)
     if latency > 0.1 * small and large > small * 10 / 9:
         assert found == pytest.approx((speed, latency, hop, ranks))
     assert found.speed > 0 and found.latency > 0 and found.hop > 0  # whatever a busy machine has measured
@@ -77,7 +77,7 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
 def test_a_machine_is_read_as_it_was_stored(machine):
     machine = replace(machine, sources=(("flops", machine.flops, "measured"),), links=(("dp", 1e9),))
     save(machine)
-    assert read_calibrated() == machine
+    assert _read_calibrated() == machine
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     assert "all_gather of 2 ranks of this machine" in done[0].stdout and not done[1].stdout
-    machine = read_calibrated()
+    machine = _read_calibrated()
     assert (
         machine.ranks == 2 and machine.peers != CPU.peers and machine.hop != CPU.hop and machine.network == CPU.network
     )
@@ -103,7 +103,7 @@ def test_ranks_on_two_machines_measure_the_network_between_them(cache):
     variables = [{**rank_variables(r, 2, port), "LOCAL_WORLD_SIZE": 1, "XDG_CACHE_HOME": cache} for r in range(2)]
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
-    machine = read_calibrated()
+    machine = _read_calibrated()
     assert machine.ranks == 1 and machine.network != CPU.network and machine.network_hop != CPU.network_hop
     assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
 
@@ -120,11 +120,11 @@ def test_what_cannot_be_read_says_so(cache, text):
     path = save(H100)
     path.write_text(text)
     with pytest.raises(ValueError, match=r"calibrated.json cannot be read: .*Run `fzero calibrate` again"):
-        read_calibrated()
+        _read_calibrated()
 
 
 @pytest.mark.parametrize("seconds", (0, -1, True, "5"))
 def test_a_wrong_time_is_refused(seconds):
     with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
         tuning.calibrate(seconds)
-    assert _calibrate.USABLE < 1
+    assert _calibrate._USABLE < 1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tuning
-from fzero.graph.planning._plan import Transfer
-from fzero.tuning._offload_costs import ROWS
+from fzero.graph.planning._plan import _Transfer
+from fzero.tuning._offload_costs import _ROWS
 from tests.helpers import cases, either
 from tests.tuning.helpers import machines
 from tests.tuning.steps import maker, planned
@@ -90,7 +90,7 @@ works = st.builds(
 ratios = st.floats(0, 1)
 
 
-@given(work=works, machine=machines, a=ratios, b=ratios, row=st.sampled_from(ROWS))
+@given(work=works, machine=machines, a=ratios, b=ratios, row=st.sampled_from(_ROWS))
 @example(opt_30b().work, tuning.H100, 0.0, 1.0, ("host", "during"))
 def test_seconds_are_bounded_by_the_passes_and_the_chain(work, machine, a, b, row):
     costs = tuning.offload_costs(work, machine)
@@ -118,7 +118,7 @@ def test_orders_of_ways_and_schedules(work, machine, ratio, faster):
     assert costs.seconds(ratio, "device", "during") <= at("device", "after")
     for name in ("flops", "device_memory", "link", "host_memory", "host_copies"):
         better = tuning.offload_costs(work, replace(machine, **{name: faster * getattr(machine, name)}))
-        for row in ROWS:
+        for row in _ROWS:
             assert better.seconds(ratio, *row) <= at(*row), name
 
 
@@ -187,7 +187,7 @@ def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
 def test_activations_that_move_at_any_ratio_are_not_the_updates():
     def with_others(ratio: float) -> fzero.graph.Plan:
         plan = planned(ratio)
-        moves = [Transfer(0, kind, 1000, 3) for kind in ("to_host", "to_device")]
+        moves = [_Transfer(0, kind, 1000, 3) for kind in ("to_host", "to_device")]
         return replace(plan, transfers=(*plan.transfers, *moves))
 
     mine, expected = tuning.planned_work(with_others), tuning.planned_work(planned)

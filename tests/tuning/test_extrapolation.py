@@ -13,7 +13,7 @@ from fzero.tuning import H100, Configuration, TableRow
 from fzero.tuning._extrapolation import extrapolate_line
 from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import PlanSummary, ScheduleCost
-from fzero.tuning._search import NEAR, ConfigurationPlanner, refine
+from fzero.tuning._search import _NEAR, ConfigurationPlanner, refine
 from fzero.tuning._steps import ModelStep
 from tests.helpers import examples
 
@@ -115,7 +115,7 @@ def test_no_row_is_refused_where_its_extrapolation_nearly_fits():
     rows, asked = refined([row(1, 104.0, 1.0), row(2, 50.0, 2.0)], {1: 99.0})
     assert asked == [1, 2] or asked == [2, 1]
     assert min([r for r in rows if r.peak_bytes <= 100], key=operator.attrgetter("seconds")).config.micro_batch == 1
-    far = row(3, NEAR * 100 + 1, 0.5)
+    far = row(3, _NEAR * 100 + 1, 0.5)
     assert refined([far, row(2, 50.0, 2.0)], {})[1] == [2]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fzero import tuning
 from fzero.tuning import Reliability
-from fzero.tuning._simulated_run import LOSSES, USEFUL, SimulatedRun
+from fzero.tuning._simulated_run import _USEFUL, LOSSES, SimulatedRun
 from fzero.tuning.command import run
 from tests.helpers import cases, either
 
@@ -126,8 +126,8 @@ def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, 
     horizon = 200_000.0
     one = SimulatedRun(what_fails, devices, every, horizon, random.Random(seed)).simulate()
     assert sum(one.seconds.values()) == pytest.approx(horizon, rel=1e-6)
-    assert all(one.seconds[name] >= -1e-6 for name in (USEFUL, *LOSSES))
-    assert one.seconds[USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
+    assert all(one.seconds[name] >= -1e-6 for name in (_USEFUL, *LOSSES))
+    assert one.seconds[_USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
 
 
 def test_llama_3_is_held_to_its_paper():

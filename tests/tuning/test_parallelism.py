@@ -17,7 +17,7 @@ from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
-from fzero.tuning._search import ConfigurationPlanner, fullest_of
+from fzero.tuning._search import ConfigurationPlanner, _fullest_of
 from fzero.tuning._search_space import TuneOptions, make_search_space
 from fzero.tuning._steps import _matrices
 from tests.helpers import cases, either
@@ -133,12 +133,12 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
     """By what is in flight: the first, the last, and the fullest of those between."""
     for pp, chunks in ((2, 8), (4, 4), (5, 12), (8, 16)):
         config = Configuration(1, 1, chunks, ranks=1, pp=pp, schedule=name)
-        ranks = fullest_of(config)
+        ranks = _fullest_of(config)
         made = fzero.parallel.schedules.schedule(name, pp, chunks, config.pipeline_stages)
         between = [made.in_flight(r) for r in range(1, pp - 1)]
         assert {0, pp - 1} <= {*ranks} and [*ranks] == sorted({*ranks})
         assert [made.in_flight(r) for r in ranks[1:-1]] == ([max(between)] if between else [])
-    assert fullest_of(Configuration(1, 1, 1)) == (0,)
+    assert _fullest_of(Configuration(1, 1, 1)) == (0,)
 
 
 def test_a_row_takes_what_the_slowest_rank_does():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tuning
 from fzero.testing import world_sizes
-from fzero.tuning._ratio import first_fit
+from fzero.tuning._ratio import _first_fit
 from tests.helpers import either, examples
 from tests.tuning.steps import maker, planned
 
@@ -34,7 +34,7 @@ falling = st.lists(st.integers(0, 10**6), min_size=2, max_size=300).map(lambda x
 @example([2, 1], 1)
 def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
     asked: list[int] = []
-    found = first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
+    found = _first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
     assert found == by_hand(peaks, budget)
     assert len(set(asked)) == len(asked) <= 5 + 2 * math.log2(len(peaks))
 
@@ -43,7 +43,7 @@ def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
 def test_on_a_line_four_looks_are_enough(a, b, parts, share):
     asked: list[int] = []
     peaks = [a * parts + b, b]
-    first_fit(lambda k: asked.append(k) or a * (parts - k) + b, peaks[1] + share * (peaks[0] - peaks[1]), parts)
+    _first_fit(lambda k: asked.append(k) or a * (parts - k) + b, peaks[1] + share * (peaks[0] - peaks[1]), parts)
     assert len(asked) <= 5
 
 

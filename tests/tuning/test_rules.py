@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from fzero.tuning import H100, Configuration, Table, TableRow
-from fzero.tuning._verdicts import RULES, verdicts
+from fzero.tuning._verdicts import _RULES, verdicts
 
 USUAL = Configuration(1, 1, 8, ranks=4)
-SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in RULES]
+SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in _RULES]
 
 
 def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> TableRow:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Table
-from fzero.tuning._machines import CONSTANTS, MACHINES
+from fzero.tuning._machines import _CONSTANTS, MACHINES
 from fzero.tuning._search import ConfigurationPlanner
 from tests.helpers import cases, either, examples
 from tests.tuning.spaces import make_step, planned
@@ -320,7 +320,7 @@ def test_links_are_given_by_axis():
 
 def test_each_constant_has_its_source():
     for machine in MACHINES.values():
-        measured = [name for name in CONSTANTS if getattr(machine, name)]
+        measured = [name for name in _CONSTANTS if getattr(machine, name)]
         assert len(machine.constants()) == len(measured) >= 12
         assert all(c.source != "as given" for c in machine.constants())
         given_ = {c.name: c.source for c in replace(machine, flops=1e12).constants()}

@@ -21,7 +21,7 @@ def init(opt: Any, stage: int = 2, params: Any = PARAMS, n: int = 2) -> Any:
 
 @pytest.fixture
 def free(monkeypatch):
-    return lambda count: monkeypatch.setattr(_bytes, "free_bytes", lambda: count)
+    return lambda count: monkeypatch.setattr(_bytes, "_free_bytes", lambda: count)
 
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
@@ -68,14 +68,14 @@ def test_a_chain_is_checked_for_the_host_memory_of_its_links(free):
 
 
 def test_free_memory_is_the_least_of_the_machines_and_the_groups(monkeypatch, tmp_path):
-    monkeypatch.setattr(_bytes, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(_bytes, "CGROUP", tmp_path)
-    assert _bytes.free_bytes() is None
+    monkeypatch.setattr(_bytes, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_bytes, "_CGROUP", tmp_path)
+    assert _bytes._free_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable:   50 kB\n")
-    assert _bytes.free_bytes() == 50 * 1024
+    assert _bytes._free_bytes() == 50 * 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert _bytes.free_bytes() == 50 * 1024
+    assert _bytes._free_bytes() == 50 * 1024
     (tmp_path / "memory.max").write_text("30000\n")
     (tmp_path / "memory.current").write_text("20000\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 4000\n")
-    assert _bytes.free_bytes() == 14000
+    assert _bytes._free_bytes() == 14000

@@ -19,7 +19,7 @@ from fzero.checkpoint._ranges import Leaf
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements, slice_elements
 
-__all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "Tensors", "named_leaves", "read", "tensors_in"]
+__all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "named_leaves", "read"]
 
 # The leaves of a tree, in its own order, and their names in a folder of Hugging Face.
 
@@ -111,7 +111,7 @@ class StoredTensor(NamedTuple):
         return f"{kind} {list(self.shape)}"
 
 
-class Tensors(NamedTuple):
+class _Tensors(NamedTuple):
     """The tensors of a folder.
 
     Attributes:
@@ -123,7 +123,7 @@ class Tensors(NamedTuple):
     crc: int
 
 
-def tensors_in(files: Files) -> Tensors:
+def _tensors_in(files: Files) -> _Tensors:
     """List the tensors of a folder: of `model.safetensors`, or of the files that its index names.
 
     If the folder has both, the single file counts, as in transformers.
@@ -132,7 +132,7 @@ def tensors_in(files: Files) -> Tensors:
         CheckpointError: if the folder has neither, or a file is missing or damaged. The message names the file.
     """
     if files.size(SINGLE) is not None:
-        return Tensors(*_header(files, SINGLE))
+        return _Tensors(*_header(files, SINGLE))
     if files.size(INDEX) is None:
         raise CheckpointError(
             f"{files.path!r} has no file {SINGLE}, and no {INDEX}: expected a folder that save_pretrained wrote"
@@ -148,7 +148,7 @@ def tensors_in(files: Files) -> Tensors:
         if tensor not in headers[name]:
             raise DamagedError(f"{files.path!r}: {INDEX} says that {name} holds {tensor!r}, which it does not")
         tensors[tensor] = headers[name][tensor]
-    return Tensors(tensors, crc)
+    return _Tensors(tensors, crc)
 
 
 def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
@@ -234,7 +234,7 @@ def _is_sizes(x: Any, limit: int) -> TypeGuard[list[int]]:
     return type(x) is list and len(x) <= limit and all(type(n) is int and 0 <= n < _LIMIT for n in x)
 
 
-CHUNK = 1 << 22  # bytes that are cast or compared at a time
+_CHUNK = 1 << 22  # bytes that are cast or compared at a time
 
 
 @api_boundary
@@ -281,8 +281,8 @@ def read(
     """
     files = files_at(folder)
 
-    def prepare() -> tuple[Tensors, Any, LocalTree, list[NamedLeaf]]:
-        tensors = tensors_in(files)
+    def prepare() -> tuple[_Tensors, Any, LocalTree, list[NamedLeaf]]:
+        tensors = _tensors_in(files)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
         leaves = named_leaves("like", local, name)
@@ -406,7 +406,7 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize
-    step = max(CHUNK // max(size, part.to.element_size()), 1)
+    step = max(_CHUNK // max(size, part.to.element_size()), 1)
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]

@@ -24,12 +24,12 @@ from fzero.sharding import slice_elements
 
 __all__ = ["write"]
 
-CHUNK = 1 << 22  # bytes that are cast at a time
+_CHUNK = 1 << 22  # bytes that are cast at a time
 _TIMEOUT = 300.0  # seconds to wait for another rank's tree, if the trees differ
 _ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors requires
 
 
-class _File(NamedTuple):
+class _SafetensorsFile(NamedTuple):
     """A file to write.
 
     Attributes:
@@ -88,7 +88,7 @@ def write(
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     check_int("max_file", max_file, 1, "a number of bytes, such as 5_000_000_000")
 
-    def prepare() -> tuple[bytes, tuple[LocalTree, list[_File]]]:
+    def prepare() -> tuple[bytes, tuple[LocalTree, list[_SafetensorsFile]]]:
         local = local_tree("params", params, mesh)
         plan = _plan(named_leaves("params", local, name), dtype, max_file)
         return files.path.encode() + b"".join([f.head for f in plan]), (local, plan)
@@ -112,7 +112,7 @@ def _local(folder: Any) -> LocalFolder:
     return files
 
 
-def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_File]:
+def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_SafetensorsFile]:
     """Decide which file each leaf goes to, and its offset in the file.
 
     Raises:
@@ -141,7 +141,7 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
     return [_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)]
 
 
-def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
+def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _SafetensorsFile:
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     ranges = list[tuple[int, StoredTensor]]()
@@ -156,7 +156,7 @@ def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     tensors = {index: stored._replace(offset=stored.offset + len(head)) for index, stored in ranges}
-    return _File(name, head, len(head) + at, tensors)
+    return _SafetensorsFile(name, head, len(head) + at, tensors)
 
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -167,7 +167,7 @@ def _temporary_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
-def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
+def _reserve(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str, stack: contextlib.ExitStack) -> None:
     """Lock the folder, and make the files in their final sizes under temporary names, with their headers.
 
     Raises:
@@ -190,7 +190,7 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
             os.fsync(f.fileno())
 
 
-def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, local: LocalTree) -> None:
+def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str, local: LocalTree) -> None:
     """Write this process's ranges of all files. They are durable on return."""
     file_indices = {index: i for i, file in enumerate(plan) for index in file.tensors}
     fds: dict[int, int] = {}
@@ -224,7 +224,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
         for view in chunks(x, start, start + numel):
             at = _write_at(fd, view, at)
         return
-    step = max(CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
+    step = max(_CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
     for i in range(start, start + numel, step):
         part = slice_elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
         at = _write_at(fd, view_bytes(part), at)
@@ -238,7 +238,7 @@ def _write_at(fd: int, view: memoryview, at: int) -> int:
     return at
 
 
-def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
+def _commit(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) -> None:
     """Rename the files to their final names. A reader meanwhile finds the old model, the new one, or none.
 
     Readers prefer a single file to an index. So a single file takes effect when it is renamed, and until it is removed.
@@ -260,7 +260,7 @@ def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
     files.sync()
 
 
-def _index(plan: Sequence[_File]) -> bytes:
+def _index(plan: Sequence[_SafetensorsFile]) -> bytes:
     """Return the index: the file of each tensor, and the size of all tensors."""
     weights: dict[str, str] = {}
     for file in plan:

@@ -20,7 +20,7 @@ from fzero.graph.loop._rank_schedule import (
 )
 from fzero.graph.loop._scan import Loop, LoopSlice, NotScannableError, loop_of, new_loop_function
 
-__all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "rank_schedule_at", "rename_nodes"]
+__all__ = ["insert_loops"]
 
 
 # A traced iteration of a pipeline's rank, before it becomes a loop.
@@ -28,7 +28,7 @@ __all__ = ["drop_shapes_only", "insert_loops", "loop_arguments", "rank_schedule_
 # Regions that ran only for their shapes are removed.
 
 
-def drop_shapes_only(graph: Graph) -> None:
+def _drop_shapes_only(graph: Graph) -> None:
     """Remove the regions that ran only for their shapes."""
     while True:
         nodes = list(graph.nodes)
@@ -41,13 +41,13 @@ def drop_shapes_only(graph: Graph) -> None:
                 graph.erase_node(n)
 
 
-def rank_schedule_at(start: Node) -> RankSchedule | None:
+def _rank_schedule_at(start: Node) -> RankSchedule | None:
     """Return the schedule of the pipeline's rank that an iteration belongs to; None for other loops."""
     node = _pipeline_marker(start)
     return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
 
 
-def loop_arguments(start: Node) -> list[Node]:
+def _loop_arguments(start: Node) -> list[Node]:
     """List the nodes that are arguments of a pipeline's loop, whether or not its iterations read them."""
     node = _pipeline_marker(start)
     return [] if node is None else list(node.args[2])  # pyright: ignore[reportArgumentType]
@@ -57,7 +57,7 @@ def _pipeline_marker(start: Node) -> Node | None:
     return next((n for n in start.users if n.target is MARK_PIPELINE), None)
 
 
-def rename_nodes(graph: Graph) -> Graph:
+def _rename_nodes(graph: Graph) -> Graph:
     """Copy a graph and name its nodes anew, so that names are the same on all ranks of a pipeline."""
     out = Graph()
     copies = dict[Node, Node]()
@@ -79,7 +79,7 @@ def rename_nodes(graph: Graph) -> Graph:
 # traced once: a model in a pipeline depends on its arguments alone.
 
 
-ITERATION, LOOP_SLICE, BEFORE, AFTER, ROWS, RUN_AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
+_ITERATION, _LOOP_SLICE, _BEFORE, _AFTER, _ROWS, _RUN_AGAIN, _COMPARED = [op._opoverload for op in _scan.OPERATIONS]
 
 
 @dataclass(frozen=True)
@@ -117,40 +117,40 @@ def insert_loops(graph: Graph) -> Graph:
         NotScannableError: if an iteration returns a value that is neither a sum nor a row, or if the next iteration
             would run other operations.
     """
-    drop_shapes_only(graph)
-    for start in [n for n in graph.nodes if n.target is ITERATION]:
-        if rank_schedule_at(start) is None:
+    _drop_shapes_only(graph)
+    for start in [n for n in graph.nodes if n.target is _ITERATION]:
+        if _rank_schedule_at(start) is None:
             _compare(graph, _iteration_of(start))
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
-    return rename_nodes(graph) if has_pipeline else copy_graph(graph)
+    return _rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
 
 def _iteration_of(start: Node) -> _TracedIteration:
-    befores = [n for n in start.users if n.target is BEFORE]
-    after = {_before_of(n): n for n in start.graph.nodes if n.target is AFTER}
+    befores = [n for n in start.users if n.target is _BEFORE]
+    after = {_before_of(n): n for n in start.graph.nodes if n.target is _AFTER}
     position = {n: i for i, n in enumerate(start.graph.nodes)}
     sums = sorted([(n, after[n]) for n in befores if n in after], key=lambda pair: position[pair[1]])
-    rows = [n for n in start.users if n.target is ROWS]
+    rows = [n for n in start.users if n.target is _ROWS]
     nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
-    slices = [n for n in start.users if n.target is LOOP_SLICE]
+    slices = [n for n in start.users if n.target is _LOOP_SLICE]
     return _TracedIteration(start, nodes[position[start] : stop + 1], slices, sums, rows)
 
 
 def _before_of(after: Node) -> Node:
-    """Return the `sum_before` that belongs to a `sum_after`, whose argument may be a view of it."""
+    """Return the `_sum_before` that belongs to a `_sum_after`, whose argument may be a view of it."""
     node: Any = after.args[1]
-    while node.target is not BEFORE:
+    while node.target is not _BEFORE:
         node = node.all_input_nodes[0]
     return node
 
 
 def _compare(graph: Graph, iteration: _TracedIteration) -> None:
     """Check that the second run of the forward pass computes the same as the first, and remove it."""
-    again = next((n for n in iteration.start.users if n.target is RUN_AGAIN), None)
-    end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
+    again = next((n for n in iteration.start.users if n.target is _RUN_AGAIN), None)
+    end = next((n for n in again.users if n.target is _COMPARED), None) if again is not None else None
     if again is None or end is None:
         raise NotScannableError("the step drops the loss, which is needed to compare two micro-batches")
     all_nodes = list(graph.nodes)
@@ -230,7 +230,7 @@ def _replace(graph: Graph, iteration: _TracedIteration) -> None:
         sources = [n.args[0] for n in iteration.slices]
         node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
-        loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=rank_schedule_at(iteration.start))
+        loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=_rank_schedule_at(iteration.start))
         node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
         for i, n in enumerate([*[after for _, after in iteration.sums], *iteration.rows]):
             item = graph.call_function(operator.getitem, (node, i))
@@ -272,7 +272,7 @@ def _body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     marks, members = iteration.marks, {*iteration.nodes}
     operations = [n for n in iteration.nodes if n not in marks]
     results: list[Any] = [n.args[0] for n in [*[after for _, after in iteration.sums], *iteration.rows]]
-    for a in [*loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
+    for a in [*_loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
         if a not in copies and a not in members:
             copies[a] = _argument(body, a)
             rest.append(a)

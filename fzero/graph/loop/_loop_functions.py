@@ -67,11 +67,11 @@ def _write_rows(iteration: int, rows: Sequence[torch.Tensor], values: Sequence[t
 # A rank of a pipeline: it runs each region on a micro-batch, in the order of its row of the schedule.
 
 
-Body = Callable[[list[Any]], Sequence[Any]]
+_Body = Callable[[list[Any]], Sequence[Any]]
 
 
 def pipeline_function(
-    loop: Loop, region_graphs: Sequence[RegionGraph], bodies: Sequence[Body]
+    loop: Loop, region_graphs: Sequence[RegionGraph], bodies: Sequence[_Body]
 ) -> Callable[..., list[torch.Tensor]]:
     """Return the function of a pipeline's loop: it maps the loop's arguments to its sums.
 
@@ -139,7 +139,7 @@ class _Iterations:
     messages: StageMessages
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
-    def run(self, region: RegionGraph, body: Body, m: int) -> Value | None:
+    def run(self, region: RegionGraph, body: _Body, m: int) -> Value | None:
         """Run a region on micro-batch m; return the value that it computes for another stage, if any."""
         received: dict[Value, list[torch.Tensor]] = {}
         args = [self._argument(x, m, received) for x in region.inputs]

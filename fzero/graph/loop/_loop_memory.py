@@ -41,7 +41,7 @@ class SentMessage(NamedTuple):
     axis: str
 
 
-class _Profile(NamedTuple):
+class _RegionMemory(NamedTuple):
     """The memory of a region, the same for every micro-batch.
 
     Attributes:
@@ -82,7 +82,7 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
     return _CACHE[loop.body]
 
 
-def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _Profile:
+def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _RegionMemory:
     nodes = list(region_graph.graph.nodes)
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)
@@ -103,7 +103,7 @@ def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> 
     inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owned.items()}
     owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.producers) if not is_input(n)}
     outputs = [memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in results]
-    return _Profile(live, inputs, outputs, memory.sizes)
+    return _RegionMemory(live, inputs, outputs, memory.sizes)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _RowWalk:
     """
 
     loop: Loop
-    profiles: dict[LoopRegion, tuple[RegionGraph, _Profile]]
+    profiles: dict[LoopRegion, tuple[RegionGraph, _RegionMemory]]
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
     ready: dict[Value, list[_Block]] = field(default_factory=dict)
     in_flight: dict[Any, list[_Block]] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class _RowWalk:
         return peak, value
 
     def _take_inputs(
-        self, region_graph: RegionGraph, profile: _Profile, m: int
+        self, region_graph: RegionGraph, profile: _RegionMemory, m: int
     ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
         """Take a region's inputs: each storage's block; for each last read the storage, the position and the block."""
         blocks: dict[int | None, _Block] = {}
@@ -225,7 +225,9 @@ class _RowWalk:
                 ends.append((storage, stop, block))
         return blocks, ends
 
-    def _live(self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]) -> list[int]:
+    def _live(
+        self, profile: _RegionMemory, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]
+    ) -> list[int]:
         """Return the live bytes at each position of a region."""
         freed = [0] * (len(profile.live) + 1)
         holds = Counter([id(block) for _, _, block in ends])

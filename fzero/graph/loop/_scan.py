@@ -131,7 +131,7 @@ def new_loop_function() -> Callable[..., Any]:
 #
 # A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
 # iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `loop_slice`
-# is an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
+# is an iteration's slice of a tensor. `_sum_before` is the sum over earlier iterations, and `_sum_after` adds this
 # iteration's share to it. `rows` stacks the values of all iterations.
 #
 # Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
@@ -145,12 +145,12 @@ class NotScannableError(RuntimeError):
     """Iterations differ by more than their data, or return more than sums and rows."""
 
 
-class _Recording(threading.local):
+class _RecordingState(threading.local):
     on = False
     pipelines = False
 
 
-_RECORDING = _Recording()
+_RECORDING = _RecordingState()
 
 
 @contextmanager
@@ -191,13 +191,13 @@ def loop_slice(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) ->
 
 
 @torch.library.custom_op("fzero::sum_before", mutates_args=())
-def sum_before(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _sum_before(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over earlier iterations in a dtype, with the shape and strides of this iteration's share."""
     return _never()
 
 
 @torch.library.custom_op("fzero::sum_after", mutates_args=())
-def sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Pass this iteration's sum `x` on to the next one, and return the sum of the last iteration."""
     return _never()
 
@@ -222,7 +222,7 @@ def check_equal_runs(
     return _never()
 
 
-OPERATIONS = (iteration, loop_slice, sum_before, sum_after, rows, run_again, check_equal_runs)
+OPERATIONS = (iteration, loop_slice, _sum_before, _sum_after, rows, run_again, check_equal_runs)
 
 
 class LoopSum(NamedTuple):
@@ -239,18 +239,18 @@ class LoopSum(NamedTuple):
     @staticmethod
     def with_share(share: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> "LoopSum":
         """Begin a sum in a dtype, and add this iteration's share."""
-        before = sum_before(share, iteration, dtype)
+        before = _sum_before(share, iteration, dtype)
         return LoopSum(before, torch.add(before, share))
 
     @staticmethod
     def without_share(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> "LoopSum":
         """Begin a sum of tensors like this one, to which this iteration adds nothing."""
-        before = sum_before(like, iteration, dtype)
+        before = _sum_before(like, iteration, dtype)
         return LoopSum(before, before)
 
     def after(self) -> torch.Tensor:
         """Pass the sum on to the next iteration, and return the sum after the last one."""
-        return sum_after(self.updated, self.before)
+        return _sum_after(self.updated, self.before)
 
 
 def is_loop_slice(node: Node) -> bool:
@@ -280,12 +280,12 @@ def _(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Te
     return _fake(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
 
 
-@sum_before.register_fake
+@_sum_before.register_fake
 def _(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _fake_like(like, dtype)
 
 
-@sum_after.register_fake
+@_sum_after.register_fake
 def _(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return _fake_like(before, before.dtype)
 
@@ -321,14 +321,14 @@ def _(info: Any, dims: Any, x: torch.Tensor, iteration: torch.Tensor, dim: int, 
     return loop_slice(_mapped_first(x, dims[0]), iteration, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
 
 
-@sum_before.register_vmap
+@_sum_before.register_vmap
 def _(info: Any, dims: Any, like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> Any:
-    return sum_before(_mapped_first(like, dims[0]), iteration, dtype), _mapped_dim(dims[0])
+    return _sum_before(_mapped_first(like, dims[0]), iteration, dtype), _mapped_dim(dims[0])
 
 
-@sum_after.register_vmap
+@_sum_after.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, before: torch.Tensor) -> Any:
-    return sum_after(_mapped_first(x, dims[0]), _mapped_first(before, dims[1])), _mapped_dim(dims[0])
+    return _sum_after(_mapped_first(x, dims[0]), _mapped_first(before, dims[1])), _mapped_dim(dims[0])
 
 
 @rows.register_vmap

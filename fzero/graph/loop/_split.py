@@ -73,7 +73,7 @@ def region_positions(nodes: Sequence[Node]) -> dict[LoopRegion, range]:
     return {region: range(i if k else 0, end) for k, ((region, i), end) in enumerate(zip(begins, ends, strict=True))}
 
 
-def regions_in(nodes: Sequence[Node]) -> dict[Node, LoopRegion]:
+def _regions_in(nodes: Sequence[Node]) -> dict[Node, LoopRegion]:
     """Return the region of each operation of a loop's body, given its nodes in the order in which they run."""
     regions: dict[Node, LoopRegion] = {}
     for region, positions in region_positions(nodes).items():
@@ -88,7 +88,7 @@ def regions_in(nodes: Sequence[Node]) -> dict[Node, LoopRegion]:
 def split(loop: Loop) -> tuple[RegionGraph, ...]:
     """Split the body of a pipeline's loop into its regions, in the order in which they run."""
     nodes = list(loop.body.nodes)
-    region_of = regions_in(nodes)
+    region_of = _regions_in(nodes)
     splitter = _RegionSplitter(loop, region_of)
     for n in nodes:
         if n in region_of:

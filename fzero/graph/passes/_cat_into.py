@@ -22,7 +22,7 @@ from fzero.graph.planning._live_ranges import device_live_bytes
 
 __all__ = ["cat_into"]
 
-LEAST_PARTS = 3
+_LEAST_PARTS = 3
 
 
 def cat_into(graph: Graph, fuses: bool = False) -> Graph:
@@ -56,7 +56,7 @@ def cat_into(graph: Graph, fuses: bool = False) -> Graph:
 def _parts(node: Node) -> Sequence[Node]:
     """List the parts of a concatenation of equal parts; none if a node is nothing of the kind."""
     parts = node.args[0] if name_of(node) == "cat" else ()
-    if not isinstance(parts, Sequence) or len(parts) < LEAST_PARTS or not all(isinstance(x, Node) for x in parts):
+    if not isinstance(parts, Sequence) or len(parts) < _LEAST_PARTS or not all(isinstance(x, Node) for x in parts):
         return ()
     result, values = node.meta["val"], [x.meta["val"] for x in parts if isinstance(x, Node)]
     same = {x.shape for x in values[:-1]}, {(x.ndim, x.dtype) for x in values} == {(result.ndim, result.dtype)}

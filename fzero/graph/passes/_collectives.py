@@ -85,7 +85,7 @@ def _runs_over(node: Node, groups: Collection[str]) -> bool:
 # bucket: collectives of small neighbouring units become one.
 
 
-COALESCED = {
+_COALESCED = {
     c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
     c10d.all_reduce.default: c10d.all_reduce_coalesced.default,
@@ -148,7 +148,7 @@ def _groups(nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], No
 
 def _can_join(one: Node, other: Node) -> bool:
     """Return whether two collectives can be joined: they have one kind, one group and one dtype."""
-    same = one.target is other.target and one.target in COALESCED and one.args[1:] == other.args[1:]
+    same = one.target is other.target and one.target in _COALESCED and one.args[1:] == other.args[1:]
     return same and stand_ins_of(one)[0].dtype == stand_ins_of(other)[0].dtype
 
 
@@ -160,7 +160,7 @@ def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
     index_of = {n.args[0]: i for i, n in enumerate(distinct)}
     with graph.inserting_before(group[-1]):
         arguments = ([n.args[0] for n in distinct], *group[0].args[1:])
-        joined = graph.call_function(COALESCED[group[0].target], arguments)  # pyright: ignore
+        joined = graph.call_function(_COALESCED[group[0].target], arguments)  # pyright: ignore
         joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
         joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
         for i, node in enumerate(group):

@@ -30,22 +30,13 @@ from fzero.graph._ops import decodes, encodes, is_factory, is_random, is_view
 from fzero.graph._storages import Storages
 from fzero.graph.loop._rank_schedule import is_marker
 
-__all__ = [
-    "NodeRoles",
-    "OrderRules",
-    "input_only_nodes",
-    "list_nodes",
-    "order_rules",
-    "readers_of_overwritten",
-    "roles",
-    "work_in_order",
-]
+__all__ = ["OrderRules", "input_only_nodes", "list_nodes", "order_rules", "readers_of_overwritten"]
 
 
 # Roles: each node of a graph is work, or runs late or early.
 
 
-class NodeRoles(NamedTuple):
+class _NodeRoles(NamedTuple):
     """The nodes of a graph, except its inputs and its output, by their role.
 
     Attributes:
@@ -59,14 +50,14 @@ class NodeRoles(NamedTuple):
     early: set[Node]
 
 
-def roles(graph: Graph) -> NodeRoles:
+def _roles(graph: Graph) -> _NodeRoles:
     """Give each node of a graph its role."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
     late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
     late |= _waiting(nodes, feeds_work, late)
     early = _early(nodes, feeds_work, late)
-    return NodeRoles([n for n in nodes if n not in late and n not in early], late, early)
+    return _NodeRoles([n for n in nodes if n not in late and n not in early], late, early)
 
 
 def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
@@ -142,7 +133,7 @@ def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set
     return early
 
 
-def work_in_order(work: Sequence[Node]) -> list[Node]:
+def _work_in_order(work: Sequence[Node]) -> list[Node]:
     """Put the gradient of an activation before the gradient of a weight, which no work waits for.
 
     Autograd computes the weight's gradient first: it would be live during a gather that the activation's gradient
@@ -202,7 +193,7 @@ class OrderRules(NamedTuple):
 
     nodes: list[Node]
     index: dict[Node, int]
-    roles: NodeRoles
+    roles: _NodeRoles
     work: list[Node]
     readers: dict[Node, list[Node]]
     writes: dict[Node, list[Node]]
@@ -215,7 +206,7 @@ class OrderRules(NamedTuple):
 
 
 @dataclass
-class ListSchedulerState:
+class _ListSchedulerState:
     """The state of an order under construction.
 
     Attributes:
@@ -246,13 +237,13 @@ def order_rules(graph: Graph, memory: Storages) -> OrderRules:
     for write, before in readers.items():
         for reader in before:
             writes.setdefault(reader, []).append(write)
-    parts = roles(graph)
-    return OrderRules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
+    parts = _roles(graph)
+    return OrderRules(nodes, index, parts, _work_in_order(parts.work), readers, writes, 0, {})
 
 
 def list_nodes(rules: OrderRules) -> list[Node]:
     """List a graph's nodes in an order that obeys the rules."""
-    state = ListSchedulerState(_missing(rules))
+    state = _ListSchedulerState(_missing(rules))
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
@@ -282,13 +273,13 @@ def _missing(rules: OrderRules) -> dict[Node, int]:
     return missing
 
 
-def _require(rules: OrderRules, state: ListSchedulerState, needed: Sequence[Node]) -> None:
+def _require(rules: OrderRules, state: _ListSchedulerState, needed: Sequence[Node]) -> None:
     """Run nodes in this order, and stack the nodes that become ready, so that the first of them runs first."""
     for n in needed:
         state.ready = _emit(rules, state, n) + state.ready
 
 
-def _run_ready(rules: OrderRules, state: ListSchedulerState) -> None:
+def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
     """Run all ready nodes, and the nodes that become ready, depth first."""
     stack, state.ready = state.ready, []
     while stack:
@@ -304,7 +295,7 @@ def _run_ready(rules: OrderRules, state: ListSchedulerState) -> None:
             stack += _emit(rules, state, needed)
 
 
-def _due_waits(rules: OrderRules, state: ListSchedulerState) -> list[Node]:
+def _due_waits(rules: OrderRules, state: _ListSchedulerState) -> list[Node]:
     """Return the waits of the oldest collective, as a stack, if more than `in_flight` collectives are in flight."""
     starts = list(dict.fromkeys(map(start_of, state.pending)))
     due = [w for w in state.pending if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
@@ -312,7 +303,7 @@ def _due_waits(rules: OrderRules, state: ListSchedulerState) -> list[Node]:
     return due[::-1]
 
 
-def _unmet(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
+def _unmet(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """List a node and the nodes that it needs and that have not run, in an order that can run."""
     unmet: dict[Node, None] = {}
     stack = [node]
@@ -325,7 +316,7 @@ def _unmet(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Nod
     return sorted(unmet, key=rules.index.__getitem__)
 
 
-def _emit(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
+def _emit(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """Append the gathers that start ahead of a node to the order, and then the node.
 
     Returns:
@@ -338,7 +329,7 @@ def _emit(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node
     return released + _append(rules, state, node)
 
 
-def _append(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
+def _append(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """Append a node to the order, and return the nodes that become ready, as a stack."""
     if node in state.members:
         return []
@@ -355,7 +346,7 @@ def _append(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[No
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _ready_after(rules: OrderRules, state: ListSchedulerState, node: Node) -> list[Node]:
+def _ready_after(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """List the early nodes whose arguments have all run now that this late node has; they may free its value."""
     candidates = [u for u in node.users if u in rules.roles.early and u not in state.members and not state.missing[u]]
     return [u for u in candidates if all(a in state.members for a in u.all_input_nodes)]

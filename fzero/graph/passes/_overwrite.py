@@ -23,7 +23,7 @@ from fzero.graph._ops import is_view, name_of
 from fzero.graph._storages import storages
 from fzero.graph.loop._scan import loop_of
 
-__all__ = ["IN_PLACE", "donate", "gather_into", "in_place", "slice_of_gather"]
+__all__ = ["donate", "gather_into", "in_place", "slice_of_gather"]
 
 
 # donate: results are written into the buffers of the arguments that they replace.
@@ -75,7 +75,7 @@ def donate(graph: Graph, overwrites: Sequence[tuple[int, int]], donated: Sequenc
 # in_place: an all_reduce overwrites its operand if nothing else reads the operand.
 
 
-IN_PLACE = {
+_IN_PLACE = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
     c10d.all_reduce_coalesced.default: c10d.all_reduce_coalesced_.default,
 }
@@ -92,7 +92,7 @@ def in_place(graph: Graph) -> Graph:
     Returns:
         A graph with the same results.
     """
-    if not any(n.target in IN_PLACE for n in graph.nodes):
+    if not any(n.target in _IN_PLACE for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     memory = storages(graph)
@@ -104,7 +104,7 @@ def in_place(graph: Graph) -> Graph:
                 continue
             readers.setdefault(s, []).append(node)
     for node in graph.nodes:
-        if node.target not in IN_PLACE:
+        if node.target not in _IN_PLACE:
             continue
         argument: Any = node.args[0]
         # an operand may occur twice
@@ -112,7 +112,7 @@ def in_place(graph: Graph) -> Graph:
         operand_storages = [memory.indices[a][0] for a in operands]
         is_exclusive = all(readers[s] == [node] and memory.producers[s].op == "call_function" for s in operand_storages)
         if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):
-            node.target = IN_PLACE[node.target]
+            node.target = _IN_PLACE[node.target]
             node.meta["val"] = argument.meta["val"] if argument is operands[0] else [a.meta["val"] for a in operands]
     return graph
 

@@ -33,13 +33,13 @@ from fzero.graph._ops import is_uninitialized, is_view
 from fzero.graph._storages import TO_DEVICE, is_move
 from fzero.graph.loop._rank_schedule import BEGIN_REGION
 
-__all__ = ["clusters", "duplicate", "recast", "recompute", "regather"]
+__all__ = ["recast", "recompute", "regather"]
 
 
 # Uses: the uses of a value through its views, and copies of the value for late uses.
 
 
-def clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
+def _clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
     """Split a sequence of uses between two consecutive uses that are `apart`."""
     groups: list[list[Node]] = []
     for use in uses:
@@ -50,7 +50,7 @@ def clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[
     return groups
 
 
-def duplicate(
+def _duplicate(
     graph: Graph, sources: Sequence[Node], views: Sequence[Node], cluster: Sequence[Node], index: Mapping[Node, int]
 ) -> list[Node]:
     """Compute a value again for some of its uses.
@@ -78,13 +78,13 @@ def duplicate(
 # recompute: cheap values are computed again for their late uses, and freed in between.
 
 
-MIN_BYTES = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
-APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
-BETWEEN_REGIONS = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two regions
-DEPTH = 4  # the longest chain of operations to recompute
+_MIN_BYTES = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
+_APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
+_BETWEEN_REGIONS = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two regions
+_DEPTH = 4  # the longest chain of operations to recompute
 
 
-def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
+def recompute(graph: Graph, min_bytes: int = _MIN_BYTES) -> Graph:
     """Compute a cheap value again if its uses lie apart and its operands are still live at the later use.
 
     So an activation function or a normalisation runs again in the backward pass, instead of being saved in the forward
@@ -110,9 +110,9 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
             views, users = views_and_users(result)
             for cluster in _late_uses(result, users, min_bytes, index, bytes_before):
                 at = index[cluster[0]]
-                if cluster[0] in work and all(_is_live(x, at, index, DEPTH) for x in node.all_input_nodes):
+                if cluster[0] in work and all(_is_live(x, at, index, _DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
-                    for n in duplicate(graph, sources, views, cluster, index):
+                    for n in _duplicate(graph, sources, views, cluster, index):
                         index[n] = at
     graph.eliminate_dead_code()
     return graph
@@ -135,14 +135,14 @@ def _late_uses(
         return []
 
     def apart(a: Node, b: Node) -> bool:
-        return bytes_before[index[b]] - bytes_before[index[a] + 1] > APART * size
+        return bytes_before[index[b]] - bytes_before[index[a] + 1] > _APART * size
 
-    return clusters(sorted(users, key=index.__getitem__), apart)[1:]
+    return _clusters(sorted(users, key=index.__getitem__), apart)[1:]
 
 
 def _output_bytes(node: Node) -> int:
     if node.target is BEGIN_REGION:
-        return BETWEEN_REGIONS
+        return _BETWEEN_REGIONS
     return 0 if is_input(node) or is_view(node) else nbytes(*stand_ins_of(node))
 
 
@@ -214,8 +214,8 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     order = _order_of_uses(uses, index)
     for wait in waits:
         apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
-        for cluster in clusters(uses[wait], apart)[1:]:
-            duplicate(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
+        for cluster in _clusters(uses[wait], apart)[1:]:
+            _duplicate(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
     _reload_from_host(graph)
     graph.eliminate_dead_code()
     return graph
@@ -228,7 +228,7 @@ def _reload_from_host(graph: Graph) -> None:
     for gather in parameter_gathers(graph):
         chain = _host_chain(gather, index)
         if visited.intersection(chain):
-            duplicate(graph, chain, chain[-1:], [gather], index)
+            _duplicate(graph, chain, chain[-1:], [gather], index)
         visited.update(chain)
 
 
@@ -244,7 +244,7 @@ def _host_chain(gather: Node, index: Mapping[Node, int]) -> list[Node]:
     return sorted(nodes, key=index.__getitem__) if any(n.target is TO_DEVICE for n in nodes) else []
 
 
-class _Order(NamedTuple):
+class _UseOrder(NamedTuple):
     """All uses of gathered units in their order.
 
     Attributes:
@@ -258,15 +258,15 @@ class _Order(NamedTuple):
     region_index: dict[Node, int]
 
 
-def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _Order:
+def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _UseOrder:
     pairs = [(use, wait) for wait in uses for use in uses[wait]]
     pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
     begins = [i for n, i in index.items() if n.target is BEGIN_REGION]
     region_index = {use: bisect(begins, index[use]) for use, _ in pairs}
-    return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, region_index)
+    return _UseOrder([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, region_index)
 
 
-def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
+def _exceeds_reuse(order: _UseOrder, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
     """Return whether more than `max_reuse_bytes` of other units are used between two uses, `a` and `b`, of a unit.
 
     Between two regions of a pipeline other iterations run, which use units of their own.
@@ -287,7 +287,7 @@ def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b
 # recast: a widening cast runs again for the uses that wait for a collective; its result is freed in between.
 
 
-def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
+def recast(graph: Graph, min_bytes: int = _MIN_BYTES) -> Graph:
     """Repeat a cast to a wider dtype for its uses after a collective, if other uses come before that collective.
 
     A clip by the global norm is an example: the norm reads the float32 copies of all gradients, and each update waits
@@ -317,7 +317,7 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
         if not later or len(later) == len(users) or any(u.op == "output" for u in users):
             continue
-        for copy in duplicate(graph, sources, views, later, index):
+        for copy in _duplicate(graph, sources, views, later, index):
             copy.meta[LATE] = True
     return graph
 

@@ -6,14 +6,14 @@ This is list scheduling: nodes are appended to a list one by one, each after the
    A *late* node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a
    constant. A cast that `recast` repeats is late too. An *early* node feeds no work: the reduction of a gradient, an
    update, a write-back.
-2. List the work in its traced order, but put the gradient of a weight after that of an activation (`work_in_order`).
+2. List the work in its traced order, but put the gradient of a weight after that of an activation (`_listing.py`).
 3. Insert the late nodes that a node of work needs right before it (`list_nodes`).
 4. Run an early node as soon as the nodes that it needs have run, depth first, so that one unit's gradients are freed
    before the next unit's are computed. It waits until the next work is about to take memory, since cheap work may free
    a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
 5. Postpone the wait for an early collective while no more than `in_flight` are in flight. Each holds its operand.
-6. To start gathers ahead, find from this list where each may start (`next_gathers`, `fit_prefetches`), and list again.
-7. Put the host's computations after all the device's work (`host_last`).
+6. To start gathers ahead, find in this list where each may start (`_next_gathers`, `_fit_prefetches`), and list again.
+7. Put the host's computations after all the device's work (`_host_last`).
 """
 
 import math
@@ -40,12 +40,12 @@ from fzero.graph.passes._listing import OrderRules, input_only_nodes, list_nodes
 from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
 from fzero.graph.run._subgraphs import scalars_of
 
-__all__ = ["Orders", "fit_prefetches", "host_last", "next_gathers", "schedule"]
+__all__ = ["Orders", "schedule"]
 
 # Ahead: where gathers of parameters start before they are needed.
 
 
-def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
+def _next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
     """Map the wait of each gather to the next `prefetch` gathers, which start before it.
 
     In a pipeline, only gathers of the same region start ahead. The graph lists the regions in the order of the stages,
@@ -64,7 +64,7 @@ def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) 
     }
 
 
-def fit_prefetches(
+def _fit_prefetches(
     ahead: Mapping[Node, Sequence[Node]], order: Sequence[Node], live: Sequence[int], limit: float
 ) -> dict[Node, list[Node]]:
     """Start each gather of `ahead` as early as its bytes fit below the limit from there on.
@@ -115,7 +115,7 @@ def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Nod
 # host_last: all the device's work is launched before the host computes.
 
 
-def host_last(graph: Graph) -> Graph:
+def _host_last(graph: Graph) -> Graph:
     """Move the host's computations, and the nodes that wait for them, to the end of a scheduled graph.
 
     A segment on the host blocks the thread that launches the device's work, since it holds Python's lock while it runs.
@@ -246,12 +246,12 @@ def schedule(
     if not prefetch and not in_flight:
         order = cache.leanest
     elif prefetch and cache.gathers:
-        ahead = next_gathers(cache.gathers, order, prefetch)
+        ahead = _next_gathers(cache.gathers, order, prefetch)
         if limit < math.inf:
-            ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
+            ahead = _fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
     scheduled = graph_of(order)
-    result, peak = host_last(scheduled), cache.known_peak(order)
+    result, peak = _host_last(scheduled), cache.known_peak(order)
     if result is scheduled and peak is not None:
         record_peak(result, peak)
     return result

@@ -22,12 +22,10 @@ from fzero.graph._ir import (
 __all__ = [
     "HARDWARE",
     "Hardware",
-    "Route",
     "Work",
     "collective_seconds",
     "message_seconds",
     "product_seconds",
-    "route_of",
     "transfer_seconds",
     "work_of",
 ]
@@ -101,7 +99,7 @@ HARDWARE = {
 # The time of a collective: its bytes over the slowest link on the way, and a latency that grows with the ranks.
 
 
-class Route(NamedTuple):
+class _Route(NamedTuple):
     """The distribution of a group's ranks over machines.
 
     Attributes:
@@ -116,7 +114,7 @@ class Route(NamedTuple):
 
 
 @functools.cache
-def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per_machine: float) -> Route:
+def _route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per_machine: float) -> _Route:
     """Return how the ranks along some axes of a mesh are distributed over machines.
 
     Args:
@@ -135,7 +133,7 @@ def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per
         0 if ranks_per_machine == math.inf else sum(starts) // int(ranks_per_machine)
         for starts in itertools.product(*steps)
     ]
-    return Route(len(machines), machines.count(0), len(set(machines)))
+    return _Route(len(machines), machines.count(0), len(set(machines)))
 
 
 def collective_seconds(node: Node, hardware: Hardware) -> float:
@@ -160,7 +158,7 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
         return hardware.latency + total * share / (
             hardware.link if n <= hardware.ranks_per_machine else hardware.network
         )
-    route = route_of(names, hardware.axes, hardware.ranks_per_machine)
+    route = _route_of(names, hardware.axes, hardware.ranks_per_machine)
     if route.ranks == 1:
         return hardware.latency
     limit = min([speed for name, speed in hardware.links if name in names], default=0.0)
@@ -173,7 +171,7 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
 
 def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: Hardware) -> float:
     """Return the seconds that the bytes of a collective over some axes of the mesh take, without any latency."""
-    route = route_of(axes, hardware.axes, hardware.ranks_per_machine)
+    route = _route_of(axes, hardware.axes, hardware.ranks_per_machine)
     limit = min([speed for name, speed in hardware.links if name in axes], default=0.0)
     return 0.0 if route.ranks == 1 else _transfer_seconds(kind, total, route, hardware, limit)
 
@@ -181,12 +179,12 @@ def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: H
 def message_seconds(size: int, axis: str, hardware: Hardware) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
     is_known = axis in dict(hardware.axes)
-    crosses_machines = is_known and route_of((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
+    crosses_machines = is_known and _route_of((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
     speed = dict(hardware.links).get(axis) or (hardware.network if crosses_machines else hardware.link)
     return hardware.latency + (hardware.network_hop if crosses_machines else hardware.hop) + size / speed
 
 
-def _latency_seconds(kind: str, route: Route, hardware: Hardware) -> float:
+def _latency_seconds(kind: str, route: _Route, hardware: Hardware) -> float:
     """Return the part of a collective's latency that grows with the number of ranks, in seconds."""
     n, _, m = route
     if kind == "all_to_all":  # all messages are sent at the same time
@@ -197,7 +195,7 @@ def _latency_seconds(kind: str, route: Route, hardware: Hardware) -> float:
     return 2 * min(ring, (n / m - 1) * hardware.hop + math.ceil(math.log2(m)) * hardware.network_hop)
 
 
-def _transfer_seconds(kind: str, total: float, route: Route, hardware: Hardware, limit: float) -> float:
+def _transfer_seconds(kind: str, total: float, route: _Route, hardware: Hardware, limit: float) -> float:
     """Return the seconds that a collective's bytes take; a `limit` above 0 is the speed of its axis."""
     n, local_ranks, m = route
     if kind == "all_to_all":
@@ -254,9 +252,9 @@ def _compute_seconds(node: Node, hardware: Hardware) -> float:
     return compute / hardware.float8 if _packet(node) is aten._scaled_mm else compute
 
 
-TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
+_TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
 # the position of the first factor
-PRODUCTS = {
+_PRODUCTS = {
     aten.mm: 0,
     aten._scaled_mm: 0,
     aten.bmm: 0,
@@ -270,9 +268,9 @@ def _rate(node: Node, hardware: Hardware) -> float:
     packet = _packet(node)
     if not hardware.product_flops:
         return hardware.flops
-    if packet not in PRODUCTS:  # fused attention, or a convolution
+    if packet not in _PRODUCTS:  # fused attention, or a convolution
         return hardware.attention_flops if "attention" in str(packet) else hardware.product_flops
-    factors = [a for a in node.args if isinstance(a, Node)][PRODUCTS[packet] :]
+    factors = [a for a in node.args if isinstance(a, Node)][_PRODUCTS[packet] :]
     (*batch, m, k), (*_, n) = [stand_ins_of(a)[0].shape for a in factors[:2]]
     return _product_rate(math.prod(batch), m, k, n, hardware)
 
@@ -298,7 +296,7 @@ def _filled(batch: int, m: int, n: int, processors: int) -> float:
     Each processor computes one tile at a time. So the last tiles of a dimension, and the last wave of tiles, may not be
     full.
     """
-    rows, columns = TILE
+    rows, columns = _TILE
     tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
     waves = math.ceil(tiles / processors) * processors if processors else tiles
     return batch * m * n / (waves * rows * columns)

@@ -55,13 +55,12 @@ __all__ = [
     "peak_bytes",
     "record_peak",
     "unstored_values",
-    "workspace_bytes",
 ]
 
 # Fused values: a compiler computes them within the kernel that reads them, and never stores them.
 
 
-TENSOR_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
+_TENSOR_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
 
 
 def is_pointwise_kernel(node: Node) -> bool:
@@ -72,7 +71,7 @@ def is_pointwise_kernel(node: Node) -> bool:
 
 def is_tensor_reduction(node: Node) -> bool:
     """Return whether a node reduces a tensor, as by a sum."""
-    return name_of(node) in TENSOR_REDUCTIONS
+    return name_of(node) in _TENSOR_REDUCTIONS
 
 
 def unstored_values(
@@ -109,7 +108,7 @@ def unstored_values(
 # Workspaces: memory that kernels allocate while they run, as far as it is known.
 #
 # These reductions first copy an operand into the dtype in which they compute, if it has another.
-CASTING = {
+_CASTING = {
     aten.mean,
     aten.sum,
     aten.nansum,
@@ -118,10 +117,10 @@ CASTING = {
     aten.cumprod,
     aten.linalg_vector_norm,
 }
-CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 
-def workspace_bytes(node: Node) -> int:
+def _workspace_bytes(node: Node) -> int:
     """Return the bytes that an operation allocates besides its results; 0 if they are not known.
 
     They are known for three kinds of operation on a CPU: convolutions, reductions in another dtype than the operand's,
@@ -130,7 +129,7 @@ def workspace_bytes(node: Node) -> int:
     if is_pointwise(node):
         return 0 if COMPILED in node.meta else _promoted_bytes(node)
     packet = getattr(node.target, "overloadpacket", None)
-    if packet not in CASTING and packet not in CONVOLUTIONS:
+    if packet not in _CASTING and packet not in _CONVOLUTIONS:
         return 0
     operands = stand_ins_of_args(node)
     if not operands or any(x.device.type != "cpu" for x in operands):
@@ -141,7 +140,7 @@ def workspace_bytes(node: Node) -> int:
         grad, x, _ = operands[:3]
         mask: Any = node.args[-1]
         return nbytes(grad) + (nbytes(x) if mask[0] else 0)
-    return _cast_bytes(packet, operands[0], stand_ins_of(node)[0].dtype) if packet in CASTING else 0
+    return _cast_bytes(packet, operands[0], stand_ins_of(node)[0].dtype) if packet in _CASTING else 0
 
 
 def _promoted_bytes(node: Node) -> int:
@@ -161,7 +160,7 @@ def _cast_bytes(packet: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 ITERATION = "one iteration of the loop"  # the label of the range that stands for a loop's body
-IN_FLIGHT = "other micro-batches in flight"
+_IN_FLIGHT = "other micro-batches in flight"
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
 
@@ -267,7 +266,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
     for node, i in position.items():
         if loop := loop_of(node):
             ranges.append(Range(i, i, iteration_peak_bytes(loop), "activations", ITERATION))
-        if extra := workspace_bytes(node):
+        if extra := _workspace_bytes(node):
             ranges.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if node in repeated_waits:
             continue
@@ -342,7 +341,7 @@ def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     for region, positions in region_positions(nodes).items():
         size = peaks.get(region, 0) - max([live[i] for i in positions], default=0)
         if size > 0:
-            added.append(Range(positions[0], positions[-1], size, "activations", IN_FLIGHT))
+            added.append(Range(positions[0], positions[-1], size, "activations", _IN_FLIGHT))
     return added
 
 

@@ -34,54 +34,43 @@ from fzero.graph.planning._cost import Hardware
 from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
 
-__all__ = [
-    "Collective",
-    "ListedOperation",
-    "Operation",
-    "Plan",
-    "PlanSettings",
-    "Rejected",
-    "Transfer",
-    "list_operations",
-    "make_plan",
-    "plan_ranges",
-]
+__all__ = ["Plan", "PlanSettings", "Rejected", "make_plan"]
 
 # A scheduled graph as a plan lists it: the operations of a loop's body follow the loop, once, as one iteration.
 
 
-class ListedOperation(NamedTuple):
+class _ListedOperation(NamedTuple):
     """An operation in a plan, and the number of times that it runs."""
 
     node: Node
     times: int
 
 
-def list_operations(graph: Graph) -> list[ListedOperation]:
+def _list_operations(graph: Graph) -> list[_ListedOperation]:
     """List a graph's operations, arguments included; those of a loop's body follow the loop."""
     operations = []
     for node in graph.nodes:
         if node.op == "output":
             continue
-        operations.append(ListedOperation(node, 1))
+        operations.append(_ListedOperation(node, 1))
         if loop := loop_of(node):
-            operations += [ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
+            operations += [_ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
     return operations
 
 
-PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
 
 
-def _workspace_bytes(operations: Iterable[ListedOperation]) -> int:
+def _workspace_bytes(operations: Iterable[_ListedOperation]) -> int:
     """Return the bytes that matrix products take for themselves, on the device of their results."""
     kinds = {
-        stand_ins_of(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in PRODUCTS
+        stand_ins_of(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in _PRODUCTS
     }
     return max([matrix_workspace_bytes(kind) for kind in kinds], default=0)
 
 
-def plan_ranges(graph: Graph) -> list[Range]:
-    """Return when each storage is alive, in positions of `list_operations`."""
+def _plan_ranges(graph: Graph) -> list[Range]:
+    """Return when each storage is alive, in positions of `_list_operations`."""
     first: list[int] = []  # each node's position in the list; `last` is the position of its body's last operation
     last: list[int] = []
     inner: list[Range] = []
@@ -110,10 +99,10 @@ def _body_ranges(loop: Loop) -> list[Range]:
     return [r._replace(start=position(r.start), stop=position(r.stop)) for r in iteration_ranges(loop)]
 
 
-SPACES = ("device", "host")
+_SPACES = ("device", "host")
 
 
-class Operation(NamedTuple):
+class _Operation(NamedTuple):
     """One operation of a plan.
 
     Attributes:
@@ -144,7 +133,7 @@ class Rejected(NamedTuple):
     seconds: float
 
 
-class Collective(NamedTuple):
+class _Collective(NamedTuple):
     """One collective of a plan.
 
     Attributes:
@@ -168,7 +157,7 @@ class Collective(NamedTuple):
     axis: str = ""
 
 
-class Transfer(NamedTuple):
+class _Transfer(NamedTuple):
     """A copy between the device's and the host's memory.
 
     Attributes:
@@ -209,13 +198,13 @@ class Plan(FigureReport):
     """
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: tuple[_Operation, ...]
     ranges: tuple[Range, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[_Collective, ...]
     settings: PlanSettings
     seconds: float
     rejected: tuple[Rejected, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[_Transfer, ...] = ()
     messages: tuple[SentMessage, ...] = ()
     workspace_bytes: int = 0
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -236,7 +225,7 @@ class Plan(FigureReport):
         Raises:
             ValueError: if `space` is neither.
         """
-        check_choice("space", space, SPACES)
+        check_choice("space", space, _SPACES)
         return live_bytes([r for r in self.ranges if r.space == space], len(self.operations))
 
     def peak_of(self, space: str) -> int:
@@ -329,18 +318,22 @@ def make_plan(
         hardware: the hardware whose seconds to estimate; by default a common one of the kind that the values lie on.
         groups: the axes of each process group, by its name.
     """
-    ops, phase_of = list_operations(graph), find_phases(graph)
+    ops, phase_of = _list_operations(graph), find_phases(graph)
     units = infer_units(graph)
     return Plan(
         name,
         tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
-        tuple(plan_ranges(graph)),
+        tuple(_plan_ranges(graph)),
         tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
         settings,
         estimate_seconds(graph, hardware),
         tuple(rejected),
         tuple(
-            [Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]
+            [
+                _Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times)
+                for i, (n, times) in enumerate(ops)
+                if is_move(n)
+            ]
         ),
         tuple(
             [
@@ -355,22 +348,22 @@ def make_plan(
     )
 
 
-def _operation(node: Node, times: int, phase: str) -> Operation:
+def _operation(node: Node, times: int, phase: str) -> _Operation:
     loop = loop_of(node)
     target = (
         display_name(node)
         if loop is None
         else f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
     )
-    return Operation(node.name, target, line_of(node), flops(node), times, phase)
+    return _Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 
 def _collective(
     position: int, node: Node, times: int, units: Mapping[Node, str], groups: Mapping[str, str] | None
-) -> Collective:
+) -> _Collective:
     n, width = moved_numel(node), stand_ins_of(node)[0].element_size()
     unit = units.get(node) or node.meta.get("unit", "")
-    return Collective(position, collective_kind(node), unit, n, n * width, times, collective_axes(node, groups))
+    return _Collective(position, collective_kind(node), unit, n, n * width, times, collective_axes(node, groups))
 
 
 def _finite(settings: PlanSettings) -> dict[str, bool | int | float | str | None]:

@@ -22,7 +22,7 @@ __all__ = ["details", "draw", "headline", "phase_spans", "short_path", "summary"
 # A plan as text.
 
 
-LABELED = ("gathered", "activations", "gradients", "buffers")  # the kinds whose largest value the summary names
+_LABELED = ("gathered", "activations", "gradients", "buffers")  # the kinds whose largest value the summary names
 
 
 def headline(plan: "Plan") -> str:
@@ -45,7 +45,7 @@ def summary(plan: "Plan") -> str:
         )
         for kind, by_label in _live_at_peak(plan):
             label, size = by_label.most_common(1)[0]
-            largest = f", {format_bytes(size)} of it {label}" if kind in LABELED and label else ""
+            largest = f", {format_bytes(size)} of it {label}" if kind in _LABELED and label else ""
             lines.append(f"  {format_bytes(sum(by_label.values())):>10}  {kind}{largest}")
     if plan.workspace_bytes:
         lines.append(f"beside the peak: {format_bytes(plan.workspace_bytes)} workspace of matrix products")
@@ -165,8 +165,8 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 # A plan as a figure.
 
 
-LETTERS = 120  # that fit side by side over the width of the figure
-MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
+_LETTERS = 120  # that fit side by side over the width of the figure
+_MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
 
 
 def draw(plan: "Plan") -> Any:
@@ -182,7 +182,7 @@ def draw(plan: "Plan") -> Any:
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
-        letters = round(LETTERS * (stop - start) / len(plan.operations))
+        letters = round(_LETTERS * (stop - start) / len(plan.operations))
         if letters >= max(map(len, name.split())):
             rows[0].text(
                 (start + stop) / 2, 1.13 * top, textwrap.fill(name, letters), ha="center", va="center", fontsize=9
@@ -200,7 +200,7 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
     live = [[x / 1e6 for x in plan.live_of(k, space)] for k in kinds]
     axes.stackplot(range(len(plan.operations)), live, labels=kinds, colors=colors, step="post")
     top, moves = plan.peak_of(space) / 1e6, list(marks)
-    for kind, marker in MARKERS.items():
+    for kind, marker in _MARKERS.items():
         xs = [position for name, position in moves if name == kind]
         if xs:
             axes.plot(

@@ -32,7 +32,7 @@ from fzero.graph.run._segment_compiler import (
 from fzero.graph.run._workers import Workers, helpers, start
 from fzero.ranks import Mesh, gather_texts
 
-__all__ = ["BACKENDS", "LoweringOptions", "auto", "lower"]
+__all__ = ["BACKENDS", "LoweringOptions", "lower"]
 
 # Auto: a step that runs uncompiled until other processes have compiled it.
 #
@@ -40,12 +40,12 @@ __all__ = ["BACKENDS", "LoweringOptions", "auto", "lower"]
 # switch in the same step: otherwise copies of one parameter would come to differ.
 
 
-log = logging.getLogger("fzero.jit")
+_log = logging.getLogger("fzero.jit")
 
-SECONDS = 0.5  # the time within one step for loading compiled code
+_SECONDS = 0.5  # the time within one step for loading compiled code
 
 
-def auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Workers, mesh: Mesh | None) -> Runs:
+def _make_auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Workers, mesh: Mesh | None) -> Runs:
     """Make a function that runs a step uncompiled at first, and compiled as soon as all ranks can.
 
     Args:
@@ -60,7 +60,7 @@ def auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Workers, 
 
 @dataclass
 class _Auto:
-    """The function that `auto` makes, and its progress.
+    """The function that `_make_auto` makes, and its progress.
 
     Attributes:
         pending: the segments that are not loaded yet.
@@ -90,7 +90,7 @@ class _Auto:
 
     def _load(self) -> None:
         """Load and check compiled segments for a while. If the workers have ended, compile the missing ones here."""
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + _SECONDS
         while self.pending and time.monotonic() < until:
             code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
             if code is None or not can_load(code):
@@ -116,7 +116,7 @@ class _Auto:
             return
         self.workers.stop()
         notify([*refusals.values()], self.mesh, strict=False)
-        log.info("the step runs compiled from call %d on", self.calls)
+        _log.info("the step runs compiled from call %d on", self.calls)
         self.fast = run_segments(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
 
 
@@ -146,10 +146,10 @@ class LoweringOptions(NamedTuple):
         return None if self.alone else self.mesh
 
 
-DEFAULT_OPTIONS = LoweringOptions()
+_DEFAULT_OPTIONS = LoweringOptions()
 
 
-def lower(graph: Graph, backend: str, demand: LoweringOptions = DEFAULT_OPTIONS) -> Executable:
+def lower(graph: Graph, backend: str, demand: LoweringOptions = _DEFAULT_OPTIONS) -> Executable:
     """Make a scheduled graph runnable.
 
     Args:
@@ -221,7 +221,7 @@ def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
     codes = distinct_segments(program)
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, 1 if cold else 0, nice=10)
-    runs = auto(run_operations(graph), program, codes, workers, demand.mesh)
+    runs = _make_auto(run_operations(graph), program, codes, workers, demand.mesh)
     weakref.finalize(runs, workers.stop)  # a step may be freed while the workers compile
     return Executable(runs, sum(1 for _ in program.segments()), len(codes))
 

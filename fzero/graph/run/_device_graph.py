@@ -23,8 +23,8 @@ from fzero.ranks import Mesh
 
 __all__ = ["RecordedStep", "check_recordable"]
 
-WARM_UP = 2  # calls before the recording: they load libraries, make communicators and choose algorithms
-RECORDINGS = 8  # of one step, of all shapes of its arguments
+_WARM_UP = 2  # calls before the recording: they load libraries, make communicators and choose algorithms
+_RECORDINGS = 8  # of one step, of all shapes of its arguments
 
 
 def check_recordable(graph: Graph, arguments: Arguments, mesh: Mesh | None, name: str) -> None:
@@ -51,7 +51,7 @@ def check_recordable(graph: Graph, arguments: Arguments, mesh: Mesh | None, name
 
 
 @dataclass
-class GraphMemory:
+class _GraphMemory:
     """A recording of a step, and the memory that it reads and writes.
 
     Attributes:
@@ -84,17 +84,17 @@ class RecordedStep:
     in_place: Collection[int]
     recordings: list[DeviceGraph] = field(repr=False)
     calls: int = 0
-    recording: GraphMemory | None = None
+    recording: _GraphMemory | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the step: as recorded if it is, and if its donated arguments lie where they lay."""
         self.calls += 1
-        if self.calls <= WARM_UP or current_recorder() is not None:
+        if self.calls <= _WARM_UP or current_recorder() is not None:
             return self.executable(args)
         if self.recording is None or self._addresses(args) != self.recording.addresses:
-            if len(self.recordings) >= RECORDINGS:
+            if len(self.recordings) >= _RECORDINGS:
                 warn_once(
-                    f"fzero.jit: device_graph=True made {RECORDINGS} recordings of one step, and makes no more: calls "
+                    f"fzero.jit: device_graph=True made {_RECORDINGS} recordings of one step, and makes no more: calls "
                     "of other shapes, or with donated arguments in other memory, run unrecorded. Pad batches to fewer "
                     "lengths (fzero.data), and continue with the results of the step"
                 )
@@ -105,7 +105,7 @@ class RecordedStep:
     def _addresses(self, args: Sequence[torch.Tensor]) -> dict[int, int]:
         return {i: args[i].data_ptr() for i in self.fixed}
 
-    def _record(self, args: Sequence[torch.Tensor]) -> GraphMemory:
+    def _record(self, args: Sequence[torch.Tensor]) -> _GraphMemory:
         inputs = [None if i in self.fixed else torch.empty_like(x) for i, x in enumerate(args)]
         given = [x.detach() if static is None else static for x, static in zip(args, inputs, strict=True)]
         positions = {id(x): i for i, x in enumerate(given)}
@@ -117,9 +117,9 @@ class RecordedStep:
         graph = DeviceGraph(run, self.recordings[0] if self.recordings else None)
         self.recordings.append(graph)
         outputs = [i for i, x in enumerate(graph.results) if isinstance(x, torch.Tensor)]
-        return GraphMemory(graph, inputs, self._addresses(args), outputs)
+        return _GraphMemory(graph, inputs, self._addresses(args), outputs)
 
-    def _run(self, recording: GraphMemory, args: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def _run(self, recording: _GraphMemory, args: Sequence[torch.Tensor]) -> Sequence[Any]:
         pairs = [(static, x) for static, x in zip(recording.inputs, args, strict=True) if static is not None]
         copy_together([static for static, _ in pairs], [x for _, x in pairs])
         recording.graph.run()

@@ -30,7 +30,7 @@ from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
 from fzero.graph.run._subgraphs import resolve_alias
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
-__all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments", "with_traced_layouts"]
+__all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments"]
 
 
 # Borders: compiled code gets arguments in the layout that it was compiled for.
@@ -39,7 +39,7 @@ __all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "r
 # its result otherwise than its stand-in. Then the segment gets a copy in the traced layout.
 
 
-def with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
+def _with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
     """Make a function that first copies the arguments whose layout differs from their stand-ins.
 
     The first call determines these arguments, since strides do not depend on values.
@@ -88,11 +88,11 @@ def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
 
 # Executables: a program whose segments are compiled, as a function.
 #
-# `REPLACEMENTS` maps traced operations to those that run in their place. Kernels may lay out a result otherwise than
+# `_REPLACEMENTS` maps traced operations to those that run in their place. Kernels may lay out a result otherwise than
 # their stand-in: oneDNN returns a convolution's gradients in channels-last layout. So a view runs as a reshape, which
 # copies only in that case.
-RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-REPLACEMENTS = {**gloo.REPLACEMENTS, **RESHAPES, flatten_leaves: flatten_by_copies}
+_RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+_REPLACEMENTS = {**gloo.REPLACEMENTS, **_RESHAPES, flatten_leaves: flatten_by_copies}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
     graph = copy_graph(source)
     for node in graph.nodes:
         loop = loop_of(node)
-        f = _loop_function(loop) if loop else REPLACEMENTS.get(node.target, node.target)
+        f = _loop_function(loop) if loop else _REPLACEMENTS.get(node.target, node.target)
         node.target = at_place(f, node.args[0], line_of(node)) if node.target is WAIT else f
     module = GraphModule({}, graph)
 
@@ -227,7 +227,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     for x in program.instructions:
         if isinstance(x, Segment):
             code = None if x.scalars else compiled.get(name_of_code(x.key))
-            runs = run_operations(x.graph) if code is None else with_traced_layouts(code, x.graph, x.fakes)
+            runs = run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.fakes)
             instructions.append(
                 _CompiledInstruction(True, runs, x.ins, x.outs, x.free, None if code is None else x.graph)
             )
@@ -236,7 +236,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             loop = x.target.function(bodies)
             instructions.append(_CompiledInstruction(False, loop, x.arguments.values, x.out, x.free, None))
         else:
-            f = REPLACEMENTS.get(x.target, x.target)
+            f = _REPLACEMENTS.get(x.target, x.target)
             f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
             instructions.append(_CompiledInstruction(False, f, x.arguments.values, x.out, x.free, x.line))
 

@@ -30,7 +30,7 @@ __all__ = [
     "serialize",
 ]
 
-PATIENCE = 1800.0  # seconds to wait until the other ranks have compiled
+_PATIENCE = 1800.0  # seconds to wait until the other ranks have compiled
 
 
 class Refusal(NamedTuple):
@@ -141,7 +141,7 @@ def all_refusals(refusals: Mapping[str, Refusal], mesh: Mesh | None) -> dict[str
     """Return the refusals of all ranks, by the name of the code. No rank runs a refused segment compiled."""
     if mesh is None or not mesh.distributed:
         return dict(refusals)
-    return merge_refusals(gather_texts(serialize(refusals, mesh.rank), mesh, "jit/refusals", PATIENCE))
+    return merge_refusals(gather_texts(serialize(refusals, mesh.rank), mesh, "jit/refusals", _PATIENCE))
 
 
 def serialize(refusals: Mapping[str, Refusal], rank: int) -> str:

@@ -150,7 +150,7 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
         try:
             runs, holds = compile_template(todo[code.name])
-            check_outputs(code, bind_length(runs, length))
+            check_outputs(code, _bind_length(runs, length))
         except CompileError as error:
             return Refusal(error.segment, error.reason, "")
         return runs, holds
@@ -169,10 +169,10 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
             lengths.add(todo[name], *outcome)
     lengths.learn(codes, length)
     functions = {name: lengths.function_of(template) for name, template in templates.items()}
-    return {name: bind_length(runs, length) for name, runs in functions.items() if runs is not None}
+    return {name: _bind_length(runs, length) for name, runs in functions.items() if runs is not None}
 
 
-def bind_length(runs: Runs, length: int) -> Runs:
+def _bind_length(runs: Runs, length: int) -> Runs:
     """Bind the function of a template to one length."""
 
     def at_length(args: list[Any]) -> Sequence[Any]:

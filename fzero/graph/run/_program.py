@@ -27,7 +27,7 @@ from fzero.graph.run._subgraphs import (
     written_argument,
 )
 
-__all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies_async", "make_program"]
+__all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
 
 # Program: a scheduled graph as instructions over numbered registers, for the backends that compile segments.
 #
@@ -39,7 +39,7 @@ __all__ = ["LoopProgram", "Operands", "Program", "SingleOperation", "make_copies
 # 4. Record on each instruction the registers that are free after it.
 
 
-class Operands(NamedTuple):
+class _Operands(NamedTuple):
     """The arguments of an operation, with registers in place of values.
 
     Attributes:
@@ -84,7 +84,7 @@ class LoopProgram(NamedTuple):
         )
 
 
-class SingleOperation(NamedTuple):
+class _SingleOperation(NamedTuple):
     """An operation outside of segments: a collective, a wait, a packing, or a view that these or a result need.
 
     Attributes:
@@ -96,7 +96,7 @@ class SingleOperation(NamedTuple):
     """
 
     target: Callable[..., Any] | LoopProgram
-    arguments: Operands
+    arguments: _Operands
     out: int
     free: list[int]
     line: str = ""
@@ -111,7 +111,7 @@ class Program(NamedTuple):
         results: the registers of the graph's results; None where the function returned None.
     """
 
-    instructions: list[SingleOperation | Segment]
+    instructions: list[_SingleOperation | Segment]
     register_count: int
     results: list[int | None]
 
@@ -142,7 +142,7 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     values = [x for x in result_values if x is not None]
     view_values = needed_views(subgraphs, values) | parts
     register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
-    instructions: list[SingleOperation | Segment] = []
+    instructions: list[_SingleOperation | Segment] = []
     for subgraph, exported in zip(subgraphs, exports(subgraphs, values), strict=True):
         single = runs_alone(subgraph[0])
         used = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
@@ -159,14 +159,14 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     return Program(_with_frees(instructions, permanent), len(register_of), result_registers)
 
 
-def _single(node: Node, register_of: dict[Node, int]) -> SingleOperation:
+def _single(node: Node, register_of: dict[Node, int]) -> _SingleOperation:
     """Turn a node into an instruction, and give its result a register."""
-    arguments = Operands(node.args, node.kwargs, {a: register_of[written_argument(a)] for a in node.all_input_nodes})
+    arguments = _Operands(node.args, node.kwargs, {a: register_of[written_argument(a)] for a in node.all_input_nodes})
     register_of[node] = len(register_of)
     loop = loop_of(node)
     target = _loop_program(loop) if loop else node.target
     assert not isinstance(target, str)
-    return SingleOperation(target, arguments, register_of[node], [], line_of(node))
+    return _SingleOperation(target, arguments, register_of[node], [], line_of(node))
 
 
 def _loop_program(loop: Loop) -> LoopProgram:
@@ -177,8 +177,8 @@ def _loop_program(loop: Loop) -> LoopProgram:
 
 
 def _with_frees(
-    instructions: Sequence[SingleOperation | Segment], permanent: set[int]
-) -> list[SingleOperation | Segment]:
+    instructions: Sequence[_SingleOperation | Segment], permanent: set[int]
+) -> list[_SingleOperation | Segment]:
     """Record on each instruction the registers that are free after it; `permanent` registers never are."""
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
@@ -191,7 +191,7 @@ def _with_frees(
     return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]
 
 
-def _registers_of(instruction: SingleOperation | Segment) -> list[int]:
+def _registers_of(instruction: _SingleOperation | Segment) -> list[int]:
     """List the registers that an instruction reads, then the registers that it writes."""
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]

@@ -16,15 +16,7 @@ from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.run._segment_compiler import Code, Runs, compile_error, mark_compiled
 from fzero.graph.run._subgraphs import operands, read_by_kernels, sources
 
-__all__ = [
-    "Segment",
-    "Template",
-    "compile_template",
-    "read_rounded_values",
-    "segment",
-    "segment_integers",
-    "segment_structure",
-]
+__all__ = ["Segment", "Template", "compile_template", "segment", "segment_integers", "segment_structure"]
 
 # Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
 #
@@ -32,7 +24,7 @@ __all__ = [
 # parameter. Compiled, this would read the old parameter needlessly, which takes a fifth of the update's time.
 
 
-def read_rounded_values(graph: Graph) -> None:
+def _read_rounded_values(graph: Graph) -> None:
     """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:
         rounded = _rounded(node)
@@ -119,7 +111,7 @@ def segment(
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in exports)).meta = {}
-    read_rounded_values(graph)
+    _read_rounded_values(graph)
     graph.eliminate_dead_code()
     for x in exports:
         register_of[x] = len(register_of)

@@ -41,12 +41,12 @@ __all__ = [
 # Progress: a bar on a terminal, elsewhere a line, if compilation takes long.
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-NO_BAR = 5.0  # seconds before a bar or a line is shown
+_NO_BAR = 5.0  # seconds before a bar or a line is shown
 
 
-def progress(items: Iterable[T], total: int) -> Iterator[T]:
+def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
     """Yield segments as they are compiled. If that takes long, a machine's first rank shows the progress.
 
     On a terminal it shows a bar. Elsewhere it prints one line on stderr, which says what the step waits for.
@@ -69,7 +69,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
     columns = [TextColumn("fzero.jit compiles"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("segments", total=total)
-    timer = threading.Timer(NO_BAR, bar.start)
+    timer = threading.Timer(_NO_BAR, bar.start)
     timer.start()
     try:
         for item in items:
@@ -80,10 +80,10 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
         bar.stop()
 
 
-def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
+def _with_a_line(items: Iterable[_T], total: int, console: Any) -> Iterator[_T]:
     segments = f"{total} segment{'s' * (total != 1)}"
     text = f'fzero.jit compiles {segments} before the first step, once per machine; backend="auto" does not wait'
-    timer = threading.Timer(NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
+    timer = threading.Timer(_NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
     try:
@@ -94,9 +94,9 @@ def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
 
 Runs = Callable[[list[Any]], Sequence[Any]]  # from a list of arguments, which it empties, to results
 
-MAX_LISTED = 6  # how many operations and lines an error lists
+_MAX_LISTED = 6  # how many operations and lines an error lists
 
-PATIENCE = 600.0  # seconds to wait for a segment that another process compiles, before compiling it here
+_PATIENCE = 600.0  # seconds to wait for a segment that another process compiles, before compiling it here
 
 
 class Code(NamedTuple):
@@ -153,7 +153,7 @@ def mark_compiled(code: Code) -> None:
         _file(code, "done").touch()
 
 
-def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
+def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], _T]) -> Iterator[tuple[Code, _T]]:
     """Compile segments: the longest first, and segments that other processes are compiling last.
 
     Args:
@@ -175,7 +175,7 @@ def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iter
                 yield code, results[0]
         if len(busy) == len(pending):  # other processes are compiling all the pending segments: wait for one
             code, *busy = busy
-            with _segment_lock(code, PATIENCE):
+            with _segment_lock(code, _PATIENCE):
                 result = compile_one(code)
             yield code, result
         pending = busy
@@ -249,7 +249,7 @@ def describe_segment(graph: Graph, location: str) -> str:
 
 
 def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:MAX_LISTED]) + ", ..." * (len(texts) > MAX_LISTED)
+    return ", ".join(texts[:_MAX_LISTED]) + ", ..." * (len(texts) > _MAX_LISTED)
 
 
 def first_line(error: BaseException) -> str:

@@ -28,7 +28,6 @@ from fzero.graph.loop._scan import loop_of
 
 __all__ = [
     "exports",
-    "is_alias",
     "needed_views",
     "operands",
     "parts_of_arguments",
@@ -105,7 +104,7 @@ def split_into_subgraphs(
     chunk: int | None = None  # the latest chunk that an operation belongs to
     is_host = False
     for n in nodes:
-        if n.op != "call_function" or is_alias(n):
+        if n.op != "call_function" or _is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
             builder.put(n, builder.subgraph_index[n.all_input_nodes[0]])
@@ -248,14 +247,14 @@ def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
 
 def _overwrites_unseen(node: Node, subgraph: list[Node]) -> bool:
     """Return whether a node writes memory that a subgraph reads by another argument. Inductor assumes them separate."""
-    if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
+    if node.target is not COPY or not _is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])
     read = [a for n in subgraph for a in n.all_input_nodes if any(storage_id(x) == storage for x in stand_ins_of(a))]
-    return not all(is_own_part(a) for a in read)
+    return not all(_is_own_part(a) for a in read)
 
 
-def is_own_part(node: Node) -> bool:
+def _is_own_part(node: Node) -> bool:
     """Return whether a node views a rank's own part of a unit (`passes.slice_of_gather`)."""
     return node.meta.get("own_part", False)
 
@@ -279,7 +278,7 @@ def _packs(node: Node) -> bool:
     return bool(users) and all(is_reduce_collective(u) for u in users)
 
 
-def is_alias(node: Node) -> bool:
+def _is_alias(node: Node) -> bool:
     """Return whether a node is a view, or an item of a view of several tensors, of a collective or of a loop."""
     if node.target is operator.getitem:
         source = node.args[0]
@@ -295,7 +294,7 @@ def _block(node: Node) -> str:
 
 def resolve_alias(node: Node) -> Node:
     """Return the value that a node is an alias of, or the node itself."""
-    while is_alias(node):
+    while _is_alias(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -311,7 +310,7 @@ def parts_of_arguments(graph: Graph) -> set[Node]:
         argument = n.args[0] if name_of(n) == "slice" else None
         if isinstance(argument, Node) and is_input(argument):
             slices.setdefault((argument, n.meta["val"].shape), []).append(n)
-    own_parts = {n for n in graph.nodes if is_own_part(n)}
+    own_parts = {n for n in graph.nodes if _is_own_part(n)}
     return own_parts | {n for nodes in slices.values() if len(nodes) > 1 for n in nodes}
 
 
@@ -340,7 +339,7 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
         if n in visited:
             continue
         visited.add(n)
-        if is_alias(n) and n not in parts:
+        if _is_alias(n) and n not in parts:
             stack += n.all_input_nodes
         else:
             values[written_argument(n)] = None
@@ -354,7 +353,7 @@ def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -
     stack += results
     while stack:
         n = stack.pop()
-        if is_alias(n) and n not in views:
+        if _is_alias(n) and n not in views:
             views.add(n)
             stack += n.all_input_nodes
     return views

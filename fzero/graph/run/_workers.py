@@ -18,10 +18,10 @@ from fzero.graph._polynomials import Polynomial
 from fzero.graph.run._segment import Template, compile_template
 from fzero.graph.run._segment_compiler import Code, compile_all, compile_and_mark
 
-__all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
+__all__ = ["Workers", "helpers", "start"]
 
-QUIET = subprocess.DEVNULL
-MOST_WORKERS = 7  # workers of one rank; importing torch takes each a second of a core and 300 MB
+_QUIET = subprocess.DEVNULL
+_MOST_WORKERS = 7  # workers of one rank; importing torch takes each a second of a core and 300 MB
 
 
 class Workers(NamedTuple):
@@ -47,7 +47,7 @@ class Workers(NamedTuple):
                     p.stdin.close()
 
 
-def spare_cores() -> int:
+def _spare_cores() -> int:
     """Return how many further cores this process may use if the ranks of a machine share all cores equally."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -57,7 +57,7 @@ def spare_cores() -> int:
 
 def helpers(cold: Sequence[Code]) -> int:
     """Return how many workers to start for some segments: none on a GPU, where each would need a CUDA context."""
-    return min(spare_cores(), len(cold) - 1) if all(code.on_cpu for code in cold) else 0
+    return min(_spare_cores(), len(cold) - 1) if all(code.on_cpu for code in cold) else 0
 
 
 def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[str, Template] | None = None) -> Workers:
@@ -81,9 +81,9 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
         return Workers()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([x or os.getcwd() for x in sys.path])}
     processes = []
-    for _ in range(min(count, MOST_WORKERS)):
+    for _ in range(min(count, _MOST_WORKERS)):
         command = [sys.executable, "-c", f"from fzero.graph.run._workers import work; work({nice})"]
-        p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=QUIET, stderr=QUIET)
+        p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=_QUIET, stderr=_QUIET)
         threading.Thread(
             target=_send, args=(p, data), daemon=True
         ).start()  # the worker reads after it has imported torch
@@ -98,7 +98,7 @@ def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
         worker.stdin.flush()  # the pipe stays open, which shows that this process lives
 
 
-def work(nice: int) -> None:
+def _work(nice: int) -> None:
     """Compile the segments that standard input describes. Skip those that fail: the parent process compiles them."""
     os.nice(nice)
     stdin = sys.stdin.buffer

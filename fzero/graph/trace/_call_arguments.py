@@ -28,7 +28,7 @@ __all__ = [
 # show. `rebuild` returns the call's arguments with other tensors, such as stand-ins, in place of the distinct ones.
 
 
-PLAIN = {torch.Tensor, torch.nn.Parameter}  # subclasses may redefine operations
+_PLAIN = {torch.Tensor, torch.nn.Parameter}  # subclasses may redefine operations
 
 
 class LeafName(NamedTuple):
@@ -159,9 +159,9 @@ class Arguments:
         Raises:
             TypeError: if a tensor is of another class. The message names it.
         """
-        if {type(x) for x in self.tensors} <= PLAIN:
+        if {type(x) for x in self.tensors} <= _PLAIN:
             return
-        name, x = next((p, x) for p, x in zip(self.tensor_names, self.tensors, strict=True) if type(x) not in PLAIN)
+        name, x = next((p, x) for p, x in zip(self.tensor_names, self.tensors, strict=True) if type(x) not in _PLAIN)
         raise TypeError(
             f"fzero.jit: {name} is a {type(x).__name__}, and a graph holds plain tensors only: unpack it outside the "
             "step, or wrap its tensors in a class that is registered as a pytree node"

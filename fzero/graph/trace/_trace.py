@@ -27,15 +27,15 @@ from fzero.graph._ir import (
 from fzero.graph.loop._insert_loops import insert_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, replace_writes, writes
 
-__all__ = ["TracedGraph", "erase_round_trips", "trace"]
+__all__ = ["TracedGraph", "trace"]
 
 # Casts to a wider dtype and back, which change no value.
 
 
-CAST = aten._to_copy.default
+_CAST = aten._to_copy.default
 
 
-def erase_round_trips(graph: Graph) -> None:
+def _erase_round_trips(graph: Graph) -> None:
     """Replace a value that was cast to a wider dtype and back by the value itself.
 
     A half-precision shard whose gradient is summed in float32 is cast so: first to the gradient's dtype, then back for
@@ -62,7 +62,7 @@ def erase_round_trips(graph: Graph) -> None:
 
 def _cast(node: Node) -> Node | None:
     """Return the operand of a node that only casts it to another dtype; None for other nodes."""
-    is_plain_cast = node.target is CAST and {*node.kwargs} <= {"dtype"} and isinstance(node.args[0], Node)
+    is_plain_cast = node.target is _CAST and {*node.kwargs} <= {"dtype"} and isinstance(node.args[0], Node)
     return node.all_input_nodes[0] if is_plain_cast else None
 
 
@@ -76,7 +76,7 @@ def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
 # trace: a function of tensors as one flat, functional graph.
 
 
-LARGE = 1 << 20  # bytes; larger captured tensors cause a warning
+_LARGE = 1 << 20  # bytes; larger captured tensors cause a warning
 
 
 class TracedGraph(NamedTuple):
@@ -115,7 +115,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     if writers and not replace_writes(gm.graph, writers):
         with _data_dependent_errors():
             gm = _torch.functionalize(gm, fakes)
-    erase_round_trips(gm.graph)
+    _erase_round_trips(gm.graph)
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
         node.meta.update(label)
@@ -241,7 +241,7 @@ def _check_constant_tensors(traced: TracedGraph) -> None:
                 f"fzero.jit: {text}, that {reason}: it would be a constant and never train. Make it an argument "
                 "(fzero.nn.functional takes the parameters out of a module), or detach it if it is a constant"
             )
-        if nbytes(x) > LARGE:
+        if nbytes(x) > _LARGE:
             warnings.warn(
                 f"fzero.jit: {text}: every rank holds its {nbytes(x):,} bytes as a constant; make it an argument",
                 stacklevel=2,

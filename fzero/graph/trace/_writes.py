@@ -29,7 +29,7 @@ __all__ = [
 _HIDDEN = {"cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"}
 _HIDDEN |= {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 
-PURE = "a step is pure: return the new value (x = x + 1, not x += 1)"
+_PURE = "a step is pure: return the new value (x = x + 1, not x += 1)"
 
 
 def expose_batch_norm_writes(graph: Graph) -> None:
@@ -90,7 +90,7 @@ def _refuse_writes(nodes: Iterable[Node], owners: dict[int, str]) -> None:
             owner = owners.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
             owner = "a captured tensor" if base.op == "get_attr" else owner
             if owner is not None:
-                raise RuntimeError(f"fzero.jit: the step writes into {owner} in place {_where(node)}; {PURE}")
+                raise RuntimeError(f"fzero.jit: the step writes into {owner} in place {_where(node)}; {_PURE}")
 
 
 def _check_operation(node: Node) -> None:
@@ -141,7 +141,7 @@ def check_gradients(inputs: Sequence[Any], labels: Sequence[dict[str, str]]) -> 
     for x, label in zip(inputs, labels, strict=True):
         if x.grad is not None:
             raise RuntimeError(
-                f"fzero.jit: the step writes into {label['label']}, its .grad; {PURE}. Take gradients with "
+                f"fzero.jit: the step writes into {label['label']}, its .grad; {_PURE}. Take gradients with "
                 "fzero.value_and_grad or torch.autograd.grad, or of a copy: w = w.detach().requires_grad_()"
             )
 

@@ -17,8 +17,8 @@ from fzero.parallel.context._ring_pattern import AttentionOptions
 
 __all__ = ["attention"]
 
-HEADS, TOKENS = -3, -2
-METHODS = ("all_to_all", "ring")
+_HEADS, _TOKENS = -3, -2
+_METHODS = ("all_to_all", "ring")
 
 
 @api_boundary
@@ -86,13 +86,13 @@ def attention(
     _check_options(window, scale, softcap, method)
     if sinks is not None:
         sinks = _expanded(sinks, q)
-    check_tokens_split(axis, q.shape[TOKENS])
+    check_tokens_split(axis, q.shape[_TOKENS])
     if n > 1:
         _check_average(axis)
         _check_differs(q, axis)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     options = AttentionOptions(bool(causal), window, scale, softcap)
-    if not q.shape[TOKENS]:  # the kernels divide by the number of tokens
+    if not q.shape[_TOKENS]:  # the kernels divide by the number of tokens
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     if dropout:
         if key is None:
@@ -102,7 +102,7 @@ def attention(
     if n == 1:
         return _whole(q, k, v, sinks, documents, options)
     if method is None:
-        method = "all_to_all" if q.shape[HEADS] % n == 0 else "ring"
+        method = "all_to_all" if q.shape[_HEADS] % n == 0 else "ring"
     if method == "ring":
         return ring_attention(bound_axis(axis), options, q, k, v, sinks, documents)
     return _over_heads(q, k, v, sinks, documents, options, axis, n)
@@ -119,16 +119,16 @@ def _over_heads(
     n: int,
 ) -> torch.Tensor:
     """Attend to all tokens with a part of the heads, and send the tokens back."""
-    heads = q.shape[HEADS]
+    heads = q.shape[_HEADS]
     if heads % n:
         raise ValueError(
             f'method="all_to_all": {heads} heads do not divide by the {n} ranks along {axis!r}; use method="ring"'
         )
 
     def all_tokens(x: torch.Tensor) -> torch.Tensor:
-        copies = math.lcm(x.shape[HEADS], n) // x.shape[HEADS]  # of a head that serves queries of several ranks
-        x = x if copies == 1 else x.repeat_interleave(copies, HEADS)
-        return from_rank_order(all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS), n, TOKENS)
+        copies = math.lcm(x.shape[_HEADS], n) // x.shape[_HEADS]  # of a head that serves queries of several ranks
+        x = x if copies == 1 else x.repeat_interleave(copies, _HEADS)
+        return from_rank_order(all_to_all(x, axis, split_dim=_HEADS, concat_dim=_TOKENS), n, _TOKENS)
 
     if documents is not None:
         documents = from_rank_order(all_gather(documents, axis, dim=-1), n, -1)
@@ -137,7 +137,7 @@ def _over_heads(
         is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
         sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
     y = _whole(all_tokens(q), all_tokens(k), all_tokens(v), sinks, documents, options)
-    return all_to_all(to_rank_order(y, n, TOKENS), axis, split_dim=TOKENS, concat_dim=HEADS)
+    return all_to_all(to_rank_order(y, n, _TOKENS), axis, split_dim=_TOKENS, concat_dim=_HEADS)
 
 
 def _whole(
@@ -151,9 +151,9 @@ def _whole(
     """Attend to the tokens of this rank, by torch's own function if it has all that is asked for."""
     if sinks is not None or documents is not None or options.window is not None or options.softcap is not None:
         return ring_attention(NO_AXIS, options, q, k, v, sinks, documents)
-    lead, grouped = q.shape[:HEADS], q.shape[HEADS] != k.shape[HEADS]
+    lead, grouped = q.shape[:_HEADS], q.shape[_HEADS] != k.shape[_HEADS]
     # the fused kernels take four dimensions
-    q, k, v = (x.reshape(lead.numel(), *x.shape[HEADS:]) for x in (q, k, v))
+    q, k, v = (x.reshape(lead.numel(), *x.shape[_HEADS:]) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=grouped)
     return y.reshape(*lead, *y.shape[1:])
 
@@ -164,12 +164,14 @@ def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
         raise ValueError(f"{shapes}: expected [.., heads, tokens, width], with as many heads and tokens of k as of v")
     if q.shape[-2:] != k.shape[-2:]:
         raise ValueError(f"{shapes}: expected as many tokens of q as of k, and one width of both")
-    if not k.shape[HEADS] or q.shape[HEADS] % k.shape[HEADS]:
-        raise ValueError(f"{shapes}: the {q.shape[HEADS]} heads of q do not divide by the {k.shape[HEADS]} heads of k")
-    if n > 1 and q.shape[TOKENS] % 2:
+    if not k.shape[_HEADS] or q.shape[_HEADS] % k.shape[_HEADS]:
         raise ValueError(
-            f"{shapes}: each rank holds two equal parts of a sequence, and {q.shape[TOKENS]} tokens are odd; split the "
-            "batch by fzero.parallel.context.split, which can pad it"
+            f"{shapes}: the {q.shape[_HEADS]} heads of q do not divide by the {k.shape[_HEADS]} heads of k"
+        )
+    if n > 1 and q.shape[_TOKENS] % 2:
+        raise ValueError(
+            f"{shapes}: each rank holds two equal parts of a sequence, and {q.shape[_TOKENS]} tokens are odd; split "
+            "the batch by fzero.parallel.context.split, which can pad it"
         )
     if documents is None:
         return
@@ -182,14 +184,14 @@ def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
 
 def _expanded(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return `[.., h]`: a sink for each head of each sequence, in the dtype of sums of exponentials."""
-    if list(sinks.shape) != [q.shape[HEADS]]:
+    if list(sinks.shape) != [q.shape[_HEADS]]:
         raise ValueError(
-            f"sinks have the shape {list(sinks.shape)}: expected [{q.shape[HEADS]}], one for each head of q, which is "
+            f"sinks have the shape {list(sinks.shape)}: expected [{q.shape[_HEADS]}], one for each head of q, which is "
             f"{list(q.shape)}"
         )
     if not sinks.is_floating_point():
         raise TypeError(f"sinks are {sinks.dtype}: expected floating point, the scores of keys without values")
-    return sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:TOKENS])
+    return sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:_TOKENS])
 
 
 def _check_options(window: int | None, scale: float | None, softcap: float | None, method: str | None) -> None:
@@ -199,7 +201,7 @@ def _check_options(window: int | None, scale: float | None, softcap: float | Non
         raise ValueError(f"scale={scale!r}: expected a finite number other than 0, or None for 1 / sqrt(width)")
     if softcap is not None and not (isinstance(softcap, int | float) and math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap={softcap!r}: expected a finite number above 0, or None for no bound")
-    check_choice("method", method, (*METHODS, None))
+    check_choice("method", method, (*_METHODS, None))
 
 
 def _check_average(axis: str) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "all_gather",
     "check_tokens_split",
     "from_rank_order",
-    "parts_in_rank_order",
     "positions",
     "positions_of",
     "shift_labels",
@@ -86,11 +85,11 @@ def check_tokens_split(axis: str, tokens: int) -> None:
         )
 
 
-def parts_in_rank_order(ranks: int) -> list[int]:
+def _parts_in_rank_order(ranks: int) -> list[int]:
     """List the parts of a sequence in the order in which the ranks hold them.
 
     Example:
-        >>> parts_in_rank_order(2)
+        >>> _parts_in_rank_order(2)
         [0, 3, 1, 2]
     """
     return [part for rank in range(ranks) for part in (rank, 2 * ranks - 1 - rank)]
@@ -98,12 +97,12 @@ def parts_in_rank_order(ranks: int) -> list[int]:
 
 def to_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     """Reorder a sequence from the order of its positions to that of the ranks, each of which then holds one slice."""
-    return _reordered(x, parts_in_rank_order(ranks), dim)
+    return _reordered(x, _parts_in_rank_order(ranks), dim)
 
 
 def from_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     """Reorder a sequence from the order of the ranks to that of its positions: the inverse of `to_rank_order`."""
-    order = parts_in_rank_order(ranks)
+    order = _parts_in_rank_order(ranks)
     return _reordered(x, [order.index(part) for part in range(len(order))], dim)
 
 
@@ -196,7 +195,7 @@ def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tens
     return from_rank_order(all_gather_in_rank_order(x, axis, dim=dim), n, dim)
 
 
-Dims = int | Mapping[str, int | None]
+_Dims = int | Mapping[str, int | None]
 
 
 @api_boundary
@@ -205,7 +204,7 @@ def split(
     batch: Any,
     *,
     axis: str = "cp",
-    dims: Dims = 1,
+    dims: _Dims = 1,
     batch_axis: AxisName = None,
     pad: float | Mapping[str, float] | None = None,
 ) -> PerRank:
@@ -332,7 +331,7 @@ def _by_path(values: Any, path: str) -> Any:
     return values.get(path, 1) if isinstance(values, Mapping) else values
 
 
-def _check_paths(batch: Any, dims: Dims) -> None:
+def _check_paths(batch: Any, dims: _Dims) -> None:
     """Check that dims by path name leaves of the batch: else a misspelled one has no effect."""
     paths = tree.flatten_with_paths(batch)[0]
     if isinstance(dims, Mapping) and (unknown := [path for path in dims if path not in paths]):

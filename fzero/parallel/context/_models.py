@@ -19,17 +19,17 @@ from fzero.random import next_key
 __all__ = ["ContextAxis", "check_model", "install", "notice_split_tokens"]
 
 # What combines tokens besides attention, by the types of modules and by words in the names of their classes.
-MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
-MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
-LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
-ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
-CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
-UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_mask")
-INSTALLED = "fzero, over "  # the names of the implementations of attention begin so
-MISSING: Any = object()
+_MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
+_MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
+_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
+_ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
+_CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
+_UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_mask")
+_INSTALLED = "fzero, over "  # the names of the implementations of attention begin so
+_MISSING: Any = object()
 # Classes of attention that do not hand on a window, and whether the masks of their models have the configuration's.
-WINDOWS_OF_MASKS = {"PhimoeAttention": True, "MoshiAttention": False}
-NO_DOCUMENTS = "{} does not hand keyword arguments on to its attention, so documents do not reach it"
+_WINDOWS_OF_MASKS = {"PhimoeAttention": True, "MoshiAttention": False}
+_NO_DOCUMENTS = "{} does not hand keyword arguments on to its attention, so documents do not reach it"
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
     for path, module in model.named_modules():
         if id(module) in split:
             continue
-        if isinstance(module, MIXERS) or any(word in type(module).__name__.lower() for word in MIXER_NAMES):
+        if isinstance(module, _MIXERS) or any(word in type(module).__name__.lower() for word in _MIXER_NAMES):
             raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
         if any(attribute.startswith("create_position_ids") for attribute in dir(module)):
             raise ValueError(f"{name}: {path!r} numbers tokens by the padding before them, on any rank")
-        if found := _rope_types(module) & CHANGING_ROPE:
+        if found := _rope_types(module) & _CHANGING_ROPE:
             raise ValueError(f"{name}: {path!r} has rope_type={min(found)!r}, which depends on the longest sequence")
     text = config.get_text_config()
-    if other := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
-        raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(LAYER_TYPES)}")
+    if other := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
+        raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(_LAYER_TYPES)}")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} attends from a decoder to an encoder: only attention of one sequence can be split")
-    if not name.endswith(ENDINGS):
+    if not name.endswith(_ENDINGS):
         raise ValueError(f"{name} reads the results of some tokens: expected a model that treats all tokens alike")
     signature = inspect.signature(model.forward)
-    if "Pooling" in str(signature.return_annotation) and getattr(model, "pooler", MISSING) is not None:
+    if "Pooling" in str(signature.return_annotation) and getattr(model, "pooler", _MISSING) is not None:
         raise ValueError(f"{name} pools some tokens: build it without, as add_pooling_layer=False does for many models")
     takes = signature.parameters
     has_further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -103,7 +103,7 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     """Make a copy of a model attend across the ranks of an axis, and number its tokens."""
     from transformers import AttentionInterface
 
-    name = f"{INSTALLED}{context.axis}"
+    name = f"{_INSTALLED}{context.axis}"
     AttentionInterface.register(name, partial(_attend, context))
     copied.set_attn_implementation(name)  # type: ignore[operator]
     replace_convolutions(copied, split_convolution(context.name, context.axis))
@@ -118,7 +118,7 @@ def notice_split_tokens(model: torch.nn.Module) -> None:
     axis, config = tokens_axis(), getattr(model, "config", None)
     if axis is None or not hasattr(model, "set_attn_implementation") or config is None:
         return
-    if not str(config._attn_implementation).startswith(INSTALLED):
+    if not str(config._attn_implementation).startswith(_INSTALLED):
         warn_once(
             f"fzero.nn.functional: {type(model).__name__} runs in a program whose tokens are split over {axis!r}, "
             f"and attends within each rank's tokens: pass context={axis!r}, unless it gets whole sequences"
@@ -141,7 +141,7 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
         if "use_cache" in signature.parameters:
             kwargs["use_cache"] = False
         if documents is not None and context.takes_documents is False:
-            raise ValueError(NO_DOCUMENTS.format(context.name))
+            raise ValueError(_NO_DOCUMENTS.format(context.name))
         return run(*args, documents=documents, **kwargs)
 
     return forward
@@ -182,19 +182,19 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    documents: torch.Tensor | None = MISSING,
+    documents: torch.Tensor | None = _MISSING,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    sliding_window: int | None = MISSING,
+    sliding_window: int | None = _MISSING,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' registry asks: from `[b, h, t, d]` to `[b, t, h, e]`."""
     name = f"{context.name}: {type(module).__name__}"
-    if documents is MISSING and context.takes_documents is None:
-        raise ValueError(NO_DOCUMENTS.format(name))
+    if documents is _MISSING and context.takes_documents is None:
+        raise ValueError(_NO_DOCUMENTS.format(name))
     _check_call(name, attention_mask, kwargs)
     random_key = _dropout_key(name, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -204,7 +204,7 @@ def _attend(
         value,
         causal=bool(causal),
         window=_window(name, module, sliding_window, causal),
-        documents=None if documents is MISSING else documents,
+        documents=None if documents is _MISSING else documents,
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
@@ -217,7 +217,7 @@ def _attend(
 
 def _check_call(name: str, attention_mask: Any, kwargs: Mapping[str, Any]) -> None:
     """Check what a model hands on to its attention."""
-    if other := [word for word in UNSUPPORTED if kwargs.get(word) is not None]:
+    if other := [word for word in _UNSUPPORTED if kwargs.get(word) is not None]:
         raise ValueError(f"{name} attends with {other[0]}, which attention of split sequences does not have")
     if attention_mask is not None:
         raise ValueError(f"{name} makes an attention mask of its own, which has no meaning on split sequences")
@@ -237,12 +237,12 @@ def _dropout_key(name: str, dropout: float) -> torch.Tensor | None:
 def _window(name: str, module: Any, sliding_window: Any, causal: Any) -> int | None:
     """Return the window of a layer's attention, None if it has none."""
     config: Any = getattr(module, "config", None)
-    if sliding_window is MISSING and _has_window(config):
-        in_masks = WINDOWS_OF_MASKS.get(type(module).__name__)
+    if sliding_window is _MISSING and _has_window(config):
+        in_masks = _WINDOWS_OF_MASKS.get(type(module).__name__)
         if in_masks is None:
             raise ValueError(f"{name} does not hand its window on to its attention")
         sliding_window = config.sliding_window if in_masks else None
-    window = None if sliding_window is MISSING else sliding_window
+    window = None if sliding_window is _MISSING else sliding_window
     if window is not None and not causal and _has_window(config):
         return config.sliding_window + 1  # as in transformers' masks, which include this distance
     return window

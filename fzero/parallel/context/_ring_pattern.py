@@ -9,11 +9,11 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingMessage", "RingPattern"]
+__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingPattern"]
 
-MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
-SCORE_ROWS = 128  # of a tile whose scores are in memory
-MOST_TILES = 64  # of a block; each is a few operations of a graph
+_MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
+_SCORE_ROWS = 128  # of a tile whose scores are in memory
+_MOST_TILES = 64  # of a block; each is a few operations of a graph
 
 
 class AttentionOptions(NamedTuple):
@@ -38,7 +38,7 @@ class AttentionOptions(NamedTuple):
         return kept if self.window is None else kept & (distance.abs() < self.window)
 
 
-class RingMessage(NamedTuple):
+class _RingMessage(NamedTuple):
     """What a rank sends to the next one: two tensors, as keys and values, and the documents of keys.
 
     Attributes:
@@ -91,12 +91,14 @@ class Ring(NamedTuple):
         """Give a value for each rank `[]` or `[n]` more dimensions, so that it broadcasts to one of `ndim`."""
         return x.reshape(-1, *[1] * (ndim - 1)) if self.stacked else x
 
-    def message(self, x: torch.Tensor, y: torch.Tensor, documents: torch.Tensor | None = None) -> "RingMessage":
+    def message(self, x: torch.Tensor, y: torch.Tensor, documents: torch.Tensor | None = None) -> "_RingMessage":
         """Return two tensors as what is sent: as one tensor if they have one shape and dtype."""
         is_one = self.size > 1 and x.shape == y.shape and x.dtype == y.dtype
-        return RingMessage([torch.stack([x, y], int(self.stacked))] if is_one else [x, y], documents, int(self.stacked))
+        return _RingMessage(
+            [torch.stack([x, y], int(self.stacked))] if is_one else [x, y], documents, int(self.stacked)
+        )
 
-    def shift(self, message: "RingMessage") -> "RingMessage":
+    def shift(self, message: "_RingMessage") -> "_RingMessage":
         """Send tensors to the next rank, and return those of the rank before."""
         documents = None if message.documents is None else self._shift(message.documents)
         return message._replace(tensors=[self._shift(x) for x in message.tensors], documents=documents)
@@ -113,11 +115,11 @@ class Ring(NamedTuple):
         return apply(self.token, "ppermute", self.binding, options, x)[0]
 
 
-ALL, EARLY, LATE = "all", "early", "late"
+_ALL, _EARLY, _LATE = "all", "early", "late"
 Half = str | torch.Tensor  # a tensor: the early half where it is true, else the late half
 
 
-class HalfPair(NamedTuple):
+class _HalfPair(NamedTuple):
     """Queries of this rank, and keys of another one to which they attend."""
 
     queries: Half
@@ -149,7 +151,7 @@ class RingPattern(NamedTuple):
         """The number of parts into which queries and keys are divided."""
         return 2 if self.options.causal and self.ring.size > 1 else 1
 
-    def pairs(self, step: int) -> list[HalfPair]:
+    def pairs(self, step: int) -> list[_HalfPair]:
         """List the pairs of halves that meet after some steps. All ranks have the same number of pairs.
 
         Early halves lie on the ranks in the order of the sequence, and late halves in the reverse order. The early keys
@@ -157,23 +159,23 @@ class RingPattern(NamedTuple):
         before the late queries, and after the early ones.
         """
         if step == 0 or self.halves == 1:
-            return [HalfPair(ALL, ALL)]
+            return [_HalfPair(_ALL, _ALL)]
         rank, half = self.ring.rank, self.ring.source(step) < self.ring.index
         if rank is not None:  # the half is known, so it is taken without a copy
-            half = EARLY if (rank - step) % self.ring.size < rank else LATE
-        return [HalfPair(LATE, EARLY), HalfPair(half, half)]
+            half = _EARLY if (rank - step) % self.ring.size < rank else _LATE
+        return [_HalfPair(_LATE, _EARLY), _HalfPair(half, half)]
 
     def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
         """Take a half of the tokens, along a dimension counted from the end."""
-        if isinstance(half, str) and half == ALL:
+        if isinstance(half, str) and half == _ALL:
             return x
         early, late = x.chunk(2, dim)
         if isinstance(half, str):
-            return early if half == EARLY else late
+            return early if half == _EARLY else late
         return torch.where(self.ring.like(half, x.ndim), early, late)
 
     def take_pair(
-        self, pair: HalfPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, pair: _HalfPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Take the queries, keys and values of a pair."""
         return self.take(q, pair.queries, -2), self.take(k, pair.keys, -2), self.take(v, pair.keys, -2)
@@ -182,9 +184,9 @@ class RingPattern(NamedTuple):
         """List the parts to which results of a half belong, each with the ranks where they do: None for all."""
         if isinstance(half, torch.Tensor):
             return [(0, half), (1, ~half)]
-        return [(int(half == LATE), None)]
+        return [(int(half == _LATE), None)]
 
-    def mask(self, pair: HalfPair, step: int, key_documents: torch.Tensor | None) -> "Mask | None":
+    def mask(self, pair: _HalfPair, step: int, key_documents: torch.Tensor | None) -> "Mask | None":
         """Return the mask of a pair; None if it needs none. `key_documents` are those of all keys."""
         if not self.masked:
             return None
@@ -210,10 +212,10 @@ class Mask(NamedTuple):
         t, s, (ring, options) = self.queries.shape[-1], self.keys.shape[-1], self.pattern[:2]
         window = options.window if ring.size == 1 else None
         reach = s if window is None else min(window, s)
-        rows = max(MASK_ELEMENTS // (2 * max(reach, 1)), -(-t // MOST_TILES), 1)
+        rows = max(_MASK_ELEMENTS // (2 * max(reach, 1)), -(-t // _MOST_TILES), 1)
         if options.softcap is not None:  # the scores of a tile are in memory, for each head
-            rows = min(rows, max(SCORE_ROWS, -(-t // MOST_TILES)))
-        rows = rows if window is None else min(rows, max(reach, -(-t // MOST_TILES)))
+            rows = min(rows, max(_SCORE_ROWS, -(-t // _MOST_TILES)))
+        rows = rows if window is None else min(rows, max(reach, -(-t // _MOST_TILES)))
         for a in range(0, t, rows):
             b = min(a + rows, t)
             if ring.size > 1:  # the keys are not in the order of the queries

@@ -15,10 +15,10 @@ from fzero.parallel.context._halo import causal_conv1d
 
 __all__ = ["replace_convolutions", "short_convolutions", "split_convolution"]
 
-CALLED = "causal_conv1d_fn"
-MISSING: Any = object()
+_CALLED = "causal_conv1d_fn"
+_MISSING: Any = object()
 
-Convolution = Callable[..., torch.Tensor]
+_Convolution = Callable[..., torch.Tensor]
 
 
 def short_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -27,21 +27,21 @@ def short_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
         forward = inspect.unwrap(type(module).forward)  # transformers' decorator calls the hooks of accelerate
         # others convolve too, and scan the tokens afterwards
         is_short = "shortconv" in type(module).__name__.lower() and isinstance(forward, FunctionType)
-        if is_short and CALLED in forward.__code__.co_names:
+        if is_short and _CALLED in forward.__code__.co_names:
             yield path, module
 
 
-def replace_convolutions(copied: torch.nn.Module, convolution: Convolution) -> None:
+def replace_convolutions(copied: torch.nn.Module, convolution: _Convolution) -> None:
     """Make the short convolutions of a model's copy call another function."""
     for _, module in short_convolutions(copied):
         forward = inspect.unwrap(type(module).forward)
-        names = {**forward.__globals__, CALLED: convolution}
+        names = {**forward.__globals__, _CALLED: convolution}
         replaced = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         replaced.__kwdefaults__ = forward.__kwdefaults__
         module.forward = MethodType(replaced, module)
 
 
-def split_convolution(name: str, axis: str) -> Convolution:
+def split_convolution(name: str, axis: str) -> _Convolution:
     """Return the convolution of tokens that are split over an axis, as transformers' files call it.
 
     Args:
@@ -59,13 +59,13 @@ def _convolve(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
-    documents: torch.Tensor | None = MISSING,
+    documents: torch.Tensor | None = _MISSING,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Convolve `[b, channels, t]` by weights `[channels, width]`, within documents."""
     if activation is not None:
         raise ValueError(f"{name} convolves with activation={activation!r}, which convolutions of split sequences lack")
-    if documents is MISSING:
+    if documents is _MISSING:
         raise ValueError(
             f"{name} does not hand keyword arguments on to its convolutions, so documents do not reach them"
         )

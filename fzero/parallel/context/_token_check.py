@@ -19,9 +19,9 @@ from fzero.parallel.context._short_convolution import replace_convolutions
 
 __all__ = ["check_tokens"]
 
-aten = torch.ops.aten
-PROBE = "fzero, one token"  # the name of the implementation of attention
-SAMPLES, FIRST, LAST = 2, 53, 1000
+_aten = torch.ops.aten
+_PROBE = "fzero, one token"  # the name of the implementation of attention
+_SAMPLES, _FIRST, _LAST = 2, 53, 1000
 
 
 def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
@@ -45,13 +45,13 @@ def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
     if tokens is None:
         return context
     have_documents: list[bool] = []
-    AttentionInterface.register(PROBE, partial(_own_value, have_documents))
+    AttentionInterface.register(_PROBE, partial(_own_value, have_documents))
     watch = _AlongTokens(tokens)
     state = {n: torch.empty_like(x, device="meta") for n, x in [*model.named_parameters(), *model.named_buffers()]}
     positions = torch.arange(tokens, device="meta").unsqueeze(0)
-    inputs = {"input_ids": torch.zeros(SAMPLES, tokens, dtype=torch.int64, device="meta"), "position_ids": positions}
+    inputs = {"input_ids": torch.zeros(_SAMPLES, tokens, dtype=torch.int64, device="meta"), "position_ids": positions}
     try:
-        model.set_attn_implementation(PROBE)  # type: ignore[operator]
+        model.set_attn_implementation(_PROBE)  # type: ignore[operator]
         replace_convolutions(model, partial(_own_input, have_documents))
         with watch, torch.no_grad():
             torch.func.functional_call(model, state, (), {**inputs, "use_cache": False, "documents": None})
@@ -100,9 +100,9 @@ def _token_count(model: torch.nn.Module) -> int | None:
     sizes = {n for x in [*model.parameters(), *model.buffers()] for n in x.shape}
     config: Any = model.config
     sizes |= {n for n in vars(config.get_text_config()).values() if isinstance(n, int)}
-    longest = getattr(config.get_text_config(), "max_position_embeddings", LAST) or LAST
-    primes = (n for n in range(FIRST, min(LAST, longest)) if all(n % d for d in range(2, math.isqrt(n) + 1)))
-    return next((n for n in primes if n not in sizes and SAMPLES * n not in sizes), None)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", _LAST) or _LAST
+    primes = (n for n in range(_FIRST, min(_LAST, longest)) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return next((n for n in primes if n not in sizes and _SAMPLES * n not in sizes), None)
 
 
 class _AlongTokens(TorchDispatchMode):
@@ -114,7 +114,7 @@ class _AlongTokens(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = READS.get(func.overloadpacket)
+        read = _READS.get(func.overloadpacket)
         x = args[0] if args else None
         if read is not None and isinstance(x, torch.Tensor):
             bound = _bound(func, args, kwargs or {})
@@ -131,10 +131,10 @@ def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**given, **{a.name: x for a, x in zip(schema, args, strict=False)}, **kwargs}
 
 
-Reads = Callable[[dict[str, Any], torch.Tensor, Any], Iterable[int]]
+_Reads = Callable[[dict[str, Any], torch.Tensor, Any], Iterable[int]]
 
 
-def _dims(name: str = "dim") -> Reads:
+def _dims(name: str = "dim") -> _Reads:
     """The dimensions that an argument names. None if it names none: a mean over all tokens is one number of a loss."""
 
     def read(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
@@ -172,18 +172,22 @@ def _beyond_channels(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterabl
     return range(2, x.ndim)
 
 
-READS: dict[Any, Reads] = {
-    **dict.fromkeys((aten.constant_pad_nd, aten.reflection_pad1d, aten.replication_pad1d), _padded),
-    aten.slice: _shortened,
-    **dict.fromkeys((aten.roll, aten.flip), _dims("dims")),
-    **dict.fromkeys((aten.select, aten.index_select, aten.gather), _dims()),
-    aten.unfold: _dims("dimension"),
-    **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin), _dims()),
-    **dict.fromkeys((aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.var), _dims()),
-    **dict.fromkeys((aten.std, aten.logsumexp, aten.linalg_vector_norm, aten._softmax, aten.sort, aten.topk), _dims()),
-    **dict.fromkeys((aten._fft_r2c, aten._fft_c2c), _dims()),
-    aten.convolution: _spatial,
-    **dict.fromkeys((aten.mm, aten.bmm), _last),
-    aten.index: _indexed,
-    **dict.fromkeys((aten.native_group_norm, aten.native_batch_norm), _beyond_channels),
+_READS: dict[Any, _Reads] = {
+    **dict.fromkeys((_aten.constant_pad_nd, _aten.reflection_pad1d, _aten.replication_pad1d), _padded),
+    _aten.slice: _shortened,
+    **dict.fromkeys((_aten.roll, _aten.flip), _dims("dims")),
+    **dict.fromkeys((_aten.select, _aten.index_select, _aten.gather), _dims()),
+    _aten.unfold: _dims("dimension"),
+    **dict.fromkeys((_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten.cummax, _aten.cummin), _dims()),
+    **dict.fromkeys(
+        (_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.max, _aten.min, _aten.prod, _aten.var), _dims()
+    ),
+    **dict.fromkeys(
+        (_aten.std, _aten.logsumexp, _aten.linalg_vector_norm, _aten._softmax, _aten.sort, _aten.topk), _dims()
+    ),
+    **dict.fromkeys((_aten._fft_r2c, _aten._fft_c2c), _dims()),
+    _aten.convolution: _spatial,
+    **dict.fromkeys((_aten.mm, _aten.bmm), _last),
+    _aten.index: _indexed,
+    **dict.fromkeys((_aten.native_group_norm, _aten.native_batch_norm), _beyond_channels),
 }

@@ -12,18 +12,7 @@ from fzero.collectives import all_to_all, to_host
 from fzero.parallel.experts._grouped import reads_offsets_on_host
 from fzero.parallel.experts._routing import check_floating, count_choices, expert_capacity
 
-__all__ = [
-    "Order",
-    "Positions",
-    "assign_positions",
-    "check_experts",
-    "combine",
-    "dispatch",
-    "inverse",
-    "sort_rows",
-    "sum_rows",
-    "unsort_rows",
-]
+__all__ = ["Order", "Positions", "assign_positions", "check_experts", "combine", "dispatch", "sort_rows", "unsort_rows"]
 
 # A linear map that sums rows into places. Its transpose is a map of the same kind.
 
@@ -47,15 +36,15 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         at, back = ctx.saved_tensors
-        return sum_rows(grad, back, at), None, None
+        return _sum_rows(grad, back, at), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *indices: Any) -> torch.Tensor:
-        return sum_rows(tangent, *ctx.saved_tensors)
+        return _sum_rows(tangent, *ctx.saved_tensors)
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def sum_rows(x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+def _sum_rows(x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     """Sum rows into places.
 
     Args:
@@ -69,7 +58,7 @@ def sum_rows(x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Ten
     return _SumRows.apply(x, at, back)
 
 
-def inverse(at: torch.Tensor, size: int) -> torch.Tensor:
+def _inverse(at: torch.Tensor, size: int) -> torch.Tensor:
     """Return the index in `at [.., m]` of each number below `size`: int64 `[.., size]`; m if it is not there."""
     m = at.shape[-1]
     empty = torch.full((*at.shape[:-1], size + 1), m, device=at.device)
@@ -159,7 +148,7 @@ def assign_positions(experts: torch.Tensor, count: int, capacity: float | None =
     position = _queue_positions(queue, count)
     position = torch.where((queue < count) & (position < c), queue * c + position, count * c)
     position = rearrange(position, "s (k t) -> s t k", k=k)
-    choice = inverse(rearrange(position, "s t k -> s (t k)"), count * c)
+    choice = _inverse(rearrange(position, "s t k -> s (t k)"), count * c)
     return Positions(position, rearrange(choice, "s (e c) -> s e c", e=count))
 
 
@@ -201,7 +190,7 @@ def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.T
     token = torch.div(positions.choice, k, rounding_mode="floor")
     at = rearrange(_flat(token.flatten(1), t), "m -> m 1")
     back = rearrange(_flat(positions.position.flatten(1), count * c), "(n k) -> n k", k=k)
-    rows = sum_rows(rearrange(x, "s t d -> (s t) d"), at, back)
+    rows = _sum_rows(rearrange(x, "s t d -> (s t) d"), at, back)
     rows = rearrange(rows, "(s e c) d -> e (s c) d", s=s, e=count)
     return all_to_all(rows, axis_if_bound(axis), split_dim=0, concat_dim=1)
 
@@ -243,10 +232,10 @@ def combine(y: torch.Tensor, positions: Positions, gates: torch.Tensor, axis: st
     back = rearrange(back, "e (s c) d -> (s e c) d", s=s)
     at = rearrange(_flat(positions.position.flatten(1), count * c), "m -> m 1")
     choice = rearrange(_flat(positions.choice.flatten(1), t * k), "m -> m 1")
-    return weighted_sum(rearrange(sum_rows(back, at, choice), "(s t k) d -> s t k d", s=s, t=t), gates)
+    return _weighted_sum(rearrange(_sum_rows(back, at, choice), "(s t k) d -> s t k d", s=s, t=t), gates)
 
 
-def weighted_sum(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """Sum the rows `[.., k, d]` of each token's choices by its gates `[.., k]`."""
     return einsum(rows, gates.to(rows.dtype), "... k d, ... k -> ... d")
 
@@ -314,16 +303,16 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     tokens = rearrange(x, "... d -> (...) d")
     max_rows = tokens.shape[0] * min(k, count // n)
     row, counts = _send_order(experts.flatten(), count, n, max_rows)
-    choice = inverse(row, n * max_rows)
+    choice = _inverse(row, n * max_rows)
     token = torch.div(choice, k, rounding_mode="floor")
-    send_rows = sum_rows(tokens, rearrange(token, "r -> r 1"), rearrange(row, "(m k) -> m k", k=k))
+    send_rows = _sum_rows(tokens, rearrange(token, "r -> r 1"), rearrange(row, "(m k) -> m k", k=k))
     recv_rows, recv_counts = all_to_all(send_rows, ep), all_to_all(counts, ep)
     order = _expert_order(recv_counts, max_rows) if ep else torch.arange(recv_rows.shape[0], device=recv_rows.device)
     offsets = recv_counts.sum(0).cumsum(0)
     if reads_offsets_on_host(recv_rows):  # one copy for all products of the layer, under way while the rows are sorted
         offsets = to_host(offsets)
     rows = (
-        sum_rows(recv_rows, rearrange(order, "r -> r 1"), rearrange(inverse(order, order.shape[0]), "r -> r 1"))
+        _sum_rows(recv_rows, rearrange(order, "r -> r 1"), rearrange(_inverse(order, order.shape[0]), "r -> r 1"))
         if ep
         else recv_rows
     )
@@ -380,7 +369,7 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
             f"gates has the shape {list(gates.shape)}: expected a gate for each of {order.row.shape[0]} choices"
         )
     if ep := axis_if_bound(axis):
-        inverse_order = rearrange(inverse(order.order, order.order.shape[0]), "r -> r 1")
-        y = all_to_all(sum_rows(y, inverse_order, rearrange(order.order, "r -> r 1")), ep)
-    rows = sum_rows(y, rearrange(order.row, "m -> m 1"), rearrange(order.choice, "r -> r 1"))
-    return weighted_sum(rows.unflatten(0, gates.shape), gates)
+        inverse_order = rearrange(_inverse(order.order, order.order.shape[0]), "r -> r 1")
+        y = all_to_all(_sum_rows(y, inverse_order, rearrange(order.order, "r -> r 1")), ep)
+    rows = _sum_rows(y, rearrange(order.row, "m -> m 1"), rearrange(order.choice, "r -> r 1"))
+    return _weighted_sum(rows.unflatten(0, gates.shape), gates)

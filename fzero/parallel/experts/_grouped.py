@@ -101,33 +101,33 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, y, *rest = *ctx.saved_tensors, ctx.rows
         if ctx.is_outer:
-            return None, apply_mm(y, grad.mT, *rest), apply_mm(x, grad, *rest), None, None
-        return None, apply_mm(grad, y.mT, *rest), apply_outer(x, grad, *rest), None, None
+            return None, _apply_mm(y, grad.mT, *rest), _apply_mm(x, grad, *rest), None, None
+        return None, _apply_mm(grad, y.mT, *rest), _apply_outer(x, grad, *rest), None, None
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dx: Any, dy: Any, *others: Any) -> Any:
         """Return the tangent of a bilinear map; a tangent of None stands for zeros."""
         x, y, *rest = *ctx.saved_tensors, ctx.rows
-        f = apply_outer if ctx.is_outer else apply_mm
+        f = _apply_outer if ctx.is_outer else _apply_mm
         parts = [f(*pair, *rest) for pair in ((dx, y), (x, dy)) if pair[0] is not None and pair[1] is not None]
         return sum(parts[1:], parts[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, is_outer: bool, *args: Any) -> Any:
         """Map over samples, such as simulated ranks, each of which has its own offsets."""
-        f, columns = apply_outer if is_outer else apply_mm, list(zip(args, in_dims[1:], strict=True))
+        f, columns = _apply_outer if is_outer else _apply_mm, list(zip(args, in_dims[1:], strict=True))
         samples = [[x if d is None else x.select(d, i) for x, d in columns] for i in range(info.batch_size)]
         return torch.stack([f(*sample) for sample in samples]), 0
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def apply_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
+def _apply_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     """Run `grouped_mm`; a plan counts the work of `expected_rows`."""
     return _GroupedProduct.apply(False, x, w, offsets, expected_rows)
 
 
 @allow_in_graph
-def apply_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
+def _apply_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     """Run `grouped_outer`; a plan counts the work of `expected_rows`."""
     return _GroupedProduct.apply(True, x, y, offsets, expected_rows)
 
@@ -169,7 +169,7 @@ def grouped_mm(
             f"one matrix for each of the {shape[0]} experts in `offsets`"
         )
     _check_dtypes("weights", weights, rows)
-    return apply_mm(rows, weights, offsets, rows.shape[0] if expected_rows is None else expected_rows)
+    return _apply_mm(rows, weights, offsets, rows.shape[0] if expected_rows is None else expected_rows)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> to
     if y.ndim != 2 or y.shape[0] != x.shape[0]:
         raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each row of x")
     _check_dtypes("y", y, x)
-    return apply_outer(x, y, offsets, x.shape[0])
+    return _apply_outer(x, y, offsets, x.shape[0])
 
 
 def _check_rows(name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -23,13 +23,13 @@ from fzero.parallel.experts._dispatch import (
 from fzero.parallel.experts._grouped import grouped_mm
 from fzero.parallel.experts._routing import Routing, check_floating, check_routing, describe
 
-__all__ = ["ExpertSplit", "Linear", "check_axis", "check_parts", "check_split", "grouped_linear", "layer", "split"]
+__all__ = ["Linear", "check_axis", "check_parts", "grouped_linear", "layer", "split"]
 
 # The rule that splits experts over an axis, and a layer's checks of that rule.
 
 
 @dataclass(frozen=True)
-class ExpertSplit:
+class _ExpertSplit:
     """The rule of `split`. A layer reads from it over which axis the experts were split."""
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
     axis_if_bound(axis)
 
-    return ExpertSplit(names, axis)
+    return _ExpertSplit(names, axis)
 
 
 def check_axis(axis: str) -> None:
@@ -94,7 +94,7 @@ def check_axis(axis: str) -> None:
     if axis_size(axis_if_bound(axis)) == 1:
         return
     data_axis_names = tuple([a.name for a in loss_axes()])
-    split_axes = [rule.axis for rule in rules_in(current_rules().split) if isinstance(rule, ExpertSplit)]
+    split_axes = [rule.axis for rule in rules_in(current_rules().split) if isinstance(rule, _ExpertSplit)]
     if split_axes and axis not in split_axes:
         raise ValueError(
             f"axis={axis!r}: tokens are sent along it, but the experts are split by "
@@ -108,7 +108,7 @@ def check_axis(axis: str) -> None:
         )
 
 
-def check_split(experts: Any, count: int, axis: str) -> None:
+def _check_split(experts: Any, count: int, axis: str) -> None:
     """Check that each leaf holds this rank's experts along dimension 0.
 
     Raises:
@@ -170,7 +170,7 @@ class Linear(Protocol):
         ...
 
 
-def batched_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _batched_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add the biases `[e, f]`."""
     _check_linear(rows, rows.shape[0], weight, bias)
     y = einsum(rows, weight, "e r d, e d f -> e r f")
@@ -262,11 +262,11 @@ def layer(
     count = routing.probs.shape[-1]
     check_experts(routing.experts, count, axis)
     check_axis(axis)
-    check_split(experts, count, axis)
+    _check_split(experts, count, axis)
     if capacity is None:
         rows, order = sort_rows(x, routing.experts, count, axis)
         outputs = f(experts, rows, partial(grouped_linear, order))
         return unsort_rows(outputs, order, routing.gates, axis)
     positions = assign_positions(routing.experts, count, capacity)
-    outputs = f(experts, dispatch(x, positions, axis), batched_linear)
+    outputs = f(experts, dispatch(x, positions, axis), _batched_linear)
     return combine(outputs, positions, routing.gates, axis)

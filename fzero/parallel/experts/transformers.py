@@ -11,7 +11,7 @@ from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linea
 
 __all__ = ["register", "split"]
 
-DEFAULT = "fzero, in place of grouped_mm"  # the registered name of the implementation that replaces the default
+_DEFAULT = "fzero, in place of grouped_mm"  # the registered name of the implementation that replaces the default
 
 
 def register(name: str = "fzero", axis: str = "ep") -> str:
@@ -65,7 +65,7 @@ def use_differentiable(module: torch.nn.Module) -> None:
     for m in module.modules():
         config: Any = m.config if _has_experts(m) else None
         if config is not None and config._experts_implementation == "grouped_mm":
-            config._experts_implementation = register(DEFAULT)
+            config._experts_implementation = register(_DEFAULT)
 
 
 def _has_experts(module: Any) -> bool:

@@ -37,10 +37,10 @@ def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Ten
         return run_ticks(stages, slots, rest)
     if is_tracing() and isinstance(micro_batch(), torch.Tensor):
         raise loop.NotScannableError("the loss holds a pipeline, which has its own micro-batches")
-    return run_table(stages, slots, rest, backward=order == 1)
+    return _run_table(stages, slots, rest, backward=order == 1)
 
 
-def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Run this rank's row of a schedule.
 
     Args:

@@ -106,8 +106,8 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
     return BlockPlacement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
 
 
-Index = int | torch.Tensor
-BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
+_Index = int | torch.Tensor
+_BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class Model:
 
     @cached_property
     def _keywords(self) -> tuple[str, ...]:
-        """The names in `BLOCK_KEYWORDS` that the block takes."""
+        """The names in `_BLOCK_KEYWORDS` that the block takes."""
         try:
             names = inspect.signature(self.block).parameters
         except (TypeError, ValueError):  # a builtin
             return ()
-        return tuple([name for name in BLOCK_KEYWORDS if name in names])
+        return tuple([name for name in _BLOCK_KEYWORDS if name in names])
 
     @cached_property
     def _block(self) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ class Model:
             return run_gathered
         return remat(run_gathered, save=None if self.remat is True else self.remat)
 
-    def run_block(self, p: Any, x: Any, index: Index, call: "MicroBatchCall", stacked: bool) -> Any:
+    def run_block(self, p: Any, x: Any, index: _Index, call: "MicroBatchCall", stacked: bool) -> Any:
         """Run one block.
 
         Args:
@@ -201,7 +201,7 @@ class Model:
         return out
 
     @staticmethod
-    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", index: Index) -> Callable[..., Any]:
+    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", index: _Index) -> Callable[..., Any]:
         if call.key is None:
             return f
         key = random.fold_in(call.key, index)
@@ -219,7 +219,7 @@ class MicroBatchCall:
     """
 
     batch: Any
-    index: Index
+    index: _Index
     key: torch.Tensor | None
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
@@ -242,7 +242,7 @@ def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
     return w[0]
 
 
-def micro_batch_of(batch: Any, count: int, index: Index, in_loop: bool = False) -> Any:
+def micro_batch_of(batch: Any, count: int, index: _Index, in_loop: bool = False) -> Any:
     """Return one micro-batch: one of equal parts of all leaves along dimension 0. Leaves of shape [] are in each part.
 
     Args:

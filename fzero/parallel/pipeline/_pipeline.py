@@ -42,20 +42,20 @@ __all__ = ["Pipeline", "pipeline"]
 # The full model, on a mesh without the pipeline's axis.
 
 
-LossSum = tuple[torch.Tensor, torch.Tensor]  # the sum of losses, and the sum of their weights
+_LossSum = tuple[torch.Tensor, torch.Tensor]  # the sum of losses, and the sum of their weights
 
 
-def run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> LossSum:
+def _run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> _LossSum:
     """Run the full model on each micro-batch in order, on a mesh without the pipeline's axis."""
 
-    def run(call: MicroBatchCall) -> LossSum:
+    def run(call: MicroBatchCall) -> _LossSum:
         return model.run_last(rest, _run_blocks(model, blocks, rest, call), call, len(blocks))
 
     totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
     return torch.stack(totals).sum(), torch.stack(weights).sum()
 
 
-def full_outputs(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
+def _full_outputs(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
     """Run the full model on each micro-batch in order, and return the concatenated results of `last`."""
 
     def run(call: MicroBatchCall) -> Any:
@@ -247,7 +247,7 @@ class Pipeline:
             `(total, weight)`, for `fzero.value_and_grad(loss, reduce="weighted")`. They are zero on all ranks along the
             axis except that of the last stage.
         """
-        return self._run(self.model, run_full, run_on_ranks, params, batch, key)
+        return self._run(self.model, _run_full, run_on_ranks, params, batch, key)
 
     def outputs(self, last: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return a function that runs the model forward, and returns the results of `last` for each example.
@@ -283,7 +283,7 @@ class Pipeline:
         @api_boundary
         def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
             with torch.no_grad():
-                return self._run(model, full_outputs, outputs_by_ticks, params, batch, key)
+                return self._run(model, _full_outputs, outputs_by_ticks, params, batch, key)
 
         return outputs
 

@@ -127,12 +127,12 @@ def inputs_of(action: Action, stages: int) -> tuple[Value, ...]:
 Table = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
 
 # messages follow from the order, and the ZeRO stage sets when ZeRO gathers and reduces; torch 2.15 writes waits, too
-SKIPPED_KINDS = (
+_SKIPPED_KINDS = (
     *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
     *("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"),
 )
-CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
-PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def parse_rows(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
@@ -176,7 +176,7 @@ def _cells(table: Table) -> list[list[Any]]:
 def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
     for column, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
-        pair = PAIR.fullmatch(text)
+        pair = _PAIR.fullmatch(text)
         for part in pair[1].split(";") if pair else [text] if text else []:
             action = _action(part.strip(), f"rank {rank}, cell {column}, {text!r}")
             if action is not None:
@@ -184,14 +184,14 @@ def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
 
 
 def _action(text: str, label: str) -> Action | None:
-    match = CELL.fullmatch(text)
+    match = _CELL.fullmatch(text)
     kinds: tuple[Kind, ...] = get_args(Kind)
     for kind in kinds:
         if match and match[2] == kind and match[3]:
             return Action(kind, int(match[1]), int(match[3]))
-    if match and match[2] in SKIPPED_KINDS:
+    if match and match[2] in _SKIPPED_KINDS:
         return None
     raise ValueError(
         f"{label}: expected a stage, one of {', '.join(kinds)}, and a micro-batch, as in '0F1'; two of them as "
-        f"'(0F1;3B0)OVERLAP_F_B'; or an action that is skipped ({', '.join(SKIPPED_KINDS)})"
+        f"'(0F1;3B0)OVERLAP_F_B'; or an action that is skipped ({', '.join(_SKIPPED_KINDS)})"
     )

@@ -10,15 +10,15 @@ from fzero.parallel.schedules._simulation import Durations, Timing, check, time_
 if TYPE_CHECKING:
     from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 
-__all__ = ["draw", "in_micro_batches", "text"]
+__all__ = ["draw", "text"]
 
-COLUMNS = 120  # characters per line; a longer schedule continues below
+_COLUMNS = 120  # characters per line; a longer schedule continues below
 
 
 def _title(schedule: "PipelineSchedule") -> str:
     """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and the passes in flight."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
-    peaks = ", ".join(in_micro_batches(schedule))
+    peaks = ", ".join(_in_micro_batches(schedule))
     counts = (
         f"{schedule.ranks} ranks"
         if schedule.ranks == schedule.stages
@@ -28,7 +28,7 @@ def _title(schedule: "PipelineSchedule") -> str:
     return f"{schedule.name}: {'; '.join([*words, f'in flight {peaks}'])}"
 
 
-def in_micro_batches(schedule: "PipelineSchedule") -> list[str]:
+def _in_micro_batches(schedule: "PipelineSchedule") -> list[str]:
     """Return the most that each rank has in flight, in micro-batches: one is in flight in all stages of the rank."""
     return [f"{schedule.in_flight(r) / schedule.rank_of_stage.count(r):.3g}" for r in range(schedule.ranks)]
 
@@ -47,7 +47,7 @@ def text(schedule: "PipelineSchedule") -> str:
     cells = _cells(schedule, short)
     names = [f"rank {r}" for r in range(schedule.ranks)]
     width, margin = max(len(c) for row in cells for c in row), max(map(len, names)) + 1
-    columns = max(1, (COLUMNS - margin) // (width + 1))
+    columns = max(1, (_COLUMNS - margin) // (width + 1))
     blocks = [
         "\n".join(
             [
@@ -79,37 +79,37 @@ def _label(action: Action, short: bool) -> str:
 # Schedules as a picture: one row per rank, time from left to right, one box per action, empty bubbles.
 #
 # the colours of a rank's first stage and of its last one; the stages between them have colours between these
-COLOURS = {
+_COLOURS = {
     "F": ((0.68, 0.82, 0.95), (0.24, 0.49, 0.75)),
     "B": ((0.99, 0.84, 0.55), (0.90, 0.59, 0.13)),
     "I": ((0.98, 0.73, 0.59), (0.84, 0.38, 0.22)),
     "W": ((0.74, 0.88, 0.73), (0.35, 0.64, 0.40)),
 }
-WORDS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
+_WORDS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
 
 # in inches: the width of a figure, the height of a rank, its least height, and the most of all ranks together
-WIDTH, ROW, LEAST, MOST = 11.0, 0.3, 0.09, 14.0
-INK, GREY = "#24292f", "#6e7781"
+_WIDTH, _ROW, _LEAST, _MOST = 11.0, 0.3, 0.09, 14.0
+_INK, _GREY = "#24292f", "#6e7781"
 
 
 def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> Any:
     """Draw schedules as one matplotlib figure, one below the other, on the same time axis."""
     ranks = sum(s.ranks for s in schedules)
-    row = max(LEAST, min(ROW, MOST / ranks))
+    row = max(_LEAST, min(_ROW, _MOST / ranks))
     heights = [row * s.ranks + 0.62 for s in schedules]
-    figure = new_figure(WIDTH, sum(heights) + 0.75)
+    figure = new_figure(_WIDTH, sum(heights) + 0.75)
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     span = max(t.makespan for t in timings)
     for axes, schedule, timing in zip(panels, schedules, timings, strict=True):
         _panel(axes, schedule, timing, span, row)
-    panels[-1].set_xlabel("time, in the unit of the durations", fontsize=8.5, color=GREY)
+    panels[-1].set_xlabel("time, in the unit of the durations", fontsize=8.5, color=_GREY)
     _legend(figure, schedules)
     return figure
 
 
 def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
-    scale = (WIDTH - 1.6) * 72 / span  # points per unit of time
+    scale = (_WIDTH - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
     boxes = dict[tuple[int, Any], list[tuple[float, float]]]()
@@ -121,7 +121,7 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
             boxes.setdefault((rank, _colour(action, depth)), []).append((start, width))
             label = str(action.micro_batch)
             if width * scale > size * (0.62 * len(label) + 0.35):
-                ink = "white" if depth > 0.6 else INK
+                ink = "white" if depth > 0.6 else _INK
                 axes.text(start + width / 2, rank, label, ha="center", va="center", fontsize=size, color=ink)
     for (rank, colour), spans in boxes.items():
         axes.broken_barh(
@@ -131,7 +131,7 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
 
 
 def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
-    peaks = in_micro_batches(schedule)
+    peaks = _in_micro_batches(schedule)
     step = max(1, schedule.ranks // 16)
     ticks = range(0, schedule.ranks, step)
     axes.set_yticks(list(ticks), [f"rank {r}" for r in ticks], fontsize=8)
@@ -139,27 +139,27 @@ def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
     for rank in ticks:
         axes.text(1.012, rank, peaks[rank], transform=axes.get_yaxis_transform(), fontsize=8, va="center")
     offset = {"xytext": (0, 6), "textcoords": "offset points", "xycoords": "axes fraction"}  # at the title's height
-    axes.annotate("in flight", (1.012, 1.0), fontsize=8.5, color=GREY, **offset)
+    axes.annotate("in flight", (1.012, 1.0), fontsize=8.5, color=_GREY, **offset)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelsize=8)
-    axes.set_title(schedule.name, loc="left", fontsize=10, weight="bold", color=INK)
+    axes.set_title(schedule.name, loc="left", fontsize=10, weight="bold", color=_INK)
     words = (
         f"efficiency {timing.efficiency:.1%}, makespan {timing.makespan:g}, "
         f"{schedule.micro_batches} micro-batches, {len(schedule.messages):,} messages"
     )
-    axes.set_title(words, loc="right", fontsize=8.5, color=GREY)
+    axes.set_title(words, loc="right", fontsize=8.5, color=_GREY)
 
 
 def _legend(figure: Any, schedules: "Sequence[PipelineSchedule]") -> None:
     from matplotlib.patches import Patch
 
     kinds = {a.kind for s in schedules for row in s.rows for a in row}
-    patches = [Patch(color=COLOURS[k][0], label=WORDS[k]) for k in COLOURS if k in kinds]
+    patches = [Patch(color=_COLOURS[k][0], label=_WORDS[k]) for k in _COLOURS if k in kinds]
     if any(s.stages > s.ranks for s in schedules):
-        patches.append(Patch(color=COLOURS["F"][1], label="darker: a rank's later stages"))
+        patches.append(Patch(color=_COLOURS["F"][1], label="darker: a rank's later stages"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
 
 
 def _colour(action: Action, depth: float) -> tuple[float, ...]:
-    light, dark = COLOURS[action.kind]
+    light, dark = _COLOURS[action.kind]
     return tuple([a + (b - a) * depth for a, b in zip(light, dark, strict=True)])

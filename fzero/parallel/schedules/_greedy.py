@@ -9,10 +9,10 @@ from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Value, i
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations
 
-__all__ = ["Cap", "StagePlacement", "caps_by_rank", "check_counts", "greedy", "list_schedule", "place_stages"]
+__all__ = ["Cap", "caps_by_rank", "check_counts", "greedy", "list_schedule", "place_stages"]
 
 Cap = int | Callable[[int], int] | None
-StagePlacement = Literal["loop", "v"]
+_StagePlacement = Literal["loop", "v"]
 
 
 def check_counts(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
@@ -43,7 +43,7 @@ def caps_by_rank(cap: Cap, ranks: int, stages_per_rank: int) -> list[int | None]
     return caps
 
 
-def place_stages(ranks: int, stages: int, placement: StagePlacement = "loop") -> tuple[int, ...]:
+def place_stages(ranks: int, stages: int, placement: _StagePlacement = "loop") -> tuple[int, ...]:
     """Return the rank of each pipeline stage, with the same number of stages on each rank.
 
     "loop" starts again at rank 0, 0 1 2 0 1 2; "v" turns back at the last rank, 0 1 2 2 1 0.
@@ -60,7 +60,7 @@ def greedy(
     micro_batches: int,
     stages_per_rank: int = 1,
     *,
-    placement: StagePlacement = "loop",
+    placement: _StagePlacement = "loop",
     cap: Cap = None,
     split: bool = False,
     forward: float = 1.0,

@@ -15,7 +15,7 @@ from fzero.parallel.schedules._simulation import Durations, time_schedule, walk
 
 __all__ = ["Instruction", "programs"]
 
-MAX_IN_FLIGHT = 4  # the most unfinished sends to one rank; before another one, the rank waits for the oldest
+_MAX_IN_FLIGHT = 4  # the most unfinished sends to one rank; before another one, the rank waits for the oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _with_waits(
         if instruction.kind == "send":
             assert isinstance(instruction.operand, Message)
             queue = in_flight.setdefault(instruction.operand.receiver, deque())
-            if len(queue) == MAX_IN_FLIGHT:
+            if len(queue) == _MAX_IN_FLIGHT:
                 instructions.append(Instruction("wait_send", queue.popleft()))
             queue.append(instruction.operand)
         instructions.append(instruction)

@@ -11,10 +11,10 @@ from fzero.parallel.schedules._greedy import Cap, caps_by_rank, check_counts, li
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import Durations, time_schedule
 
-__all__ = ["NAMES", "NamedSchedule", "check_name", "makespan_bound", "schedule"]
+__all__ = ["NAMES", "check_name", "schedule"]
 
 
-def group_sizes(ranks: int, micro_batches: int) -> list[int]:
+def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
     """Return the sizes of groups of micro-batches that pass round the ranks together.
 
     Megatron's groups hold one micro-batch per rank. Megatron and torch refuse a smaller last group. Here the sizes
@@ -25,7 +25,7 @@ def group_sizes(ranks: int, micro_batches: int) -> list[int]:
     return [micro_batches // n + (i < micro_batches % n) for i in range(n)]
 
 
-def one_f_one_b(
+def _one_f_one_b(
     ranks: int,
     micro_batches: int,
     stages_per_rank: int,
@@ -48,7 +48,7 @@ def one_f_one_b(
         al., On Optimizing the Communication of Model Parallelism, 2023 (eager 1F1B). Qi et al., Zero Bubble Pipeline
         Parallelism, 2024, section 3.1 (ZB-H1).
     """
-    sizes = group_sizes(ranks, micro_batches)
+    sizes = _group_sizes(ranks, micro_batches)
     members = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     pairs = [(chunk, m) for group in members for chunk in range(stages_per_rank) for m in group]
     back = [(stages_per_rank - 1 - chunk, m) for chunk, m in pairs]
@@ -70,7 +70,7 @@ def one_f_one_b(
     return PipelineSchedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
 
 
-def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
+def _makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
     """Return a lower bound on the makespan of any order of these actions.
 
     A rank cannot start before the first output reaches it. If backward passes are not split, its last action is the
@@ -88,7 +88,7 @@ def makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool
     return max(bounds)
 
 
-def zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> PipelineSchedule:
+def _zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> PipelineSchedule:
     """Make ZB-V: two stages per rank, placed as a V, so that rank 0 computes the loss and the first gradient.
 
     References:
@@ -133,7 +133,7 @@ def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedSchedule:
+class _NamedSchedule:
     """A named schedule.
 
     Attributes:
@@ -153,17 +153,17 @@ class NamedSchedule:
     advice: str = ""
 
 
-_one_hop, _two_hops = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
+_one_hop, _two_hops = partial(_one_f_one_b, hops=1), partial(_one_f_one_b, hops=2)
 NAMES = {
-    "gpipe": NamedSchedule(orders=(partial(one_f_one_b, wait=True),)),
-    "1f1b": NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
-    "interleaved": NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
-    "zb": NamedSchedule(
+    "gpipe": _NamedSchedule(orders=(partial(_one_f_one_b, wait=True),)),
+    "1f1b": _NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
+    "interleaved": _NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
+    "zb": _NamedSchedule(
         orders=(partial(_one_hop, split=True), partial(_two_hops, split=True)),
         splits_backward=True,
     ),
-    "zbv": NamedSchedule(
-        orders=(zb_v,),
+    "zbv": _NamedSchedule(
+        orders=(_zb_v,),
         splits_backward=True,
         min_stages=2,
         max_stages=2,
@@ -241,7 +241,7 @@ def schedule(
         memory[rank] if limit is None else limit for rank, limit in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
     ]
     durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
-    bound = makespan_bound(orders[0].rank_of_stage, micro_batches, entry.splits_backward, durations)
+    bound = _makespan_bound(orders[0].rank_of_stage, micro_batches, entry.splits_backward, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
     if best is not None and time_schedule(best, durations).makespan <= bound * (1 + 1e-9):
@@ -265,7 +265,7 @@ def check_name(name: str, stages_per_rank: int) -> None:
     _check_stages(name, _lookup(name), stages_per_rank)
 
 
-def _lookup(name: str) -> NamedSchedule:
+def _lookup(name: str) -> _NamedSchedule:
     if name not in NAMES:
         matches = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
         hint = f"; did you mean {matches[0]!r}?" if matches else ""
@@ -273,7 +273,7 @@ def _lookup(name: str) -> NamedSchedule:
     return NAMES[name]
 
 
-def _check_stages(name: str, entry: NamedSchedule, stages_per_rank: int) -> None:
+def _check_stages(name: str, entry: _NamedSchedule, stages_per_rank: int) -> None:
     if stages_per_rank < entry.min_stages or stages_per_rank > (entry.max_stages or stages_per_rank):
         expected = f"{entry.min_stages}" if entry.min_stages == entry.max_stages else f"{entry.min_stages} or more"
         raise ValueError(

@@ -11,19 +11,19 @@ from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, o
 if TYPE_CHECKING:
     from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 
-__all__ = ["Durations", "RankAction", "Timing", "check", "time_schedule", "walk"]
+__all__ = ["Durations", "Timing", "check", "time_schedule", "walk"]
 
 # A walk through the actions of a schedule in an order in which they can run.
 
 
-class RankAction(NamedTuple):
+class _RankAction(NamedTuple):
     """An action of a walk, and the rank that runs it."""
 
     rank: int
     action: Action
 
 
-def walk(schedule: "PipelineSchedule") -> Iterator[RankAction]:
+def walk(schedule: "PipelineSchedule") -> Iterator[_RankAction]:
     """Yield each action after all values that it needs, and after all earlier actions of its rank.
 
     Raises:
@@ -42,7 +42,7 @@ def walk(schedule: "PipelineSchedule") -> Iterator[RankAction]:
             if missing is not None:
                 waiters.setdefault(missing, []).append(rank)
                 break
-            yield RankAction(rank, action)
+            yield _RankAction(rank, action)
             at[rank] += 1
             if (value := output_of(action)) is not None:
                 values.add(value)

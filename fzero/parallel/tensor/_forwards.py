@@ -38,7 +38,7 @@ __all__ = ["install"]
 
 
 @contextmanager
-def override_parameters(
+def _override_parameters(
     module: torch.nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> Iterator[None]:
     """Replace some parameters of a module by tensors, and some attributes by values, within a `with` block."""
@@ -57,7 +57,7 @@ def override_parameters(
 
 
 @dataclass(frozen=True)
-class Region:
+class _Region:
     """A module that holds several column-parallel layers, or whose attributes are divided among the ranks.
 
     Attributes:
@@ -81,7 +81,7 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        with override_parameters(self.module, {}, self._attributes()):
+        with _override_parameters(self.module, {}, self._attributes()):
             try:
                 return self.run(*args, **kwargs)
             except (RuntimeError, ValueError) as error:
@@ -128,7 +128,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Layer:
+class _Layer:
     """A layer that runs in one of the parallel styles.
 
     Attributes:
@@ -151,7 +151,7 @@ class Layer:
     axis: str
     param_splits: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
-    region: Region | None
+    region: _Region | None
     is_gathered: bool
     groups: int
     run: Callable[..., Any]
@@ -167,7 +167,7 @@ class Layer:
             return self._embedding(*args, **kwargs)
         if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
-        with override_parameters(self.module, self._parameters(), {}):
+        with _override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
 
     def _column(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Layer:
             return self.run(tokens)
         w, padding = self._parameters()["weight"], vars(self.module)["padding_idx"]
         local, is_local, fill = own_rows(tokens, w, self.axis)
-        with override_parameters(self.module, {}, {"padding_idx": None}):  # padding_idx is a row of the full table
+        with _override_parameters(self.module, {}, {"padding_idx": None}):  # padding_idx is a row of the full table
             y = self.run(local)
         if padding is not None:  # the padding row gets no gradient
             y = torch.where((tokens == padding % self.sizes["weight"]).unsqueeze(-1), y.detach(), y)
@@ -207,13 +207,13 @@ class Layer:
         replicated = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.param_splits]
         params = {name: enter(getattr(self.module, name), self.axis) for name in replicated}
         if isinstance(self.style, ReplicatedParams):
-            with override_parameters(self.module, params, {}):
+            with _override_parameters(self.module, params, {}):
                 return self.run(*args, **kwargs)
 
         def enter_input(x: Any) -> Any:
             return enter(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        with override_parameters(self.module, {**params, **self._parameters()}, {}):
+        with _override_parameters(self.module, {**params, **self._parameters()}, {}):
             out = self.run(*map(enter_input, args), **{name: enter_input(x) for name, x in kwargs.items()})
         return leave(out, self.axis)
 
@@ -295,7 +295,7 @@ def install(
     for name, kind in children.items():
         child = modules[name]
         if kind == "norm":
-            child.forward = Layer(name, child, ReplicatedParams(), layers.axis, {}, {}, None, True, 0, child.forward)
+            child.forward = _Layer(name, child, ReplicatedParams(), layers.axis, {}, {}, None, True, 0, child.forward)
         else:
             child.forward = SequenceChild(name, layers.axis, kind == "full", child.forward)
     for i, name in enumerate(blocks):
@@ -308,7 +308,7 @@ def _install_layer(
     name: str,
     modules: Mapping[str, Any],
     layers: Layers,
-    regions: Mapping[str, Region],
+    regions: Mapping[str, _Region],
     children: Mapping[str, str],
     linear: Callable[..., torch.Tensor],
 ) -> None:
@@ -320,10 +320,10 @@ def _install_layer(
     region = regions.get(parent) if isinstance(style, ColumnParallel) else None
     gathered = is_gathered(name, children)
     options = param_splits, sizes, region, gathered, groups, layer.forward, linear
-    layer.forward = Layer(name, layer, style, layers.axis, *options)
+    layer.forward = _Layer(name, layer, style, layers.axis, *options)
 
 
-def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
+def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, _Region]:
     """Make a region of each module that holds several column-parallel layers or heads, or that divides attributes."""
     columns_of: dict[str, list[str]] = {}
     for name, style in layers.styles.items():
@@ -337,7 +337,7 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
         if heads is None and name not in divided and len(columns) < 2:
             continue
         gathered = is_gathered(name, children)
-        regions[name] = Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
+        regions[name] = _Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
         m.forward = regions[name]
     return regions
 

@@ -18,7 +18,6 @@ from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size
 from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 
 __all__ = [
-    "SEQUENCE",
     "along",
     "check_loss_options",
     "check_part",
@@ -35,7 +34,7 @@ __all__ = [
     "scatter",
 ]
 
-SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
+_SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -91,7 +90,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     """
     if sequence:
         # The ranks' parts are gathered one after the other. Without this copy, each product would make and keep one.
-        return along("all_gather", x, axis, SEQUENCE).contiguous()
+        return along("all_gather", x, axis, _SEQUENCE).contiguous()
     return apply_along("pvary", x, _bound(axis), NoOptions())
 
 
@@ -119,12 +118,12 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
         tensor([[11., 22.]])
     """
     if sequence:
-        _check_length(x, axis, SEQUENCE)
-        return along("psum_scatter", x, axis, SEQUENCE)
+        _check_length(x, axis, _SEQUENCE)
+        return along("psum_scatter", x, axis, _SEQUENCE)
     return apply_along("psum_invariant", x, _bound(axis), NoOptions())
 
 
-def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
+def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`.
 
     The transpose gathers the ranks' gradients.
@@ -149,7 +148,7 @@ def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.
     return along("own_part_invariant", x, axis, dim)
 
 
-def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
+def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `scatter`.
 
     The transpose is `scatter`, which communicates nothing.

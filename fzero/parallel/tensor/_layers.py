@@ -22,12 +22,12 @@ from fzero.parallel.tensor._styles import (
     parameter_split,
 )
 
-__all__ = ["Layers", "Plan", "layers", "match_suffix", "of_block", "outside", "split"]
+__all__ = ["Layers", "layers", "of_block", "outside", "split"]
 
 # The rule that splits leaves over an axis by their names.
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _SplitByName:
     axis: str
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        dim = match_suffix(path, dict(self.dims))
+        dim = _match_suffix(path, dict(self.dims))
         return None if dim is None or not axis_if_bound(self.axis) else {self.axis: dim}
 
 
@@ -70,7 +70,7 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     return _SplitByName(tuple(dims.items()), axis)
 
 
-def match_suffix(path: str, table: Mapping[str, T]) -> T | None:
+def _match_suffix(path: str, table: Mapping[str, _T]) -> _T | None:
     """Return the value of the longest end of a path that is a key of the table; None if no end is."""
     parts = path.split(".")
     for i in range(len(parts)):
@@ -82,7 +82,7 @@ def match_suffix(path: str, table: Mapping[str, T]) -> T | None:
 # The layers of a module that are split over an axis, by a plan of names.
 
 
-Plan = Mapping[str, str | Style | None]
+_Plan = Mapping[str, str | Style | None]
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
@@ -126,7 +126,7 @@ class Layers:
             ValueError: if attention heads do not divide among the ranks, or the leaf has another shape than
                 `fzero.nn.functional(module, tp=layers)` gives it. The message names the leaf.
         """
-        param_split = match_suffix(path, self.param_splits)
+        param_split = _match_suffix(path, self.param_splits)
         if param_split is None or not axis_if_bound(self.axis):
             return None
         n = axis_size(self.axis)
@@ -138,7 +138,7 @@ class Layers:
                 f"{self.axis!r}: change the size of the axis, or leave out the attention layers, "
                 "plan={'...q_proj': None, ...}"
             )
-        size = match_suffix(path, self.sizes)
+        size = _match_suffix(path, self.sizes)
         if param_split.packed > 1 and (
             leaf.ndim <= param_split.unpacked_dim or leaf.shape[param_split.dim] != param_split.packed
         ):
@@ -196,7 +196,7 @@ class Layers:
         check_inputs_replicated("the module's input", [a for a in axes if a.size > 1], paths, leaves, message)
 
 
-def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", *, sequence: bool = False) -> Layers:
+def layers(module: torch.nn.Module, plan: _Plan | None = None, axis: str = "tp", *, sequence: bool = False) -> Layers:
     """List the layers of a module that are split over an axis, for `fzero.nn.functional(module, tp=layers)`.
 
     Models of transformers carry a plan, `model.tp_plan`; for another module, pass one. The module is not changed.
@@ -243,9 +243,9 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
 # ---------------------------------------------------------------- a plan of names
 
 
-def _resolve(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Style], dict[str, str]]:
+def _resolve(module: torch.nn.Module, plan: _Plan | None) -> tuple[dict[str, Style], dict[str, str]]:
     """Return the style of each module, and of each parameter that the plan names itself."""
-    module_plan: Plan = getattr(module, "tp_plan", None) or {}
+    module_plan: _Plan = getattr(module, "tp_plan", None) or {}
     if not module_plan and plan is None:
         raise ValueError(
             f"{type(module).__name__} carries no tp_plan: give one, plan={{'layers.*.up': 'colwise', "
@@ -366,7 +366,7 @@ def of_block(layers: Layers, name: str) -> Layers:
         name: the name of the block.
     """
 
-    def within(table: Mapping[str, T]) -> dict[str, T]:
+    def within(table: Mapping[str, _T]) -> dict[str, _T]:
         return {key.removeprefix(f"{name}."): x for key, x in table.items() if key.startswith(f"{name}.")}
 
     styles, param_splits, sizes = within(layers.styles), within(layers.param_splits), within(layers.sizes)
@@ -382,7 +382,7 @@ def outside(layers: Layers, names: Sequence[str]) -> Layers:
     """
     prefixes = tuple([f"{name}." for name in names])
 
-    def rest(table: Mapping[str, T]) -> dict[str, T]:
+    def rest(table: Mapping[str, _T]) -> dict[str, _T]:
         return {key: x for key, x in table.items() if not key.startswith(prefixes)}
 
     styles, param_splits, sizes = rest(layers.styles), rest(layers.param_splits), rest(layers.sizes)

@@ -17,7 +17,6 @@ __all__ = [
     "Embedding",
     "Experts",
     "Heads",
-    "LocalParams",
     "ParamSplit",
     "ReplicatedParams",
     "RowParallel",
@@ -112,7 +111,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class LocalParams:
+class _LocalParams:
     """A module that uses this rank's part of its own parameters; the plan names these one by one."""
 
     description = "a part of its own parameters"
@@ -130,7 +129,7 @@ class DividedAttributes:
         return f"a part of its {', '.join(self.names)}"
 
 
-Style = ColumnParallel | RowParallel | Embedding | ReplicatedParams | Experts | LocalParams | DividedAttributes
+Style = ColumnParallel | RowParallel | Embedding | ReplicatedParams | Experts | _LocalParams | DividedAttributes
 
 NAMED: Mapping[str, Style | None] = {
     "colwise": ColumnParallel(),
@@ -144,7 +143,7 @@ NAMED: Mapping[str, Style | None] = {
     "embedding_rowwise": Embedding(),
     "replicated_with_grad_allreduce": ReplicatedParams(),
     "moe_tp_experts": Experts(),
-    "local_params": LocalParams(),
+    "local_params": _LocalParams(),
     "replicate": None,
 }
 _PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}

@@ -9,8 +9,8 @@ from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["accelerate"]
 
-SYSTEM = "accelerate 1.15"
-PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+_SYSTEM = "accelerate 1.15"
+_PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def accelerate(run: PlannedRun) -> Export:
@@ -25,7 +25,7 @@ def accelerate(run: PlannedRun) -> Export:
     fields: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_fsdp else "MULTI_GPU",
-        "mixed_precision": PRECISIONS[c.precision],
+        "mixed_precision": _PRECISIONS[c.precision],
         "num_machines": run.hosts,
         "machine_rank": 0,
         "num_processes": c.world,
@@ -49,7 +49,7 @@ def accelerate(run: PlannedRun) -> Export:
         }
     as_run = replace(c, stage=max(c.stage, int(is_fsdp)), remat=bool(c.remat), offload=c.offload * is_fsdp, ep=1)
     peak = expected_bytes(run, fsdp2_states, as_run)
-    return make_export(run, SYSTEM, "accelerate.yaml", _yaml(fields), _differences(run), peak)
+    return make_export(run, _SYSTEM, "accelerate.yaml", _yaml(fields), _differences(run), peak)
 
 
 def _is_fsdp(run: PlannedRun) -> bool:

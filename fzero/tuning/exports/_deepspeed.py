@@ -8,8 +8,8 @@ from fzero.tuning.exports._peaks import deepspeed_states
 
 __all__ = ["deepspeed"]
 
-SYSTEM = "DeepSpeed 0.19"
-SELECTIVE = "create_selective_checkpoint_contexts"
+_SYSTEM = "DeepSpeed 0.19"
+_SELECTIVE = "create_selective_checkpoint_contexts"
 
 
 def deepspeed(run: PlannedRun) -> Export:
@@ -30,7 +30,7 @@ def deepspeed(run: PlannedRun) -> Export:
     if c.ep > 1:
         fields["expert_parallel"] = {"enabled": True, "autoep_size": c.ep, "preset_model": "mixtral"}
     text, peak = json.dumps(fields, indent=2) + "\n", expected_bytes(run, deepspeed_states)
-    return make_export(run, SYSTEM, "ds_config.json", text, _differences(run), peak, comments=False)
+    return make_export(run, _SYSTEM, "ds_config.json", text, _differences(run), peak, comments=False)
 
 
 def _offloads(run: PlannedRun) -> bool:
@@ -63,7 +63,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     differences = list(without(c, rules))
     if c.remat == "matmuls":
         differences.append(
-            f"To save the products, pass context_fn=functools.partial({SELECTIVE}, ops) to its checkpoints."
+            f"To save the products, pass context_fn=functools.partial({_SELECTIVE}, ops) to its checkpoints."
         )
     if c.ep > 1:
         differences.append('The experts are found by the preset "mixtral"; replace it by the one of your model.')

@@ -131,7 +131,7 @@ def expected_bytes(
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
-BITS = {  # settings that no system takes from its file, and its behaviour instead
+_BITS = {  # settings that no system takes from its file, and its behaviour instead
     "gather": "parameters are sent in their own dtype",
     "reduce": "gradients are sent in the dtype of the file",
     "float8": "layers multiply in the precision of the file",
@@ -159,5 +159,5 @@ def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ..
     }
     remedies = {**remedies, "compiled": "the seconds are those of compiled code, which the system must be told to run"}
     lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
-    kinds = {name: getattr(config, name) for name in BITS}
-    return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in BITS.items() if kinds[name]])
+    kinds = {name: getattr(config, name) for name in _BITS}
+    return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in _BITS.items() if kinds[name]])

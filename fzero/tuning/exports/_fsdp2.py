@@ -8,9 +8,9 @@ from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["fsdp2"]
 
-SYSTEM = "FSDP2, torch 2.11 and newer"
+_SYSTEM = "FSDP2, torch 2.11 and newer"
 # what remat="matmuls" saves, as torch names it
-PRODUCTS = """\
+_PRODUCTS = """\
 PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -28,10 +28,10 @@ def fsdp2(run: PlannedRun) -> Export:
     """Write a function that shards a model and one that trains it by a batch."""
     c, parts = run.config, [_imports(run)]
     if c.remat == "matmuls":
-        parts.append(PRODUCTS)
+        parts.append(_PRODUCTS)
     body = "\n\n".join([*parts, _shard_model(run), _train_step(run)])
     peak = expected_bytes(run, fsdp2_states, replace(c, ep=1))
-    return make_export(run, SYSTEM, "fsdp2_plan.py", body, _differences(run), peak)
+    return make_export(run, _SYSTEM, "fsdp2_plan.py", body, _differences(run), peak)
 
 
 def _imports(run: PlannedRun) -> str:

@@ -6,8 +6,8 @@ from fzero.tuning.exports._export import Export, PlannedRun, make_export, withou
 
 __all__ = ["megatron"]
 
-SYSTEM = "Megatron-LM 0.20 (main of August 2026, commit d98e8a64)"
-STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+_SYSTEM = "Megatron-LM 0.20 (main of August 2026, commit d98e8a64)"
+_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def megatron(run: PlannedRun) -> Export:
@@ -25,7 +25,7 @@ def megatron(run: PlannedRun) -> Export:
         f"MEGATRON_ARGS=(\n{body})\n"
         f'# torchrun {nodes} pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and your flags of data and tokenizer\n'
     )
-    return make_export(run, SYSTEM, "megatron_args.sh", text, _differences(run))
+    return make_export(run, _SYSTEM, "megatron_args.sh", text, _differences(run))
 
 
 def _model_flags(run: PlannedRun) -> list[str]:
@@ -96,9 +96,9 @@ def _memory_flags(run: PlannedRun) -> list[str]:
     flags = []
     if c.stage:
         flags.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-    if c.stage in STRATEGIES:
+    if c.stage in _STRATEGIES:
         flags.append(
-            f"--use-megatron-fsdp --data-parallel-sharding-strategy {STRATEGIES[c.stage]} "
+            f"--use-megatron-fsdp --data-parallel-sharding-strategy {_STRATEGIES[c.stage]} "
             "--no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor"
         )
     if c.offload:
@@ -140,7 +140,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     differences += without(c, rules)
     if c.precision == "bfloat16" and c.stage < 2:
         differences.append("Gradients are float32 and as large as the model on each rank, through all micro-batches.")
-    if c.stage in STRATEGIES:
+    if c.stage in _STRATEGIES:
         differences.append("Leave CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP demands.")
     elif max(c.cp, c.tp) > 1:
         differences.append("Set CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM demands before Blackwell.")

@@ -17,13 +17,13 @@ from fzero.tuning._steps import ModelStep
 
 __all__ = ["Sizes", "States", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
 
-KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place States stand
-BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-MAX_LIVE = 1_000_000_000  # elements of DeepSpeed's stage3_max_live_parameters
+_KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place States stand
+_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+_MAX_LIVE = 1_000_000_000  # elements of DeepSpeed's stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
-class EagerStep(ModelStep):
+class _EagerStep(ModelStep):
     """Makes the steps of a model in a schedule like that of eager torch: nothing runs again but what `remat` says."""
 
     def __call__(self, config: Configuration) -> Any:
@@ -33,10 +33,10 @@ class EagerStep(ModelStep):
 
 def activation_bytes(make_step: ModelStep, machine: Machine, config: Configuration) -> float:
     """Plan a configuration as an eager system runs it, and return the bytes at its peak that are no state."""
-    eager = EagerStep(make_step.shape, make_step.length, make_step.explicit)
+    eager = _EagerStep(make_step.shape, make_step.length, make_step.explicit)
     planner = ConfigurationPlanner(eager, machine, PlanCache(eager.cache_key, machine))
     row = planner(replace(config, offload=0.0, depth=config.depth or make_step.shape.depth))
-    return sum([n for kind, n in row.device_bytes.items() if kind not in KINDS])
+    return sum([n for kind, n in row.device_bytes.items() if kind not in _KINDS])
 
 
 class Sizes(NamedTuple):
@@ -118,7 +118,7 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
     width = 4 if config.precision == "float32" else 2
     own = sizes.full if config.stage == 0 else sizes.sharded
     parameters = width * (sizes.sharded if config.stage == 3 else sizes.full)
-    live = min(sizes.full, MAX_LIVE) if config.stage == 3 else 0.0
+    live = min(sizes.full, _MAX_LIVE) if config.stage == 3 else 0.0
     gradients = width * (sizes.full if config.stage < 2 else own)
     on_host = 0.0 if config.stage == 0 else config.offload if config.stage == 3 else float(config.offload > 0)
-    return States(parameters, gradients, 12 * own * (1 - on_host), width * (BUCKET + live), 4 * own * (1 - on_host))
+    return States(parameters, gradients, 12 * own * (1 - on_host), width * (_BUCKET + live), 4 * own * (1 - on_host))

@@ -9,10 +9,10 @@ from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["torchtitan"]
 
-SYSTEM = "torchtitan 0.2.2 (main of August 2026, commit b5bcd76c)"
+_SYSTEM = "torchtitan 0.2.2 (main of August 2026, commit b5bcd76c)"
 
 
-class KnownModel(NamedTuple):
+class _KnownModel(NamedTuple):
     """A model of torchtitan: its module, and the function of a configuration, of another flavor if one is given."""
 
     module: str
@@ -22,14 +22,14 @@ class KnownModel(NamedTuple):
 
 
 # Of Qwen3 8B torchtitan has no configuration to pretrain, and that of Llama 3 405B is in float8.
-KNOWN = {
-    "llama-3-8b": KnownModel("llama3", "llama3_8b"),
-    "llama-3-70b": KnownModel("llama3", "llama3_70b"),
-    "llama-3-405b": KnownModel("llama3", "llama3_70b", "405B", "Llama-3.1-405B"),
-    "qwen3-8b": KnownModel("qwen3", "qwen3_14b", "8B", "Qwen3-8B"),
+_KNOWN = {
+    "llama-3-8b": _KnownModel("llama3", "llama3_8b"),
+    "llama-3-70b": _KnownModel("llama3", "llama3_70b"),
+    "llama-3-405b": _KnownModel("llama3", "llama3_70b", "405B", "Llama-3.1-405B"),
+    "qwen3-8b": _KnownModel("qwen3", "qwen3_14b", "8B", "Qwen3-8B"),
 }
 # the class of torch.distributed.pipelining; its zero bubble has two stages a rank
-SCHEDULES = {
+_SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -45,11 +45,11 @@ def torchtitan(run: PlannedRun) -> Export:
         parts.append(_planned(run))
     # whole gradients are never held, since each micro-batch is summed over ranks
     peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
-    return make_export(run, SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), _differences(run), peak)
+    return make_export(run, _SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), _differences(run), peak)
 
 
-def _known(run: PlannedRun) -> KnownModel | None:
-    return KNOWN.get(run.shape.name) if run.shape else None
+def _known(run: PlannedRun) -> _KnownModel | None:
+    return _KNOWN.get(run.shape.name) if run.shape else None
 
 
 def _policy(run: PlannedRun) -> str:
@@ -95,7 +95,7 @@ def _apply_plan(run: PlannedRun) -> str:
     ]
     if c.pp > 1:
         lines += [
-            f'    parallelism.pipeline_parallel_schedule = "{SCHEDULES[c.schedule]}"',
+            f'    parallelism.pipeline_parallel_schedule = "{_SCHEDULES[c.schedule]}"',
             f"    parallelism.num_pp_microbatches = {c.accumulation}",
         ]
     lines.append(f"    config.activation_checkpoint = {_policy(run) + '.Config()' if c.remat else None}")

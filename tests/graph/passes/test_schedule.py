@@ -17,7 +17,7 @@ from fzero.graph._ir import (
     start_of,
 )
 from fzero.graph._storages import storages
-from fzero.graph._trace_agreement import digest_of_order
+from fzero.graph._trace_agreement import _digest_of_order
 from fzero.graph.passes import regather, schedule
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph import graphs
@@ -73,7 +73,7 @@ def test_where_little_is_alive_the_next_gather_starts():
     fitting = schedule(graph, 1, 0, peak_bytes(lean))
     assert peak_bytes(fitting) == peak_bytes(lean) < peak_bytes(eager)
     assert started_ahead(lean) == 0 < started_ahead(fitting) < started_ahead(eager)
-    orders = [digest_of_order(x) for x in (lean, eager, schedule(graph, 1))]
+    orders = [_digest_of_order(x) for x in (lean, eager, schedule(graph, 1))]
     assert orders[0] != orders[1] == orders[2]  # ranks do not take one for the other
     for extra in range(0, 1000, either(50, 10)):  # several ahead share the room
         limit = peak_bytes(lean) + extra

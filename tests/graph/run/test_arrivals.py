@@ -45,10 +45,10 @@ class Late:
     def __init__(self) -> None:
         self.copies = 0
 
-    def __call__(self, x: torch.Tensor) -> _moves.PendingCopy:
+    def __call__(self, x: torch.Tensor) -> _moves._PendingCopy:
         self.copies += 1
         value = torch.full_like(x, torch.nan if x.is_floating_point() else 7)
-        return _moves.PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
+        return _moves._PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from fzero import _torch, optim
 from fzero.graph._ir import graph_results, is_input
 from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower
-from fzero.graph.run._executable import Executable, run_operations, with_traced_layouts
+from fzero.graph.run._executable import Executable, _with_traced_layouts, run_operations
 from fzero.graph.run._segment_compiler import compile_graph
-from fzero.graph.run._subgraphs import is_alias
+from fzero.graph.run._subgraphs import _is_alias
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import Value, traced
 from tests.helpers import examples, train_step_for
@@ -98,7 +98,7 @@ def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]
         subgraphs: list[list[Node]] = [[]]
         count, home = 0, {}
         for n in nodes:
-            if n.op != "call_function" or is_alias(n):
+            if n.op != "call_function" or _is_alias(n):
                 continue
             if "getitem" in str(n.target):  # a tuple does not leave its segment
                 home[n] = home[n.all_input_nodes[0]]
@@ -115,7 +115,7 @@ def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]
 
 
 class Watched:
-    """In the place of `with_traced_layouts`: sees that what goes in and comes out lies as its stand-ins do."""
+    """In the place of `_with_traced_layouts`: sees that what goes in and comes out lies as its stand-ins do."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -142,7 +142,7 @@ def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch)
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
     patch.setattr(_program, "split_into_subgraphs", cut_at(places))
-    patch.setattr(_executable, "with_traced_layouts", watched)
+    patch.setattr(_executable, "_with_traced_layouts", watched)
     return lower(graph, "inductor", LoweringOptions(strict=True)), watched
 
 
@@ -238,7 +238,7 @@ def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
         strides.append([x.stride() for x in args])
         return [args[0] + args[1]]
 
-    run = with_traced_layouts(runs, graph, args)
+    run = _with_traced_layouts(runs, graph, args)
     odd, even = torch.arange(6.0).view(3, 2).t(), torch.ones(3)
     for _ in range(2):
         assert torch.equal(run([odd, even])[0], odd + even)
@@ -250,7 +250,7 @@ def test_a_written_argument_keeps_the_traced_layout():
     (x,) = [n for n in graph.nodes if is_input(n)]
     with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         graph.call_function(torch.ops.aten.copy_.default, (x, x))
-    run = with_traced_layouts(lambda args: args, graph, [x.meta["val"]])
+    run = _with_traced_layouts(lambda args: args, graph, [x.meta["val"]])
     with pytest.raises(RuntimeError, match="writes into differs from the traced layout"):
         run([torch.ones(3, 2).t()])
 

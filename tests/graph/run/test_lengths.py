@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 import fzero
 from fzero import _torch, optim
 from fzero._torch import compiler
-from fzero.graph._polynomials import Polynomial, fit
+from fzero.graph._polynomials import Polynomial, _fit
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run import _lengths, _segment, _segment_compiler
 from fzero.graph.run._lengths import Lengths, for_all_lengths
@@ -38,20 +38,20 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
 )
 def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
-    found = fit(lengths, [p.at(n) for n in lengths])
+    found = _fit(lengths, [p.at(n) for n in lengths])
     assert found is not None and [found.at(n) for n in lengths] == [p.at(n) for n in lengths]
     line = p._replace(square=0)
-    found = fit(lengths[:2], [line.at(n) for n in lengths[:2]])
+    found = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
     assert found is not None and [found.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
 
 
 def test_multiples_and_squares_go_before_lines():
-    assert fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
-    assert fit([64, 72], [256, 288]) == Polynomial(0, 4)
-    assert fit([64, 72], [63, 71]) == Polynomial(-1, 1)
-    assert fit([64, 72], [5, 5]) == Polynomial(5)
-    assert fit([64, 72], [10, 11]) is None  # rounded up to another multiple
-    assert fit([64, 72, 80], [3, 7, 5]) is None
+    assert _fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
+    assert _fit([64, 72], [256, 288]) == Polynomial(0, 4)
+    assert _fit([64, 72], [63, 71]) == Polynomial(-1, 1)
+    assert _fit([64, 72], [5, 5]) == Polynomial(5)
+    assert _fit([64, 72], [10, 11]) is None  # rounded up to another multiple
+    assert _fit([64, 72, 80], [3, 7, 5]) is None
 
 
 def shapes(*sizes: Sequence[int]) -> Any:
@@ -212,7 +212,7 @@ def test_one_compiled_segment_serves_all_lengths():
 @needs_compiler
 @pytest.mark.slow
 def test_after_the_second_length_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr("fzero.graph.run._workers.spare_cores", lambda: 0)
+    monkeypatch.setattr("fzero.graph.run._workers._spare_cores", lambda: 0)
     counted = Counted(monkeypatch)
     (*losses, params), run = train("inductor", (12, 16), strict=True)
     one, many = counted.one, counted.all

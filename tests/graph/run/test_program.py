@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fzero.graph.passes import regather, schedule
 from fzero.graph.run import _backends
 from fzero.graph.run._backends import lower
-from fzero.graph.run._program import Program, SingleOperation, make_program
+from fzero.graph.run._program import Program, _SingleOperation, make_program
 from fzero.graph.run._segment import Segment
 from tests.graph.graphs import World, bits, build, build_chain, chains, in_world, not_compiled, run, samples, specs
 from tests.graph.passes.helpers import apply_passes, settings_of_passes
@@ -19,7 +19,7 @@ from tests.helpers import examples
 def in_a_world(program: Program, world: World) -> Program:
     targets = world.targets()
     new = [
-        x._replace(target=targets.get(x.target, x.target)) if isinstance(x, SingleOperation) else x
+        x._replace(target=targets.get(x.target, x.target)) if isinstance(x, _SingleOperation) else x
         for x in program.instructions
     ]
     return program._replace(instructions=new)
