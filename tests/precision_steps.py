@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
+from tests.helpers import LEAST
 
 
 def wide_norm(path: str, leaf: torch.Tensor) -> bool:
@@ -47,3 +49,25 @@ def token_loss(params: Any, batch: Any) -> Any:
         x = torch.tanh(x @ block["w"] + block["b"])
     losses = ((x @ params["head"][0] * params["scale"] - batch["y"]) ** 2).sum(-1)
     return (losses * batch["mask"]).sum(), batch["mask"].sum()
+
+
+HALF = [torch.bfloat16, torch.float16]
+MICRO_BATCHES = st.integers(1, 5)
+
+
+def trained(
+    train_step: Any, opt: Any, params: Any, batches: Any, stage: int, mesh: fzero.ranks.Mesh, jit: bool = False
+) -> Any:
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    state = step.init(params, opt)
+    run = fzero.jit(step, backend="fx", **LEAST) if jit else step
+    for batch in batches:
+        *state, _ = run(*state, mesh.split(batch))
+    return step.gather(state[0]), step.gather(state[1])
+
+
+def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
+    state = (params if opt.precision is None else opt.precision.cast(params), opt.init(params))
+    for batch in batches:
+        *state, _ = train_step(*state, batch)
+    return tuple(state)

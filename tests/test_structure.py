@@ -340,6 +340,11 @@ def test_a_file_is_one_idea():
         assert len(path.read_text().splitlines()) <= 500, path
 
 
+def test_a_file_of_tests_is_one_idea():
+    for path in (ROOT.parent / "tests").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 600, f"{path}: move one of its ideas to a file of its own"
+
+
 def test_a_private_file_has_a_name_of_its_own():
     """So that a traceback, or an editor's tab, says which one it is. Public files are named by their packages."""
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""fzero.jit: the numbers of the eager step, one trace a signature, and memory that is really handed over."""
+"""fzero.jit: the numbers of the eager step, and one trace a signature."""
 
 import itertools
 import logging
@@ -27,9 +27,6 @@ from tests.zero.helpers import loss_of_tree
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
 ADAM = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
-
-
-# ---------------------------------------------------------------- the same numbers
 
 
 @examples(3, 15)
@@ -262,9 +259,6 @@ def test_writes_within_the_step_are_its_own_business():
         bitwise(jitted(torch.ones(2)), f(torch.ones(2)))
 
 
-# ---------------------------------------------------------------- traces
-
-
 def test_one_trace_a_signature(caplog):
     f = fzero.jit(lambda x, k, flag=None: x * k, backend="fx")
     with caplog.at_level(logging.INFO, "fzero.jit"):
@@ -294,138 +288,6 @@ def test_strides_and_ties_and_autocast_trace_anew():
     with torch.autocast("cpu"):
         assert f({"a": x, "b": x.clone()}).dtype == torch.bfloat16
     assert f.traces == 4
-
-
-# ---------------------------------------------------------------- donation
-
-
-def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
-    opt = optim.adam(1e-2)
-    step = fzero.jit(
-        fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
-    )
-    return step, *step.init(mlp_params(), opt), step.mesh.split(mlp_batch(4))
-
-
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage):
-    step, params, state, batch = sharded(stage)
-    held = [x.untyped_storage().data_ptr() for x in tree.tensors((params, state))]
-    old = tree.tensors((params, state))
-    new_params, new_state, loss = step(params, state, batch)
-    assert [x.untyped_storage().data_ptr() for x in tree.tensors((new_params, new_state))] == held
-    for x in old:
-        with pytest.raises(fzero.errors.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
-            x.numel()
-    assert not {id(x) for x in old} & {id(x) for x in tree.tensors((new_params, new_state))}
-    assert loss.ndim == 0 and len(tree.tensors(batch)) == 2
-    for gone, name in ((params, "argument 0"), (state, "argument 1")):
-        for use in (
-            tree.tensors,
-            step.gather,
-            lambda x: optim.apply_updates(x, x),
-            lambda x: step(x, new_state, batch),
-        ):
-            with pytest.raises(fzero.errors.DonatedError, match=rf"{name}.*was donated to jit\(train_step\)"):
-                use(gone)
-    step(new_params, new_state, batch)
-
-
-def test_a_donated_box_says_so_when_read():
-    step, params, state, batch = sharded(3)
-    step(params, state, batch)
-    box = params["scale"]
-    assert "Shard('scale'" in repr(box)
-    with pytest.raises(fzero.errors.DonatedError, match="argument 0 was donated"):
-        box.data  # noqa: B018
-
-
-def test_donate_nothing():
-    step, params, state, batch = sharded(3)
-    keep = fzero.jit(step.step, donate=(), backend="fx")
-    first, second = keep(params, state, batch), keep(params, state, batch)
-    bitwise(first, second)
-
-
-def test_a_plain_function_donates_nothing_by_default():
-    x = torch.ones(3)
-    assert fzero.jit(lambda x: x + 1, backend="fx")(x).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
-
-
-def test_donated_values_may_be_exchanged_returned_and_tied():
-    def swap(p: Any) -> Any:
-        return {"a": p["b"], "b": p["a"]}, p["a"][:1], p["b"]
-
-    f = fzero.jit(swap, donate=0, backend="fx")
-    new, part, whole = f({"a": torch.zeros(2), "b": torch.ones(2)})
-    assert [new["a"].tolist(), new["b"].tolist(), part.tolist(), whole.tolist()] == [[1, 1], [0, 0], [0], [1, 1]]
-    w = torch.ones(2)
-    tied = fzero.jit(lambda p: tree.map(lambda x: x + 1, p), donate=0, backend="fx")({"a": w, "b": [w]})
-    assert tied["a"] is tied["b"][0] and tied["a"].tolist() == [2, 2]
-    untied = fzero.jit(lambda p: {"a": p["a"] + 1, "b": p["b"] * 3}, donate=0, backend="fx")
-    w = torch.ones(2)
-    got = untied({"a": w, "b": w})
-    assert [got["a"].tolist(), got["b"].tolist()] == [[2, 2], [3, 3]]
-
-
-def test_memory_shared_with_a_donated_argument_is_an_error():
-    f = fzero.jit(lambda p, x: p + x.sum(), donate=0, backend="fx")
-    x = torch.ones(4)
-    for other in (x.view(2, 2), x[1:], x[3:].expand(5), x.detach()):
-        with pytest.raises(ValueError, match=r"argument 0 and argument 1 share memory"):
-            f(x, other)
-    assert x.tolist() == [1, 1, 1, 1]
-    parts = torch.zeros(6).split(3)  # parts of one buffer are no trouble, such as what step.gather returns
-    assert f(*parts).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_init_and_gather_give_memory_of_their_own(stage):
-    """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
-    opt, mine = optim.sgd(0.1), mlp_params()
-    step = fzero.jit(
-        fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
-    )
-    state, before = step.init(mine, opt), copied(mine)
-    best = step.gather(state[0])
-    *state, _ = step(*state, step.mesh.split(mlp_batch(4)))
-    bitwise(mine, before)
-    bitwise(best, before)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_without_memory_are_named_and_not_taken_to_share_it(stage):
-    mesh, opt = fzero.mesh(dp=2), optim.adamw(0.1)
-
-    def train_step(params: Any, state: Any, x: Any) -> Any:
-        loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"] @ p["v"]).mean())(params, x)
-        updates, state = opt.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, loss
-
-    step = fzero.shard(train_step, stage, mesh)
-    state = step.init({name: torch.zeros(4, 4, device="meta") for name in ("w", "v")}, opt)
-    with pytest.raises(ValueError, match=r"argument 0, .*'[wv]' is on the meta device and has no memory"):
-        fzero.jit(step, backend="fx")(*state, mesh.split(torch.ones(4, 4)))
-
-
-def test_overlapping_and_inference_tensors_are_not_written_into():
-    p, a = torch.arange(5.0).unfold(0, 3, 1), torch.arange(9.0).reshape(3, 3)
-    expected = p + a
-    bitwise(fzero.jit(lambda p, a: p + a, donate=0, backend="fx")(p, a), expected)
-    with torch.inference_mode():
-        x = torch.ones(2)
-    with pytest.raises(ValueError, match=r"argument 0 was made under torch\.inference_mode"):
-        fzero.jit(lambda x: x + 1, donate=0, backend="fx")(x)
-    with pytest.raises(ValueError, match="argument 0 is on the meta device"):
-        fzero.jit(lambda x: x + 1, backend="fx")(torch.ones(2, device="meta"))
-
-
-def test_a_result_of_another_dtype_gets_memory_of_its_own():
-    x = torch.full((3,), 1.5)
-    got = fzero.jit(lambda p: (p.half() * 2).double(), donate=0, backend="fx")(x)
-    assert got.dtype == torch.float64 and got.tolist() == [3, 3, 3]
-    with pytest.raises(fzero.errors.DonatedError):
-        x.numel()
 
 
 def test_unchanged_results_stay_tied():
@@ -458,24 +320,6 @@ def test_a_third_party_pair_jits_leaf_by_leaf():
     step = fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2))
     eager, fast = train_both(step, fzero.jit(step, backend="fx", **LEAST), mlp_params(), opt, [mlp_batch(4)])
     bitwise(eager, fast)
-
-
-def test_a_step_that_fails_midway_says_that_its_state_is_lost():
-    step, params, state, batch = sharded(2)
-    step.plan(params, state, batch)
-    (entry,) = step._entries.values()
-
-    def fails(args: list[Any]) -> Any:
-        raise KeyboardInterrupt
-
-    entry.executable = fails
-    with pytest.raises(KeyboardInterrupt):
-        step(params, state, batch)
-    with pytest.raises(fzero.errors.DonatedError, match="failed midway"):
-        step(params, state, batch)
-
-
-# ---------------------------------------------------------------- bad input
 
 
 def mutates(x: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,11 @@ OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
 LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
+UNROLLED = ("tests/graph/test_unrolled.py",)
+LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
+
+JIT_DONATION = ("tests/graph/test_jit_donation.py",)
+
 MUTANTS = [
     *File("graph/_entry.py", ("tests/graph/test_jit.py", "-k", "without_memory")).faults(
         Fault("tensors without memory are said to share it", "Entry.run", skipped("A.check_real()")),
@@ -122,7 +127,7 @@ MUTANTS = [
             "sums of gradients are listed as activations",
             "_kinds",
             bare("A or B in C or any(D in C for D in E)"),
-            LOOPS,
+            LOOP_PLANS,
         ),
         Fault(
             "the input of a collective is freed before it completes",
@@ -131,7 +136,7 @@ MUTANTS = [
             LIVE_RANGES,
         ),
         Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
-        Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOPS),
+        Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOP_PLANS),
     ),
     *File("graph/_pass_manager.py", PASS_MANAGER).faults(
         Fault(
@@ -141,7 +146,7 @@ MUTANTS = [
             "the budget of a loop's body counts the body's own peak as memory around it",
             "_budget_in_body",
             bare("A - B(C)"),
-            LOOPS,
+            LOOP_PLANS,
         ),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
@@ -161,17 +166,17 @@ MUTANTS = [
             "the body of a loop does not overwrite its sums",
             "PassManager.body",
             becomes("A.B(..., overwrites=C.D, donated=tuple(C.E))", "A.B(..., overwrites=(), donated=())"),
-            LOOPS,
+            LOOP_PLANS,
         ),
         Fault(
             "the budget of a loop's body ignores the memory outside the loop",
             "_budget_in_body",
             bare("A - around"),
-            LOOPS,
+            LOOP_PLANS,
         ),
     ),
-    *File("graph/_schedule_options.py", PASS_MANAGER).faults(
-        Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0"), JIT),
+    *File("graph/_schedule_options.py", JIT).faults(
+        Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0")),
     ),
     *File("graph/_ir.py", BUCKETS).faults(
         Fault(
@@ -198,7 +203,7 @@ MUTANTS = [
             "in_flight is not tried for reductions within loops",
             "candidates",
             becomes("(A(B) for C in D(E) for B in C.nodes)", "(A(B) for B in E.nodes)"),
-            LOOPS,
+            LOOP_PLANS,
         ),
     ),
     *File("graph/trace/_writes.py", IN_PLACE).faults(
@@ -263,7 +268,7 @@ MUTANTS = [
         Fault(
             "a captured tensor may share memory with a donated one", "check_separate", dropped("*[A for A in B if C]")
         ),
-        Fault("arguments that overlap in memory are not refused", "_check_apart", never("A < B"), JIT),
+        Fault("arguments that overlap in memory are not refused", "_check_apart", never("A < B"), JIT_DONATION),
     ),
     *File("zero/_sharded_step.py", on_processes("training")).faults(
         Fault("ranks compare values that a vmap batches", "ShardedStep._should_check", dropped("vmaps()")),
@@ -283,7 +288,7 @@ MUTANTS = [
             "_digest_of_order",
             becomes("names = A", "names: list[str] = []"),
         ),
-        Fault("loop bodies are not compared between the ranks", "_signatures", dropped("*A(B.C, D)"), LOOPS),
+        Fault("loop bodies are not compared between the ranks", "_signatures", dropped("*A(B.C, D)"), LOOP_PLANS),
     ),
     *File("graph/trace/_call_arguments.py", JIT).faults(
         Fault("numbers are not in the key of a trace", "call_key", becomes("(type(A), B)", "(type(A), None)")),
@@ -342,16 +347,20 @@ MUTANTS = [
         ),
         Fault("sums of a loop start at 1", "_initial_sum", becomes("-0.0", "1.0")),
         Fault("sums of a loop start at 0.0, not at -0.0", "_initial_sum", becomes("-0.0", "0.0")),
-        Fault("a value that changes by iteration is moved out of the loop", "_hoist", never("A not in B and C")),
+        Fault(
+            "a value that changes by iteration is moved out of the loop", "_hoist", never("A not in B and C"), UNROLLED
+        ),
         Fault(
             "a value that depends on the first micro-batch counts as equal in all",
             "_compare",
             dropped("depends_on_first"),
+            UNROLLED,
         ),
         Fault(
             "results of micro-batches are not compared",
             "_compare",
             becomes("A is not B.get(C, C) or C in varying", "A is None"),
+            UNROLLED,
         ),
         Fault(
             "random draws of the second recording stay in the graph",
@@ -363,10 +372,10 @@ MUTANTS = [
     *File("graph/loop/_scan.py", LOOPS).faults(
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
-    *File("graph/planning/_plan.py", LOOPS).faults(
+    *File("graph/planning/_plan.py", LOOP_PLANS).faults(
         Fault("a plan counts one iteration of a loop", "_list_operations", becomes("A.iterations", "1")),
     ),
-    *File("transforms/_value_and_grad.py", LOOPS).faults(
+    *File("transforms/_value_and_grad.py", UNROLLED).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),
         Fault("micro-batches inside another derivative become a loop", "_is_a_loop", dropped("not A()")),
     ),
@@ -380,9 +389,9 @@ MUTANTS = [
     ),
     *File("graph/planning/_views.py", PLAN).faults(
         Fault("a summary lists each block on a line of its own", "_fold", constant(1, 99)),
-        Fault("a summary counts one iteration's collectives", "_group_lines", bare("A * B.times"), LOOPS),
+        Fault("a summary counts one iteration's collectives", "_group_lines", bare("A * B.times"), LOOP_PLANS),
     ),
-    *File("transforms/_accumulate.py", LOOPS).faults(
+    *File("transforms/_accumulate.py", UNROLLED).faults(
         Fault("numbers in aux are not compared", "_in_a_loop", skipped("A(B, C)")),
     ),
     *File("graph/_polynomials.py", LENGTHS).faults(

@@ -5,7 +5,12 @@ from tests.mutants.mutant import REMAT, REMAT_SHARDED, Fault, File
 
 MOVES = ("tests/collectives/test_moves.py",)
 REMAT_MEMORY = ("tests/transforms/test_remat_memory.py",)
-OFFLOAD = ("tests/optim/test_offload.py",)
+OFFLOAD = (
+    "tests/optim/test_offload.py",
+    "tests/optim/test_offload_ratio.py",
+    "tests/optim/test_delayed_offload.py",
+    "tests/optim/test_offload_params.py",
+)
 SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
 HOST_MEMORY = ("tests/zero/test_host_memory.py",)

@@ -3,6 +3,11 @@
 from tests.mutants.changes import always, bare, becomes, before, dropped, never, skipped
 from tests.mutants.mutant import DONATION, GATHER_TEXTS, HALF, JIT, OWN, WRITES, Fault, File
 
+JIT_DONATION = ("tests/graph/test_jit_donation.py",)
+
+BOXES = ("tests/errors/test_boxes.py",)
+ERRORS = ("tests/test_errors.py",)
+
 MUTANTS = [
     *File("__init__.py", ("tests/test_import.py",)).faults(
         Fault("`import fzero` imports fzero.tuning as well", "", before("import importlib", "import fzero.tuning")),
@@ -26,7 +31,7 @@ MUTANTS = [
     *File("examples.py", ("tests/examples/test_copies.py",)).faults(
         Fault("a copied program replaces the user's file", "main", never("A(B).exists()")),
     ),
-    *File("tree.py", ("tests/test_errors.py",)).faults(
+    *File("tree.py", ERRORS).faults(
         Fault("trees in other layouts raise no LayoutError", "difference", becomes("LayoutError(A)", "ValueError(A)")),
     ),
     *File("tree.py", ("tests/test_remedies.py",)).faults(
@@ -39,7 +44,7 @@ MUTANTS = [
     *File("axes/_scope.py").faults(
         Fault("an axis stays bound after the rank program", "call_in_scope", skipped("A.stack.pop()")),
     ),
-    *File("axes/_replicated.py", ("tests/test_errors.py",)).faults(
+    *File("axes/_replicated.py", BOXES).faults(
         Fault("a simulation does not check that plain results are equal", "_Replicated.vmap", always("not A")),
         Fault(
             "a process does not notice that an input differs by rank",
@@ -85,7 +90,7 @@ MUTANTS = [
             "any argument counts as state, the batch too",
             "ShardedStep.state_argnums",
             always("A in self.B or A < len(C) and D(E, C[A])"),
-            JIT,
+            JIT_DONATION,
         ),
     ),
     *File("optim/_precision.py", HALF).faults(

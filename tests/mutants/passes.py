@@ -17,6 +17,8 @@ REMATERIALIZE = ("tests/graph/passes/test_rematerialize.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
 LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
+LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
+
 MUTANTS = [
     *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
         Fault(
@@ -187,9 +189,9 @@ MUTANTS = [
     *File("graph/passes/_overwrite.py", OVERWRITE).faults(
         Fault("a sum overwrites a buffer that others read", "in_place", dropped("A[B] == [C]")),
         Fault("a sum overwrites an argument", "in_place", dropped("A.producers[B].op == 'call_function'")),
-        Fault("a loop's sum is copied before it is read", "in_place", never("s in A"), LOOPS),
+        Fault("a loop's sum is copied before it is read", "in_place", never("s in A"), LOOP_PLANS),
     ),
-    *File("graph/passes/_loops.py", LOOPS).faults(
+    *File("graph/passes/_loops.py", LOOP_PLANS).faults(
         Fault("every unit stays gathered between iterations", "hoist", dropped("sum(A.values()) - A[B] <= C")),
         Fault(
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))

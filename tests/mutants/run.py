@@ -15,6 +15,9 @@ FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 PROGRAM = ("tests/graph/run/test_program.py",)
 
+UNROLLED = ("tests/graph/test_unrolled.py",)
+LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
+
 MUTANTS = [
     *File("graph/run/_subgraphs.py", SUBGRAPHS).faults(
         Fault(
@@ -65,15 +68,16 @@ MUTANTS = [
             "the last iteration is left out",
             "loop_function.run",
             becomes("range(A.iterations)", "range(A.iterations - 1)"),
+            UNROLLED,
         ),
-        Fault("every iteration reads the first part", "loop_function.run", becomes("A * B.size", "0")),
+        Fault("every iteration reads the first part", "loop_function.run", becomes("A * B.size", "0"), UNROLLED),
         Fault("every iteration writes the first row", "_write_rows", becomes("iteration", "0")),
         Fault(
             "every iteration has the number 0",
             "loop_function.run",
             becomes("torch.tensor(A, device='cpu')", "torch.tensor(0)"),
         ),
-        Fault("a row is held for one more iteration", "loop_function.run", skipped("del A")),
+        Fault("a row is held for one more iteration", "loop_function.run", skipped("del A"), LOOP_PLANS),
     ),
     *File("graph/run/_backends.py", COMPILE).faults(
         Fault('backend "auto" waits for an import', "_Auto._load", dropped("not A(B)")),

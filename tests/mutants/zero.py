@@ -17,9 +17,11 @@ from tests.mutants.mutant import Fault, File
 SOURCE = ("tests/zero/test_source.py",)
 AGREEMENT = ("tests/ranks/test_agreement.py",)
 PARTITION = ("tests/zero/test_partition.py",)
-ERRORS = ("tests/test_errors.py",)
 UNIT_BUFFERS = ("tests/zero/test_unit_buffers.py",)
 SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
+
+SETUP = ("tests/errors/test_setup.py",)
+CHANGED_TREES = ("tests/errors/test_changed_trees.py",)
 
 MUTANTS = [
     *File("zero/_rerun.py", ("tests/zero/test_rerun.py",)).faults(
@@ -43,12 +45,12 @@ MUTANTS = [
             becomes("all_gather_numbers(A, mesh) if B else C", "C"),
         ),
     ),
-    *File("zero/_setup_checks.py", ERRORS).faults(
+    *File("zero/_setup_checks.py", SETUP).faults(
         Fault("a step with torch.optim is not refused", "check_train_step", never("isinstance(A, torch.optim.B)")),
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),
         Fault("a module is taken for a train step", "check_train_step", never("isinstance(A, torch.nn.Module)")),
     ),
-    *File("zero/_call_checks.py", ERRORS).faults(
+    *File("zero/_call_checks.py", CHANGED_TREES).faults(
         Fault(
             "a forgotten state is not noticed",
             "_check_state_is_returned",
@@ -62,10 +64,13 @@ MUTANTS = [
         Fault("a loss in the place of the parameters is not named", "_check_is_params", never("is_opt_state(A) or B")),
         Fault("a step without results is not named", "check_results", never("A is None")),
         Fault(
-            "a module passed as parameters is not refused", "check_params", never("isinstance(A[B], torch.nn.Module)")
+            "a module passed as parameters is not refused",
+            "check_params",
+            never("isinstance(A[B], torch.nn.Module)"),
+            SETUP,
         ),
     ),
-    *File("optim/_states.py", ("tests/test_errors.py", "-k", "swapped")).faults(
+    *File("optim/_states.py", ("tests/errors/test_layouts.py", "-k", "swapped")).faults(
         Fault("a chain's state is taken for parameters", "is_opt_state", never("any(is_opt_state(A) for A in B)")),
         Fault("a state of Muon is taken for parameters", "_STATES", dropped("MuonState")),
     ),
@@ -76,7 +81,7 @@ MUTANTS = [
             becomes("DiffersByRankError", "KeyError"),
         ),
     ),
-    *File("ranks/_spmd.py", ("tests/test_errors.py", "-k", "shape_error")).faults(
+    *File("ranks/_spmd.py", ("tests/errors/test_setup.py", "-k", "shape_error")).faults(
         Fault("a shape error does not say that it counts ranks", "Spmd.__call__", swapped(">", "<")),
     ),
     *File("ranks/_spmd.py", ("tests/axes/test_vmap_limits.py",)).faults(
@@ -185,10 +190,10 @@ MUTANTS = [
     *File("zero/_bytes.py", PARTITION).faults(
         Fault("state_bytes counts all ranks' bytes in a simulation", "state_bytes", bare("A // B")),
     ),
-    *File("zero/_stages.py", ERRORS).faults(
+    *File("zero/_stages.py", SETUP).faults(
         Fault("stage=True is accepted", "check_stage", never("isinstance(A, bool)")),
     ),
-    *File("optim/_base.py", ERRORS).faults(
+    *File("optim/_base.py", SETUP).faults(
         Fault("init accepts an optimizer of torch.optim", "as_optimizer", skipped("A(B, C)")),
     ),
     *File("sharding/_units.py", SHARDED_STEP).faults(

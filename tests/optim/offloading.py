@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.testing import trees
+from fzero.testing import stages, trees
 from tests.helpers import LEAST
 from tests.zero.helpers import loss_of_tree
 
@@ -190,3 +190,14 @@ def _unsharded(optimizer: Any, row: Row, way: Way, params: Any, batches: Sequenc
         *state, loss = run(*state, batch)
         losses.append(loss)
     return fzero.gather(state[0]), fzero.gather(state[1]) if row.gathers else (), losses
+
+
+def plain(optimizer: Any) -> Any:
+    return optimizer
+
+
+def offloading(ratio: Any, update: str = "host") -> Any:
+    return lambda optimizer: optim.offload(optimizer, ratio, update)
+
+
+layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.integers(1, 2)}

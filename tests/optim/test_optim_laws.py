@@ -48,12 +48,12 @@ RETURNS = (optim.Optimizer, "Optimizer", "optim.Optimizer")  # an annotation may
 # Functions that return an optimizer but need an argument that the laws do not have: which, and where it is tested.
 WITHOUT_ROW = {
     "clip_by_expert": "leaves with experts: test_experts.py",
-    "dynamic_loss_scale": "another optimizer, in half precision: ../test_precision.py",
+    "dynamic_loss_scale": "another optimizer, in half precision: test_loss_scaling.py",
     "leafwise": "a function of one leaf: test_optim.py",
-    "master_weights": "another optimizer, in half precision: ../test_precision.py",
+    "master_weights": "another optimizer, in half precision: test_loss_scaling.py",
     "offload": "another optimizer, in host memory: test_offload.py",
     "stochastic_rounding": "another optimizer, in half precision: test_stochastic_rounding.py",
-    "static_loss_scale": "another optimizer, in half precision: ../test_precision.py",
+    "static_loss_scale": "another optimizer, in half precision: test_loss_scaling.py",
 }
 
 
