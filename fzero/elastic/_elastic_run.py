@@ -25,7 +25,7 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
 from fzero.checkpoint import Checkpoints, checkpoints
 from fzero.data import BatchPlan, batch_plan
-from fzero.elastic._shape import choose_shape
+from fzero.elastic._shape import ShapeRequest, choose_shape
 from fzero.ranks import TIMEOUT, Mesh, World, check_axes, connect_store, find_world
 from fzero.ranks import mesh as make_mesh
 
@@ -82,18 +82,18 @@ class ElasticRun:
             CheckpointError: if the run's state is another tree, or all of its checkpoints are damaged.
             ValueError: if the run has another `global_batch`.
         """
-        found = self._in_memory.restore({"state": state, "step": 0, "global_batch": self.batch_plan.global_batch})
-        if found["global_batch"] != self.batch_plan.global_batch:
+        saved = self._in_memory.restore({"state": state, "step": 0, "global_batch": self.batch_plan.global_batch})
+        if saved["global_batch"] != self.batch_plan.global_batch:
             raise ValueError(
-                f"global_batch={self.batch_plan.global_batch}, and the run in this folder has {found['global_batch']}: "
+                f"global_batch={self.batch_plan.global_batch}, and the run in this folder has {saved['global_batch']}: "
                 "batch i would be another one now; give the same number, or another folder"
             )
-        self.step = found["step"]
+        self.step = saved["step"]
         if self.step:
             if self.mesh.rank == 0:
                 _log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
-            self._in_memory.save_in_memory(self.step, found)
-        return found["state"]
+            self._in_memory.save_in_memory(self.step, saved)
+        return saved["state"]
 
     @api_boundary
     def save(self, step: int, state: Any) -> None:
@@ -224,27 +224,20 @@ def run(
     data_axes = tuple(axes) if axis is None else _axis_tuple(axis)
     world = None if simulate else find_world()
     alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
-    shape: dict[str, Any] = {**choose_shape(alive, axes, data_axes, global_batch, micro_batch or 1, min_ranks)}
+    shape = choose_shape(alive, ShapeRequest(axes, data_axes, global_batch, micro_batch or 1, min_ranks))
     used_ranks, call_number = math.prod(shape.values()), next(_CALLS)
     if world is not None and used_ranks < world.size:
         _leave_spares(world, used_ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
         if world.rank >= used_ranks:
             _wait_as_spare(world, used_ranks, call_number)
             return None
-    mesh = make_mesh(simulate=simulate, timeout=timeout, **shape)
+    sizes: dict[str, Any] = {**shape}
+    mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
     _warn_of_no_restarts(world)
-    plan = batch_plan(
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        accumulation=1 if micro_batch is None else None,
-        mesh=mesh,
-        axis=data_axes,
-        model_axes=(),
-    )
-    elastic_run = ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies)
-    result = _train(elastic_run, train)
+    plan = _batch_plan(mesh, data_axes, global_batch, micro_batch)
+    result = _train(ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies), train)
     if world is not None and used_ranks < world.size and mesh.rank == 0:
-        connect_store(world, TIMEOUT).set(_end_key(call_number), "")
+        _end_spares(world, call_number)
     return result
 
 
@@ -273,6 +266,19 @@ def _check_arguments(train: Any, numbers: Mapping[str, Any], axes: Mapping[str, 
 def _axis_tuple(axis: AxisName) -> tuple[str, ...]:
     """Return the names of axes as a tuple; none for None."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _batch_plan(mesh: Mesh, data_axes: tuple[str, ...], global_batch: int, micro_batch: int | None) -> BatchPlan:
+    """Plan the batches of a start; without `micro_batch` a rank has one micro-batch."""
+    accumulation = 1 if micro_batch is None else None
+    return batch_plan(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        mesh=mesh,
+        axis=data_axes,
+        model_axes=(),
+    )
 
 
 def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
@@ -316,6 +322,11 @@ def _leave_spares(
     own = {"RANK": world.rank, "WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
     if world.rank < ranks:
         os.environ.update({name: str(value) for name, value in own.items()})
+
+
+def _end_spares(world: World, call_number: int) -> None:
+    """Let the spares return: the run has ended."""
+    connect_store(world, TIMEOUT).set(_end_key(call_number), "")
 
 
 def _wait_as_spare(world: World, ranks: int, call_number: int) -> None:

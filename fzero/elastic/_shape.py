@@ -2,51 +2,63 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
-__all__ = ["choose_shape"]
+__all__ = ["ShapeRequest", "choose_shape"]
 
 
-def choose_shape(
-    alive: int, axes: Mapping[str, int], data_axes: tuple[str, ...], global_batch: int, micro_batch: int, min_ranks: int
-) -> dict[str, int]:
-    """Return the sizes of the largest mesh among the ranks that are alive. The ranks beyond it are spares.
+class ShapeRequest(NamedTuple):
+    """The requirements of a mesh's shape.
 
-    Args:
-        alive: the number of processes.
+    Attributes:
         axes: the size of each axis; -1 for the axis that grows and shrinks.
         data_axes: the axes along which ranks get different examples.
         global_batch: the examples of a step.
         micro_batch: a rank's examples of a step are a multiple of this number.
         min_ranks: the fewest ranks to train on.
+    """
+
+    axes: Mapping[str, int]
+    data_axes: tuple[str, ...]
+    global_batch: int
+    micro_batch: int
+    min_ranks: int
+
+    @property
+    def fixed_ranks(self) -> int:
+        """The product of the sizes that stay."""
+        return math.prod([size for size in self.axes.values() if size != -1])
+
+    @property
+    def elastic_axis(self) -> str | None:
+        """The axis that grows and shrinks."""
+        return next((name for name, size in self.axes.items() if size == -1), None)
+
+
+def choose_shape(alive: int, request: ShapeRequest) -> dict[str, int]:
+    """Return the sizes of the largest mesh among the `alive` processes. The ranks beyond it are spares.
 
     Raises:
         RuntimeError: if no mesh is possible. The message says what is missing.
     """
-    fixed = math.prod([size for size in axes.values() if size != -1])
-    grows = next((name for name, size in axes.items() if size == -1), None)
-    sizes = range(alive // fixed, 0, -1) if grows is not None else [1] if fixed <= alive else []
+    fixed, elastic = request.fixed_ranks, request.elastic_axis
+    sizes = range(alive // fixed, 0, -1) if elastic is not None else [1] if fixed <= alive else []
     for size in sizes:
-        shape = {name: size if name == grows else n for name, n in axes.items()}
-        shares = math.prod([shape[name] for name in data_axes])
-        if global_batch % (shares * micro_batch) == 0 and size * fixed >= min_ranks:
+        shape = {name: size if name == elastic else n for name, n in request.axes.items()}
+        shares = math.prod([shape[name] for name in request.data_axes])
+        if request.global_batch % (shares * request.micro_batch) == 0 and size * fixed >= request.min_ranks:
             return shape
-    raise RuntimeError(_impossible(alive, axes, fixed, grows, global_batch, micro_batch, min_ranks))
+    raise RuntimeError(_no_shape_message(alive, request))
 
 
-def _impossible(
-    alive: int,
-    axes: Mapping[str, int],
-    fixed: int,
-    grows: str | None,
-    global_batch: int,
-    micro_batch: int,
-    min_ranks: int,
-) -> str:
+def _no_shape_message(alive: int, request: ShapeRequest) -> str:
     """Say why no mesh is possible."""
+    axes, _, global_batch, micro_batch, min_ranks = request
+    fixed, elastic = request.fixed_ranks, request.elastic_axis
     text = ", ".join([f"{name}={size}" for name, size in axes.items()])
     ranks = f"{alive} rank{'s' * (alive != 1)} alive"
     if alive < fixed:
-        why = f"the mesh needs {fixed} ranks" if grows is None else f"the other axes of the mesh need {fixed} ranks"
+        why = f"the mesh needs {fixed} ranks" if elastic is None else f"the other axes of the mesh need {fixed} ranks"
     elif alive < min_ranks:
         why = f"min_ranks={min_ranks} asks for more"
     else:

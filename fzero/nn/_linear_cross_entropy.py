@@ -180,7 +180,7 @@ def _sums_of_chunks(
     options: _ChunkOptions,
 ) -> _TokenSums:
     """Return for each token the log of the sum of exponentials, the target's logit (0 elsewhere), and the sum."""
-    run: Callable[..., torch.Tensor] = remat(_of_chunk)
+    run: Callable[..., torch.Tensor] = remat(_chunk_sums)
     # split, not slices: the gradients of the parts are concatenated once
     weights = weight.split(options.chunk)
     wide = None
@@ -211,7 +211,7 @@ class _WideGradient(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
-def _of_chunk(
+def _chunk_sums(
     hidden: torch.Tensor,
     wide: torch.Tensor | None,
     weight: torch.Tensor,

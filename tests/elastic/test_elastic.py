@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.elastic._shape import choose_shape
+from fzero.elastic._shape import ShapeRequest, choose_shape
 from tests.elastic.helpers import GLOBAL_BATCH, STEPS, final, train
 from tests.helpers import examples
 
@@ -162,11 +162,12 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
     shares = rest // fixed.get("tp", 1)
     possible = [n for n in range(1, alive + 1) if n * rest <= alive and batch % (n * shares * rows) == 0]
     possible = [n for n in possible if n * rest >= least]
+    request = ShapeRequest(axes, data_axes, batch, rows, least)
     if possible:
-        assert choose_shape(alive, axes, data_axes, batch, rows, least) == {"dp": max(possible), **fixed}
+        assert choose_shape(alive, request) == {"dp": max(possible), **fixed}
     else:
         with pytest.raises(RuntimeError, match="Start it with more ranks"):
-            choose_shape(alive, axes, data_axes, batch, rows, least)
+            choose_shape(alive, request)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
 )
 def test_an_impossible_mesh_is_an_error(alive, axes, batch, least, message):
     with pytest.raises(RuntimeError, match=message):
-        choose_shape(alive, axes, ("dp",), batch, 1, least)
+        choose_shape(alive, ShapeRequest(axes, ("dp",), batch, 1, least))
 
 
 def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):

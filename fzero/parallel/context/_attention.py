@@ -13,7 +13,7 @@ from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis, inde
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import check_tokens_split, from_rank_order, to_rank_order
 from fzero.parallel.context._ring import dropout_attention, ring_attention
-from fzero.parallel.context._ring_pattern import AttentionOptions
+from fzero.parallel.context._ring_pattern import AttentionOptions, Qkv
 
 __all__ = ["attention"]
 
@@ -91,34 +91,26 @@ def attention(
         _check_average(axis)
         _check_differs(q, axis)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    options = AttentionOptions(bool(causal), window, scale, softcap)
+    options, qkv = AttentionOptions(bool(causal), window, scale, softcap), Qkv(q, k, v, sinks, documents)
     if not q.shape[_TOKENS]:  # the kernels divide by the number of tokens
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     if dropout:
         if key is None:
             raise TypeError(f"dropout={dropout!r} needs key=, a key of fzero.random: the same on all ranks of {axis!r}")
         own = bound_axis(axis) if bound else NO_AXIS
-        return dropout_attention(own, options, q, k, v, sinks, documents, dropout, key)
+        return dropout_attention(own, options, qkv, dropout, key)
     if n == 1:
-        return _whole(q, k, v, sinks, documents, options)
+        return _whole(qkv, options)
     if method is None:
         method = "all_to_all" if q.shape[_HEADS] % n == 0 else "ring"
     if method == "ring":
-        return ring_attention(bound_axis(axis), options, q, k, v, sinks, documents)
-    return _over_heads(q, k, v, sinks, documents, options, axis, n)
+        return ring_attention(bound_axis(axis), options, qkv)
+    return _over_heads(qkv, options, axis, n)
 
 
-def _over_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    options: AttentionOptions,
-    axis: str,
-    n: int,
-) -> torch.Tensor:
+def _over_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch.Tensor:
     """Attend to all tokens with a part of the heads, and send the tokens back."""
+    q, k, v, sinks, documents = qkv
     heads = q.shape[_HEADS]
     if heads % n:
         raise ValueError(
@@ -136,21 +128,15 @@ def _over_heads(
         own, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
         is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
         sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
-    y = _whole(all_tokens(q), all_tokens(k), all_tokens(v), sinks, documents, options)
+    y = _whole(Qkv(all_tokens(q), all_tokens(k), all_tokens(v), sinks, documents), options)
     return all_to_all(to_rank_order(y, n, _TOKENS), axis, split_dim=_TOKENS, concat_dim=_HEADS)
 
 
-def _whole(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attend to the tokens of this rank, by torch's own function if it has all that is asked for."""
+def _whole(qkv: Qkv, options: AttentionOptions) -> torch.Tensor:
+    """Attend to the tokens of this rank, by torch's own function if it supports the options."""
+    q, k, v, sinks, documents = qkv
     if sinks is not None or documents is not None or options.window is not None or options.softcap is not None:
-        return ring_attention(NO_AXIS, options, q, k, v, sinks, documents)
+        return ring_attention(NO_AXIS, options, qkv)
     lead, grouped = q.shape[:_HEADS], q.shape[_HEADS] != k.shape[_HEADS]
     # the fused kernels take four dimensions
     q, k, v = (x.reshape(lead.numel(), *x.shape[_HEADS:]) for x in (q, k, v))

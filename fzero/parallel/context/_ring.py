@@ -21,7 +21,7 @@ from fzero._torch import allow_in_graph, attention_block, attention_block_grad
 from fzero.axes import Axis, Binding, index_on
 from fzero.collectives import DimOptions, apply, in_front, mapped_binding
 from fzero.parallel.context._layout import from_rank_order, positions_of
-from fzero.parallel.context._ring_pattern import AttentionOptions, Half, Mask, Ring, RingPattern
+from fzero.parallel.context._ring_pattern import AttentionOptions, Half, Mask, Qkv, Ring, RingPattern
 from fzero.random import apply_mask, keep_mask_at
 
 __all__ = ["dropout_attention", "ring_attention"]
@@ -29,7 +29,7 @@ __all__ = ["dropout_attention", "ring_attention"]
 # ---------------------------------------------------------------- one block
 
 
-def _merged(x: torch.Tensor) -> torch.Tensor:
+def _flatten_batch(x: torch.Tensor) -> torch.Tensor:
     """Make the leading dimensions of `[.., h, t, d]` one."""
     return x.reshape(x.shape[:-3].numel(), *x.shape[-3:])
 
@@ -37,9 +37,9 @@ def _merged(x: torch.Tensor) -> torch.Tensor:
 def _block(
     pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to keys: `[.., h, t, e]` and `[.., h, t]`, in float32 at least."""
+    """Attend to keys: return the result `[.., h, t, e]` and the log sums `[.., h, t]`, in float32 at least."""
     lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
-    qs, ks, vs = _merged(q), _merged(k), _merged(v)
+    qs, ks, vs = _flatten_batch(q), _flatten_batch(k), _flatten_batch(v)
     if mask is None:
         results = [attention_block(qs, ks, vs, None, causal, scale, softcap)]
     else:
@@ -52,7 +52,7 @@ def _block(
 
 
 class _Result(NamedTuple):
-    """What the backward pass of queries needs: the gradient, the result and the log of the sum of exponentials."""
+    """The result of attention, the log of its sum of exponentials, and the gradient that came back for it."""
 
     grad: torch.Tensor
     out: torch.Tensor
@@ -70,51 +70,51 @@ def _block_grad(
 ) -> list[torch.Tensor]:
     """Return what a block adds to the gradients of q, k and v, in float32 at least."""
     lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
-    qs, ks, vs, grad, out = (_merged(x) for x in (q, k, v, result.grad, result.out))
+    qs, ks, vs, grad, out = (_flatten_batch(x) for x in (q, k, v, result.grad, result.out))
     log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
     if mask is None:
         grads = attention_block_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale, softcap)
     else:
-        to_qs, to_k, to_v = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
+        dqs, dk, dv = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
         for r, c in mask.tiles():
             keep, keys, values = mask.of(r, c, lead), ks[..., c, :], vs[..., c, :]
             tile = [x[..., r, :] for x in (grad, qs, out)]
             results = tile[2], log_sum[..., r]
-            of_tile = attention_block_grad(tile[0], tile[1], keys, values, keep, *results, False, scale, softcap)
-            to_qs.append(of_tile[0])
-            rest = [0, 0, c.start, ks.shape[-2] - c.stop]
-            to_k, to_v = (x + F.pad(at_least_float32(y), rest) for x, y in zip((to_k, to_v), of_tile[1:], strict=True))
-        grads = torch.cat(to_qs, 2), to_k, to_v
+            tile_grads = attention_block_grad(tile[0], tile[1], keys, values, keep, *results, False, scale, softcap)
+            dqs.append(tile_grads[0])
+            padding = [0, 0, c.start, ks.shape[-2] - c.stop]
+            dk, dv = (x + F.pad(at_least_float32(y), padding) for x, y in zip((dk, dv), tile_grads[1:], strict=True))
+        grads = torch.cat(dqs, 2), dk, dv
     return [at_least_float32(x).reshape(*lead, *x.shape[1:]) for x in grads]
 
 
-# ---------------------------------------------------------------- the way round
+# ---------------------------------------------------------------- the ring
 
 
-def _attend(
-    pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(ring: Ring, options: AttentionOptions, qkv: Qkv) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of attention to the keys of all ranks, and the logs of the sums of exponentials.
 
     A sink is one more key of each query, whose value is zero: it enters the sums once, after the keys of all ranks.
     """
-    held = pattern.ring.message(k, v, pattern.documents)
+    q, k, v, sinks, documents = qkv
+    pattern = RingPattern(ring, options, q.shape[-2], documents)
+    kv = ring.message(k, v, documents)
     outs: list[torch.Tensor] = []
     log_sums: list[torch.Tensor] = []
-    for step in range(pattern.ring.size):
-        following = pattern.ring.shift(held) if step + 1 < pattern.ring.size else held
+    for step in range(ring.size):
+        next_kv = ring.shift(kv) if step + 1 < ring.size else kv
         for pair in pattern.pairs(step):
             queries, keys, values = pattern.take_pair(pair, q, k, v)
-            causal = pattern.options.causal and step == 0 and not pattern.masked
-            out, log_sum = _block(pattern, queries, keys, values, pattern.mask(pair, step, held.documents), causal)
+            causal = options.causal and step == 0 and not pattern.masked
+            out, log_sum = _block(pattern, queries, keys, values, pattern.mask(pair, step, kv.documents), causal)
             if step == 0:
                 outs, log_sums = list(out.chunk(pattern.halves, -2)), list(log_sum.chunk(pattern.halves, -1))
                 continue
             for i, where in pattern.targets(pair.queries):
-                chosen = None if where is None else pattern.ring.like(where, log_sum.ndim)
-                here = log_sum if chosen is None else torch.where(chosen, log_sum, -math.inf)
-                outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, here)
-        held, (k, v) = following, following.pair()
+                mask = None if where is None else ring.like(where, log_sum.ndim)
+                masked_log_sum = log_sum if mask is None else torch.where(mask, log_sum, -math.inf)
+                outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, masked_log_sum)
+        kv, (k, v) = next_kv, next_kv.pair()
     out, log_sum = torch.cat(outs, -2), torch.cat(log_sums, -1)
     if sinks is not None:
         total = torch.logaddexp(log_sum, sinks.unsqueeze(-1))
@@ -130,62 +130,56 @@ def _combine(
     return out * (log_sum - total).exp().unsqueeze(-1) + more * (log_more - total).exp().unsqueeze(-1), total
 
 
-def _attend_grad(
-    pattern: RingPattern,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    result: _Result,
-) -> tuple[torch.Tensor, ...]:
+def _attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: _Result) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v and sinks, if there are any.
 
     Those of keys travel with the keys, and end at the rank that has them.
     """
-    size, dtypes = pattern.ring.size, (q.dtype, k.dtype, v.dtype)
-    to_q, own, sent = [], [], []
-    held = pattern.ring.message(k, v, pattern.documents)
-    for step in range(size):
-        following = pattern.ring.shift(held) if step + 1 < size else held
+    q, k, v, sinks, documents = qkv
+    pattern = RingPattern(ring, options, q.shape[-2], documents)
+    dq, local_dkv, travelling_dkv = [], [], []
+    kv = ring.message(k, v, documents)
+    for step in range(ring.size):
+        next_kv = ring.shift(kv) if step + 1 < ring.size else kv
         if step > 1:
-            sent = _in_parts(pattern, _shifted(pattern, sent))
+            travelling_dkv = _chunk_halves(pattern, _shift_dkv(pattern, travelling_dkv))
         elif step == 1:
-            sent = [[torch.zeros_like(x) for x in xs] for xs in own]
+            travelling_dkv = [[torch.zeros_like(x) for x in xs] for xs in local_dkv]
         for pair in pattern.pairs(step):
             queries, keys, values = pattern.take_pair(pair, q, k, v)
-            of_pair = _Result(
+            pair_result = _Result(
                 pattern.take(result.grad, pair.queries, -2),
                 pattern.take(result.out, pair.queries, -2),
                 pattern.take(result.log_sum, pair.queries, -1),
             )
-            causal = pattern.options.causal and step == 0 and not pattern.masked
-            mask = pattern.mask(pair, step, held.documents)
-            grads = _block_grad(pattern, queries, keys, values, of_pair, mask, causal)
+            causal = options.causal and step == 0 and not pattern.masked
+            mask = pattern.mask(pair, step, kv.documents)
+            grads = _block_grad(pattern, queries, keys, values, pair_result, mask, causal)
             if step == 0:
-                to_q, *own = _in_parts(pattern, grads)
+                dq, *local_dkv = _chunk_halves(pattern, grads)
                 continue
-            _add(pattern, to_q, grads[0], pair.queries)
-            for total, grad in zip(sent, grads[1:], strict=True):
+            _add(pattern, dq, grads[0], pair.queries)
+            for total, grad in zip(travelling_dkv, grads[1:], strict=True):
                 _add(pattern, total, grad, pair.keys)
-        held, (k, v) = following, following.pair()
-    to_k, to_v = (torch.cat(xs, -2) for xs in own)
-    if size > 1:
-        to_k, to_v = (x + y for x, y in zip((to_k, to_v), _shifted(pattern, sent), strict=True))
-    grads = torch.cat(to_q, -2).to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])
+        kv, (k, v) = next_kv, next_kv.pair()
+    dk, dv = (torch.cat(xs, -2) for xs in local_dkv)
+    if ring.size > 1:
+        dk, dv = (x + y for x, y in zip((dk, dv), _shift_dkv(pattern, travelling_dkv), strict=True))
+    grads = torch.cat(dq, -2).to(qkv.q.dtype), dk.to(qkv.k.dtype), dv.to(qkv.v.dtype)
     if sinks is None:
         return grads
     weights = (sinks.unsqueeze(-1) - result.log_sum).exp()  # of the sinks
-    to_weights = -(at_least_float32(result.grad) * at_least_float32(result.out)).sum(-1)
-    return *grads, (weights * to_weights).sum(-1)
+    dweights = -(at_least_float32(result.grad) * at_least_float32(result.out)).sum(-1)
+    return *grads, (weights * dweights).sum(-1)
 
 
-def _shifted(pattern: RingPattern, sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Send the gradients of keys and values, each in parts, to the next rank."""
-    to_k, to_v = (torch.cat(xs, -2) for xs in sent)
-    return pattern.ring.shift(pattern.ring.message(to_k, to_v)).pair()
+def _shift_dkv(pattern: RingPattern, dkv: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Send the gradients of keys and values, each in halves, to the next rank."""
+    dk, dv = (torch.cat(xs, -2) for xs in dkv)
+    return pattern.ring.shift(pattern.ring.message(dk, dv)).pair()
 
 
-def _in_parts(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _chunk_halves(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [list(x.chunk(pattern.halves, -2)) for x in xs]
 
 
@@ -212,7 +206,7 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         documents: torch.Tensor | None,
     ) -> Any:
-        return _run(Ring(token, binding, index_on(q.device, token, binding)), options, q, k, v, sinks, documents)
+        return _attend(_ring(token, binding, q.device), options, Qkv(q, k, v, sinks, documents))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -230,12 +224,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_by_definition, *ctx.axis, documents), _present(values)
+        f, values = partial(_of_values, *ctx.axis, documents), _present(values)
         return torch.func.jvp(f, values, _dense(tangents[3:], values))[1], None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _mapped(_Attention, _run, info.batch_size, in_dims, *inputs)
+        return _mapped(_Attention, _attend_flat, info.batch_size, in_dims, *inputs)
 
 
 class _AttentionGrad(torch.autograd.Function):
@@ -245,7 +239,7 @@ class _AttentionGrad(torch.autograd.Function):
     def forward(
         token: torch.Tensor, binding: Binding, options: AttentionOptions, grad: torch.Tensor, *saved: Any
     ) -> Any:
-        return _run_grad(Ring(token, binding, index_on(grad.device, token, binding)), options, grad, *saved)
+        return _attend_grad_flat(_ring(token, binding, grad.device), options, grad, *saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -256,47 +250,34 @@ class _AttentionGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         *values, documents = ctx.saved_tensors
-        f = partial(_grad_by_definition, *ctx.axis, documents)
-        of_values = torch.func.vjp(f, *_present(values))[1](grads)
-        return None, None, None, *of_values, *[None] * (8 - len(of_values))
+        f = partial(_grad_of_values, *ctx.axis, documents)
+        value_grads = torch.func.vjp(f, *_present(values))[1](grads)
+        return None, None, None, *value_grads, *[None] * (8 - len(value_grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_grad_by_definition, *ctx.axis, documents), _present(values)
+        f, values = partial(_grad_of_values, *ctx.axis, documents), _present(values)
         return torch.func.jvp(f, values, _dense(tangents[3:], values))[1]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _mapped(_AttentionGrad, _run_grad, info.batch_size, in_dims, *inputs)
+        return _mapped(_AttentionGrad, _attend_grad_flat, info.batch_size, in_dims, *inputs)
 
 
-def _run(
-    ring: Ring,
-    options: AttentionOptions,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(RingPattern(ring, options, q.shape[-2], documents), q, k, v, sinks)
+def _ring(token: torch.Tensor, binding: Binding, device: torch.device) -> Ring:
+    return Ring(token, binding, index_on(device, token, binding))
 
 
-def _run_grad(
-    ring: Ring,
-    options: AttentionOptions,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    out: torch.Tensor,
-    log_sum: torch.Tensor,
+def _attend_flat(ring: Ring, options: AttentionOptions, *qkv: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend(ring, options, Qkv(*qkv))
+
+
+def _attend_grad_flat(
+    ring: Ring, options: AttentionOptions, grad: torch.Tensor, *saved: Any
 ) -> tuple[torch.Tensor, ...]:
-    result = _Result(grad, out, log_sum)
-    return _attend_grad(RingPattern(ring, options, q.shape[-2], documents), q, k, v, sinks, result)
+    *qkv, out, log_sum = saved
+    return _attend_grad(ring, options, Qkv(*qkv), _Result(grad, out, log_sum))
 
 
 def _mapped(
@@ -319,18 +300,14 @@ def _mapped(
     return ys, (0,) * len(ys)
 
 
-def _by_definition(
-    token: torch.Tensor,
-    binding: Binding,
-    options: AttentionOptions,
-    documents: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    key: torch.Tensor | None = None,
-) -> torch.Tensor:
+class _Dropout(NamedTuple):
+    """The probability that a weight is dropped, and the key that decides."""
+
+    probability: float
+    key: torch.Tensor
+
+
+def _by_definition(ring: Ring, options: AttentionOptions, qkv: Qkv, dropout: _Dropout | None = None) -> torch.Tensor:
     """Attend by the definition, to gathered keys and with all weights in memory.
 
     It serves derivatives of higher orders, and dropout, whose mask is that of the weights `[.., h, T, T]` of whole
@@ -338,15 +315,15 @@ def _by_definition(
     """
 
     def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
-        (x,) = apply(token, "all_gather", binding, DimOptions(dim), x)
-        return from_rank_order(x, binding.size, dim)
+        (x,) = apply(ring.token, "all_gather", ring.binding, DimOptions(dim), x)
+        return from_rank_order(x, ring.size, dim)
 
-    t, size, groups = q.shape[-2], binding.size, q.shape[-3] // k.shape[-3]
-    queries, keys = positions_of(index_on(q.device, token, binding), size, t), torch.arange(t * size, device=q.device)
+    q, k, v, sinks, documents = qkv
+    t, size, groups = q.shape[-2], ring.size, q.shape[-3] // k.shape[-3]
+    queries, keys = positions_of(ring.index, size, t), torch.arange(t * size, device=q.device)
     keep = options.keep(queries, keys)
     if documents is not None:
-        own, all_of_them = documents.unsqueeze(-1), gathered(documents, -1).unsqueeze(-2)
-        keep = keep & (own == all_of_them).unsqueeze(-3)
+        keep = keep & (documents.unsqueeze(-1) == gathered(documents, -1).unsqueeze(-2)).unsqueeze(-3)
     wide_q, wide_k, wide_v = at_least_float32(q), at_least_float32(gathered(k, -2)), at_least_float32(gathered(v, -2))
     scores = (wide_q @ wide_k.repeat_interleave(groups, -3).mT) * options.scale
     if options.softcap is not None:
@@ -357,14 +334,26 @@ def _by_definition(
     else:
         last = sinks.unsqueeze(-1).unsqueeze(-1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, last], -1).softmax(-1)[..., :-1]
-    if key is not None:
+    if dropout is not None:
         places = torch.arange(q.shape[:-2].numel(), device=q.device).view(*q.shape[:-2], 1, 1) * t * size
         places = (places + queries.unsqueeze(-1)) * t * size + keys
-        weights = apply_mask(weights, keep_mask_at(key, dropout, places), dropout)
+        weights = apply_mask(weights, keep_mask_at(dropout.key, dropout.probability, places), dropout.probability)
     return (weights @ wide_v.repeat_interleave(groups, -3)).to(q.dtype)
 
 
-def _grad_by_definition(
+def _of_values(
+    token: torch.Tensor,
+    binding: Binding,
+    options: AttentionOptions,
+    documents: torch.Tensor | None,
+    *values: torch.Tensor,
+) -> torch.Tensor:
+    """Attend by the definition, as a function of q, k, v and sinks, if there are any."""
+    qkv = Qkv(*values)._replace(documents=documents)
+    return _by_definition(_ring(token, binding, qkv.q.device), options, qkv)
+
+
+def _grad_of_values(
     token: torch.Tensor,
     binding: Binding,
     options: AttentionOptions,
@@ -373,7 +362,7 @@ def _grad_by_definition(
     *values: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v and sinks, if there are any."""
-    return torch.func.vjp(partial(_by_definition, token, binding, options, documents), *values)[1](grad)
+    return torch.func.vjp(partial(_of_values, token, binding, options, documents), *values)[1](grad)
 
 
 def _present(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
@@ -385,55 +374,26 @@ def _dense(tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tenso
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def _applied(
-    token: torch.Tensor,
-    binding: Binding,
-    options: AttentionOptions,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-) -> torch.Tensor:
-    return _Attention.apply(token, binding, options, q, k, v, sinks, documents)[0]
+def _apply(token: torch.Tensor, binding: Binding, options: AttentionOptions, *qkv: torch.Tensor | None) -> torch.Tensor:
+    return _Attention.apply(token, binding, options, *qkv)[0]
 
 
 def dropout_attention(
-    axis: Axis,
-    options: AttentionOptions,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    dropout: float,
-    key: torch.Tensor,
+    axis: Axis, options: AttentionOptions, qkv: Qkv, dropout: float, key: torch.Tensor
 ) -> torch.Tensor:
     """Attend as `ring_attention` does, and drop weights by a key."""
-    return _by_definition(axis.token, axis.binding, options, documents, q, k, v, sinks, dropout, key)
+    return _by_definition(_ring(axis.token, axis.binding, qkv.q.device), options, qkv, _Dropout(dropout, key))
 
 
-def ring_attention(
-    axis: Axis,
-    options: AttentionOptions,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend from this rank's queries `[.., h, t, d]` to the keys of all ranks of an axis.
+def ring_attention(axis: Axis, options: AttentionOptions, qkv: Qkv) -> torch.Tensor:
+    """Attend from this rank's queries to the keys of all ranks of an axis.
 
     Args:
         axis: the axis; `NO_AXIS` for this rank's keys alone.
         options: which tokens attend to which, the scale and the cap.
-        q: `[.., h, t, d]`, this rank's tokens in the order of `positions`.
-        k: `[.., h / g, t, d]`.
-        v: `[.., h / g, t, e]`.
-        sinks: `[.., h]`, in float32 at least: one more score of each query, for a key without a value; None for none.
-        documents: int64 `[.., t]`: tokens attend to those of the same number; None for one document.
+        qkv: this rank's tokens in the order of `positions`.
 
     Returns:
         `[.., h, t, e]`.
     """
-    return _applied(axis.token, axis.binding, options, q, k, v, sinks, documents)
+    return _apply(axis.token, axis.binding, options, *qkv)

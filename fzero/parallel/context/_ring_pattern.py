@@ -9,7 +9,7 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Ring", "RingPattern"]
+__all__ = ["AttentionOptions", "Half", "Mask", "Qkv", "Ring", "RingPattern"]
 
 _MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 _SCORE_ROWS = 128  # of a tile whose scores are in memory
@@ -34,12 +34,30 @@ class AttentionOptions(NamedTuple):
     def keep(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return whether queries at positions `[.., t]` attend to keys at positions `[.., s]`: bool `[.., t, s]`."""
         distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
-        kept = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        return kept if self.window is None else kept & (distance.abs() < self.window)
+        keep = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return keep if self.window is None else keep & (distance.abs() < self.window)
+
+
+class Qkv(NamedTuple):
+    """The operands of attention on one rank.
+
+    Attributes:
+        q: queries `[.., h, t, d]`.
+        k: keys `[.., h / g, t, d]`.
+        v: values `[.., h / g, t, e]`.
+        sinks: `[.., h]`, in float32 at least: one more score of each query, for a key without a value; None for none.
+        documents: int64 `[.., t]`: tokens attend to those of the same number; None for one document.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
 
 class _RingMessage(NamedTuple):
-    """What a rank sends to the next one: two tensors, as keys and values, and the documents of keys.
+    """The tensors that a rank sends to the next one: two, such as keys and values, and the documents of keys.
 
     Attributes:
         tensors: both, stacked along a dimension if that is possible. As they arrive they are sent on, without a copy.
@@ -227,12 +245,12 @@ class Mask(NamedTuple):
 
     def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:
         """Return bool `[1 or b, 1, t, s]` for a tile of values with leading dimensions `[..]` that hold b elements."""
-        kept = self.pattern.options.keep(self.queries[..., rows], self.keys[..., columns])
+        keep = self.pattern.options.keep(self.queries[..., rows], self.keys[..., columns])
         if self.query_documents is not None and self.key_documents is not None:
             same = self.query_documents[..., rows].unsqueeze(-1) == self.key_documents[..., columns].unsqueeze(-2)
-            kept = same & self.pattern.ring.broadcast_mask(kept, same.ndim)
+            keep = same & self.pattern.ring.broadcast_mask(keep, same.ndim)
         elif self.pattern.ring.stacked:
-            kept = self.pattern.ring.broadcast_mask(kept, len(lead) + 2)
+            keep = self.pattern.ring.broadcast_mask(keep, len(lead) + 2)
         else:
-            return kept[None, None]
-        return kept.expand(*lead, *kept.shape[-2:]).reshape(lead.numel(), 1, *kept.shape[-2:])
+            return keep[None, None]
+        return keep.expand(*lead, *keep.shape[-2:]).reshape(lead.numel(), 1, *keep.shape[-2:])
