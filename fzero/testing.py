@@ -192,7 +192,7 @@ def is_exact_on_shards(opt: Any, steps: int = 3) -> bool:
     return all(torch.allclose(sharded[k], full[k], rtol=1e-9, atol=1e-12) for k in full)
 
 
-# ---------------------------------------------------------------- hypothesis strategies
+# Hypothesis strategies.
 
 
 class _Pair(NamedTuple):

@@ -46,10 +46,7 @@ def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivate
     return distributed_c10d._get_default_store()
 
 
-# ---------------------------------------------------------------- the settings of a thread
-
-
-# Private torch APIs about settings, for ranks that are threads: the settings of a thread, and of the process.
+# The settings of a thread, for ranks that are threads.
 
 
 def thread_state() -> Callable[[], Any]:
@@ -167,7 +164,7 @@ def _with_default_device(context: Any) -> Iterator[None]:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = before
 
 
-# ---------------------------------------------------------------- the settings of the process
+# The settings of the process.
 
 
 class _Setting(NamedTuple):

@@ -81,9 +81,6 @@ def _peak(threads: list[list[Any]]) -> int:
     return peak
 
 
-# Private torch APIs that show each operation as it runs, with real values, its source line and its memory.
-
-
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = os.sep + "site-packages" + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -173,7 +170,7 @@ def record_node_lines() -> Iterator[None]:
         torch.set_anomaly_enabled(*before)
 
 
-# ---------------------------------------------------------------- lines
+# Lines.
 
 
 class _CallSite(NamedTuple):
@@ -235,7 +232,7 @@ def _line_of(node: Any) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- memory
+# Memory.
 
 
 class Memory(NamedTuple):

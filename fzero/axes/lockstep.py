@@ -199,7 +199,7 @@ def _ranks_at(shape: Sequence[tuple[str, int]], fixed: dict[int, int]) -> list[i
     return ranks
 
 
-# ---------------------------------------------------------------- messages from one rank to another
+# Messages from one rank to another.
 
 
 def send(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:

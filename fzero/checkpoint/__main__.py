@@ -64,7 +64,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-# ---------------------------------------------------------------- output
+# Output.
 
 
 def _print(table: Table) -> None:
@@ -102,7 +102,7 @@ def _date(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.timestamp))
 
 
-# ---------------------------------------------------------------- the commands
+# The commands.
 
 
 def _steps(path: str) -> list[int]:

@@ -9,13 +9,14 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import BlockRange, full_block, view_bytes
+from fzero.checkpoint._blocks import BlockRange, full_block
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
 from fzero.checkpoint._ranges import Leaf, TreeLayout
+from fzero.checkpoint._tensor_bytes import view_bytes
 
 __all__ = ["differences", "export", "leaves", "read", "verify"]
 

@@ -9,22 +9,16 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import BlockRange, is_direct, materialize, runs, view_bytes
+from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
+from fzero.checkpoint._json_values import is_none, paths_of, values_like
 from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import (
-    BLOCK,
-    Manifest,
-    is_none,
-    layout_text,
-    paths_of,
-    read_manifest,
-    values_like,
-    xxh3_checksum,
-)
+from fzero.checkpoint._manifest import BLOCK, Manifest, layout_text, read_manifest, xxh3_checksum
 from fzero.checkpoint._ranges import TreeLayout
+from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._shared_memory import SharedMemory
+from fzero.checkpoint._tensor_bytes import is_direct, view_bytes
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 
@@ -190,7 +184,7 @@ def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours:
     return f"leaf {path!r} is {theirs} there, and {ours} here"
 
 
-# ---------------------------------------------------------------- reading
+# Reading.
 
 
 class ReadRequest(NamedTuple):

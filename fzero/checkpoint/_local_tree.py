@@ -9,7 +9,8 @@ import torch
 
 from fzero import tree
 from fzero.checkpoint._blocks import BlockRange
-from fzero.checkpoint._manifest import NAMES, is_json
+from fzero.checkpoint._json_values import is_json
+from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint._ranges import Leaf, LeafGroup, LeafPiece, TreeLayout
 from fzero.ranks import Mesh
 from fzero.sharding import (

@@ -8,7 +8,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,64 +31,11 @@ __all__ = [
     "Manifest",
     "data_name",
     "header",
-    "is_empty",
-    "is_json",
-    "is_none",
     "layout_text",
     "parse",
-    "paths_of",
     "read_manifest",
-    "values_like",
     "xxh3_checksum",
 ]
-
-# Values: the leaves of a tree that are not tensors, but JSON: numbers, text, None, dicts and lists of these.
-
-
-def is_json(x: Any) -> bool:
-    """Return whether JSON preserves a value: a dict with string keys, a list, a number, text or None."""
-    if type(x) is dict:
-        return all(type(k) is str for k in x) and all(map(is_json, x.values()))
-    return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
-
-
-def is_empty(x: Any) -> bool:
-    """Return whether a value is None, or a dict or list of such values only."""
-    return all(map(is_empty, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
-
-
-def is_none(x: Any) -> bool:
-    """Return whether a value is None, or a dict or list that holds None and nothing else, and is not empty."""
-    return is_empty(x) and x not in ([], {})
-
-
-def values_like(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved value at each path of a tree. A dict that was not saved as one value is read key by key.
-
-    If the tree and the checkpoint both hold only None, such as master weights that no parameter needs, the tree's value
-    is returned. The number of None differs between the ranks of a pipeline: a rank has one per block.
-    """
-    return {path: _value_like(path, value, saved) for path, value in like.items()}
-
-
-def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
-    if value is not None and is_none(value) and is_none(saved.get(path)):
-        return value
-    if path in saved or type(value) is not dict:
-        return saved.get(path)
-    return {key: _value_like(_join_path(path, key), x, saved) for key, x in value.items()}
-
-
-def paths_of(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
-    """List the paths at which the checkpoint may hold a value or its parts."""
-    if path in saved or type(value) is not dict or not value:
-        return [path]
-    return [p for key, x in value.items() for p in paths_of(_join_path(path, key), x, saved)]
-
-
-def _join_path(path: str, key: str) -> str:
-    """Return the path of a key below another path."""
-    return f"{path}.{key}" if path else key
 
 
 MANIFEST = "manifest.json"
@@ -269,9 +216,6 @@ def header(layout: TreeLayout, rank: int) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-# ---------------------------------------------------------------- reading
 
 
 def read_manifest(files: Files) -> tuple[Manifest, int]:

@@ -15,7 +15,6 @@ from fzero._notice import warn_once
 from fzero._torch import wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import StoreChannel, agree, all_or_none
-from fzero.checkpoint._blocks import chunks, view_or_chunks
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
@@ -32,6 +31,7 @@ from fzero.checkpoint._manifest import (
 )
 from fzero.checkpoint._ranges import TreeLayout
 from fzero.checkpoint._shared_memory import SharedMemory
+from fzero.checkpoint._tensor_bytes import chunks, view_or_chunks
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 
 __all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fzero._notice import warn_once
-from fzero.checkpoint._blocks import view_bytes
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
+from fzero.checkpoint._tensor_bytes import view_bytes
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Hosts", "SharedMemory"]

@@ -120,7 +120,7 @@ class DeferredCheck:
         _check(sources, self.axis, self.invariant_loss, self.leaves)
 
 
-# ---------------------------------------------------------------- types, read from the autograd graph
+# Types, read from the autograd graph.
 
 
 def _row_over(node: Any, axis: str) -> LinearMap | None:

@@ -48,7 +48,7 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
     return PendingMessages(works, lambda: x)
 
 
-# ---------------------------------------------------------------- as linear maps
+# As linear maps.
 
 
 # messages of rank programs that may not be sent yet, by process group

@@ -11,7 +11,9 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
 from fzero.graph.planning._clocks import LIMITS, Interval
-from fzero.graph.planning._cost import Hardware, product_seconds, transfer_seconds
+from fzero.graph.planning._collective_seconds import transfer_seconds
+from fzero.graph.planning._cost import product_seconds
+from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.planning._views import phase_spans, short_path

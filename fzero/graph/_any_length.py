@@ -142,7 +142,7 @@ def _metadata(node: Node) -> Hashable:
     return tuple([node.meta.get(name) for name in names]), shapes
 
 
-# ---------------------------------------------------------------- the integers of a graph, always in one order
+# The integers of a graph, always in one order.
 
 
 def _nodes_in(graph: Graph) -> Iterator[Node]:

@@ -24,7 +24,7 @@ from fzero.graph._step import TrainStep
 from fzero.graph._storages import check_spaces, has_moves
 from fzero.graph._trace_agreement import common_schedules
 from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
-from fzero.graph.planning._cost import Hardware
+from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._device_graph import RecordedStep, check_recordable

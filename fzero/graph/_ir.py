@@ -11,7 +11,6 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import OneNode, OpOverload, c10d, flop_formulas, graph_of, with_query_heads
-from fzero.axes import PLANNED
 from fzero.collectives import gloo
 from fzero.graph._ops import changes_layout, decodes, encodes, is_known_cheap, is_view, is_view_operation
 
@@ -28,8 +27,6 @@ __all__ = [
     "after_needs",
     "aten",
     "check_order",
-    "collective_axes",
-    "collective_kind",
     "collective_of",
     "collectives_before",
     "copy_graph",
@@ -37,9 +34,7 @@ __all__ = [
     "dtypes_and_shapes",
     "feeding_work",
     "flops",
-    "full_bytes",
     "graph_results",
-    "group_size",
     "is_carried",
     "is_cheap",
     "is_collective",
@@ -49,7 +44,6 @@ __all__ = [
     "is_reduce_collective",
     "is_wait",
     "is_write",
-    "moved_numel",
     "nbytes",
     "parameter_gathers",
     "signature",
@@ -63,6 +57,7 @@ __all__ = [
     "write_part",
 ]
 
+
 # Queries on a flat graph of aten operations: which nodes communicate, and which may move.
 #
 # The graphs are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
@@ -72,10 +67,11 @@ __all__ = [
 # as possible. A value with `meta[FUSED]` is computed within the compiled kernel that reads it; a node with
 # `meta[COMPILED]` is such a kernel.
 
-
 aten: Any = torch.ops.aten
 
 LATE, FUSED, COMPILED = "late", "fused", "compiled"
+
+
 # torch counts no FLOPs for a CPU's attention: take the GPU's operation of the same work
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -199,9 +195,6 @@ def nbytes(*xs: torch.Tensor) -> int:
     return sum([x.numel() * x.element_size() for x in xs])
 
 
-# ---------------------------------------------------------------- operations that may move
-
-
 def users_through_views(node: Node) -> list[Node]:
     """List the nodes, other than views, that use a node or a view of it."""
     users = list(node.users)
@@ -276,9 +269,6 @@ def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
     for n in nodes:
         counts[n] = max([counts.get(a, 0) for a in n.all_input_nodes], default=0) + is_collective(n)
     return counts
-
-
-# ---------------------------------------------------------------- new graphs from old
 
 
 def copy_graph(graph: Graph) -> Graph:
@@ -392,62 +382,3 @@ def signature(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, torch.Tensor):
         return (type(x),)
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
-
-
-# The size of a collective, from its node.
-
-
-def group_size(node: Node) -> int:
-    """Return the number of ranks that a collective's sizes show; 1 for an all_reduce, whose sizes do not show it."""
-    if is_gather(node):
-        return node.args[1]  # pyright: ignore[reportReturnType]
-    sent, received = nbytes(*_operands(node)), nbytes(*stand_ins_of(node))
-    return max(sent, received) // max(min(sent, received), 1)
-
-
-def _operands(node: Node) -> list[torch.Tensor]:
-    """List the operands of a collective: its first argument, one tensor or several."""
-    tensors: list[torch.Tensor] = []
-    map_arg(node.args[0], lambda a: tensors.extend(stand_ins_of(a)))
-    return tensors
-
-
-def full_bytes(node: Node) -> int:
-    """Count the bytes of a collective's full buffer. For a wait or an item, count its part of the collective."""
-    source = source_of_wait(node) if is_wait(node) else node
-    start = collective_of(source)
-    if source is start and source is node:
-        return _full(nbytes(*_operands(node)), nbytes(*stand_ins_of(node)), node)
-    operands = start.args[0]  # a coalesced collective has a list of operands, one for each item
-    operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
-    return max(nbytes(*stand_ins_of(source)), nbytes(*stand_ins_of(operand)))  # pyright: ignore[reportArgumentType]
-
-
-def moved_numel(node: Node) -> int:
-    """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
-    sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
-    return 2 * sent if "all_reduce" in str(node.target) else _full(sent, received, node)
-
-
-def _full(sent: int, received: int, node: Node) -> int:
-    """Return the size of a collective's full buffer, padding included."""
-    return sent * group_size(node) if is_gather(node) else max(sent, received)
-
-
-def collective_axes(node: Node, groups: Mapping[str, str] | None = None) -> str:
-    """Return the axes that a collective runs over, joined by commas; "" for a group that is unknown.
-
-    Args:
-        node: the collective.
-        groups: the axes of each process group, by the group's name. The groups of a planned world need no entry.
-    """
-    for x in [*node.args, *node.kwargs.values()]:
-        if isinstance(x, str) and (x.startswith(PLANNED) or x in (groups or {})):
-            return x.removeprefix(PLANNED) if groups is None or x not in groups else groups[x]
-    return ""
-
-
-def collective_kind(node: Node) -> str:
-    """Return a collective's kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
-    kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    return next((kind for kind in kinds if kind in str(node.target)), "all_reduce")

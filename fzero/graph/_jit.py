@@ -20,7 +20,7 @@ from fzero.graph._polynomials import shapes_of
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
 from fzero.graph.planning._clocks import Interval, estimate_seconds, limits_of, timeline
-from fzero.graph.planning._cost import Hardware
+from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths

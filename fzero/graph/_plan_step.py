@@ -9,7 +9,7 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import as_step
 from fzero.graph.planning._clocks import Interval
-from fzero.graph.planning._cost import HARDWARE, Hardware
+from fzero.graph.planning._hardware import HARDWARE, Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.ranks import Mesh
 

@@ -2,6 +2,7 @@
 
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
+from fzero.optim._averages import EmaState, ema, params_ema
 from fzero.optim._base import (
     Mask,
     Optimizer,
@@ -17,11 +18,8 @@ from fzero.optim._convert_moments import convert_moments
 from fzero.optim._groups import by_group
 from fzero.optim._inject_hyperparams import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._links import (
-    EmaState,
     ScaleByScheduleState,
     add_decayed_weights,
-    ema,
-    params_ema,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,

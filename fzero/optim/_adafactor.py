@@ -138,7 +138,7 @@ def _spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Te
     return numbers[row] * numbers[column]
 
 
-# ---------------------------------------------------------------- the vector of sums
+# The vector of sums.
 
 
 class _LeafRange(NamedTuple):

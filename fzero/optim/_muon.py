@@ -298,7 +298,7 @@ def _scale(name: str | None, leaf: torch.Tensor) -> float:
     return _SCALES[name](*leaf.shape[-2:]) if leaf.numel() else 0.0
 
 
-# ---------------------------------------------------------------- the mask
+# The mask.
 
 
 def _mask(params: Params, mask: Mask | None) -> Tree:

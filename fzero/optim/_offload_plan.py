@@ -225,7 +225,7 @@ class OffloadPlan:
         return self._spec_id_in_pieces(with_host_share(x.spec_id, 0))
 
 
-# ---------------------------------------------------------------- the share of each unit
+# The share of each unit.
 
 
 def _with_share(spec_id: int, share: Fraction) -> int:

@@ -2,8 +2,9 @@
 
 from fzero.optim._adafactor import AdafactorState
 from fzero.optim._adam import AdamState
+from fzero.optim._averages import EmaState
 from fzero.optim._inject_hyperparams import InjectHyperparamsState
-from fzero.optim._links import EmaState, ScaleByScheduleState
+from fzero.optim._links import ScaleByScheduleState
 from fzero.optim._loss_scaling import LossScaleState
 from fzero.optim._master_weights import MasterState
 from fzero.optim._muon import MuonState

@@ -41,7 +41,7 @@ __all__ = [
 _Draw = Callable[[], torch.Tensor]
 
 
-# ---------------------------------------------------------------- new tensors
+# New tensors.
 
 
 def _dtype_or_default(dtype: torch.dtype | None) -> torch.dtype:
@@ -131,7 +131,7 @@ def normal(draw: _Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any
     return mean + std * _draws.normal(draw(), shape, tensors[0].dtype, tensors[0].device)
 
 
-# ---------------------------------------------------------------- in place
+# In place.
 
 
 def uniform_(draw: _Draw, x: torch.Tensor, *args: float, **options: Any) -> torch.Tensor:

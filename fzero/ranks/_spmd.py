@@ -260,7 +260,7 @@ def _difference(x: Any, y: Any) -> str:
     return shown if x.numel() == 1 else f"{shown} at element {i}"
 
 
-# ---------------------------------------------------------------- arguments
+# Arguments.
 
 
 def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:

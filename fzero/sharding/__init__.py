@@ -18,13 +18,8 @@ from fzero.sharding._boxes import (
     unwrap_per_rank,
 )
 from fzero.sharding._coded import decode_shard, encode_shard
-from fzero.sharding._flat import (
-    flatten_by_copies,
-    flatten_leaves,
-    put_elements,
-    slice_elements,
-    view_leaves,
-)
+from fzero.sharding._element_ranges import put_elements, slice_elements
+from fzero.sharding._flat import flatten_by_copies, flatten_leaves, view_leaves
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
@@ -60,7 +55,8 @@ from fzero.sharding._spec import (
     with_sharding_axes,
 )
 from fzero.sharding._unit_maps import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
-from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
+from fzero.sharding._unit_policies import by_granularity, by_size
+from fzero.sharding._unit_policy import UnitPolicy, UnitRow
 from fzero.sharding._units import (
     ShardedUnit,
     assign_units,

@@ -57,7 +57,7 @@ def blocks_of_leaf(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return (torch.cat([flat, flat.new_zeros(padding)]) if padding else flat).view(-1, _BLOCK)
 
 
-# ---------------------------------------------------------------- the unit of the numbers
+# The unit of the numbers.
 
 
 @assume_constant_result
@@ -100,7 +100,7 @@ def _part_shape(spec: Spec, index: int) -> tuple[int, ...]:
     return (*part[:lead], *shape)
 
 
-# ---------------------------------------------------------------- the blocks of a shard
+# The blocks of a shard.
 
 
 class BlockMap(NamedTuple):

@@ -152,7 +152,7 @@ def assignment_of(assignment_id: int) -> OwnerAssignment:
     return _ASSIGNMENTS.value(assignment_id)
 
 
-# ---------------------------------------------------------------- what one rank does
+# What one rank does.
 
 
 def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:

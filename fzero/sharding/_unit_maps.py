@@ -9,15 +9,16 @@ from fzero._torch import allow_in_graph, raise_priority
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, join_axes
 from fzero.codecs import Codec, rounded
-from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, apply, transpose_of
+from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, add_rows, apply, transpose_of
 from fzero.sharding._boxes import Shard
 from fzero.sharding._coded import coded_all_reduce, coded_gather, coded_reduce_scatter
 from fzero.sharding._flat import flatten_unit, view_leaves
+from fzero.sharding._flat_rows import UNIT_ROWS
 from fzero.sharding._spec import spec_of, traced_spec, unit_axes
 
 __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"]
 
-# ---------------------------------------------------------------- over several axes, one after the other
+add_rows(*UNIT_ROWS)
 
 # After the slowest axis the unit is one tensor [k]. These rows of single tensors do the same for it.
 _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}

@@ -1,112 +1,16 @@
 """Policies that choose units: by size, or by module granularity as DeepSpeed counts it."""
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
-from fzero import tree
 from fzero._arguments import check_int
 from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
 from fzero.sharding._subtrees import divide_tree
-from fzero.sharding._units import MAX_UNIT_NUMEL, default_units
-from fzero.tree import Tree, is_box
+from fzero.sharding._unit_policy import NUMEL, UnitPolicy, find_unit_leaves
+from fzero.sharding._units import MAX_UNIT_NUMEL
+from fzero.tree import Tree
 
-__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size"]
-
-# A rule of units made for one tree: it can print the units of this tree.
-
-_NUMEL = "a number of elements"  # what an int means, in messages
-
-
-class UnitRow(NamedTuple):
-    """A unit in the table of a rule.
-
-    Attributes:
-        name: the unit's name.
-        elements: the number of elements of its full leaves together.
-        leaves: the number of its leaves. Tied leaves are one.
-    """
-
-    name: str
-    elements: int
-    leaves: int
-
-
-@dataclass(frozen=True)
-class UnitPolicy:
-    """A rule `(path, leaf) -> name of its unit`, for `fzero.shard(units=)`. `print` shows its table.
-
-    The default rule names leaves that are not in the rule's tree.
-
-    Attributes:
-        table: one row for each unit, in the order of the tree.
-    """
-
-    table: tuple[UnitRow, ...]
-    _names: Mapping[str, str] = field(repr=False)
-
-    def __call__(self, path: str, leaf: torch.Tensor) -> str:
-        """Name the unit of a leaf."""
-        return self._names[path] if path in self._names else default_units(path, leaf)
-
-    def __str__(self) -> str:
-        """Show the table, with the totals in the last line."""
-        width = max([len(row.name) for row in self.table] + [4])
-        lines = [f"{'unit':<{width}}  {'elements':>15}  {'leaves':>7}"]
-        lines += [f"{row.name:<{width}}  {row.elements:>15,}  {row.leaves:>7,}" for row in self.table]
-        elements, leaves = sum(row.elements for row in self.table), sum(row.leaves for row in self.table)
-        lines += [f"{f'{len(self.table):,} units':<{width}}  {elements:>15,}  {leaves:>7,}"]
-        return "\n".join(lines)
-
-
-class _UnitLeaves(NamedTuple):
-    """The leaves of a tree that can be in units.
-
-    Attributes:
-        leaves: the leaves by path, in the order of the tree; a tied leaf is listed once.
-        ties: for each further path of a tied leaf, its first path.
-    """
-
-    leaves: dict[str, Any]
-    ties: dict[str, str]
-
-    def rule(self, names: Mapping[str, str]) -> UnitPolicy:
-        """Make the rule that gives each leaf its name, and a tied leaf the name for its first path."""
-        elements: dict[str, list[int]] = {}
-        for path, name in names.items():
-            elements.setdefault(name, []).append(self.leaves[path].numel())
-        table = tuple([UnitRow(name, sum(sizes), len(sizes)) for name, sizes in elements.items()])
-        return UnitPolicy(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
-
-
-def _find_unit_leaves(params: Tree) -> _UnitLeaves:
-    """Find the leaves of a tree that can be in units: the leaves of floating point.
-
-    Raises:
-        TypeError: if the tree has none.
-    """
-    unit_leaves = _UnitLeaves({}, {})
-    first = dict[Any, str]()
-    paths, leaves, _ = tree.flatten_with_paths(params, is_box)
-    for path, x in zip(paths, leaves, strict=True):
-        if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:
-            continue
-        if tree.identity(x) in first:
-            unit_leaves.ties[path] = first[tree.identity(x)]
-        else:
-            first[tree.identity(x)] = path
-            unit_leaves.leaves[path] = x
-    if not unit_leaves.leaves:
-        raise TypeError(
-            f"params is {tree.show(params)[:80]}, and holds no tensor of floating point: expected a tree of "
-            "parameters, such as dict(module.named_parameters())"
-        )
-    return unit_leaves
-
-
-# Units by module granularity, as DeepSpeed counts it.
+__all__ = ["by_granularity", "by_size"]
 
 
 def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> UnitPolicy:
@@ -146,7 +50,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    max_numel, unit_leaves = check_int("max_numel", max_numel, 1, _NUMEL), _find_unit_leaves(params)
+    max_numel, unit_leaves = check_int("max_numel", max_numel, 1, NUMEL), find_unit_leaves(params)
     nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
@@ -209,9 +113,6 @@ def _unit(path: str, fine_keys: Container[_Keys], nodes: Mapping[_Keys, _Node], 
     return (".".join(parent) if parent and nodes[parent].direct <= max_numel else path) or "params"
 
 
-# Units by their sizes: the smallest subtrees that are large enough.
-
-
 def by_size(
     params: Tree,
     min_numel: int | None = None,
@@ -250,13 +151,13 @@ def by_size(
         layers.0.experts to norm               42        3
         3 units                               112        5
     """
-    max_numel = check_int("max_numel", max_numel, 1, _NUMEL)
-    min_numel = max(max_numel // 2, 1) if min_numel is None else check_int("min_numel", min_numel, 1, _NUMEL)
+    max_numel = check_int("max_numel", max_numel, 1, NUMEL)
+    min_numel = max(max_numel // 2, 1) if min_numel is None else check_int("min_numel", min_numel, 1, NUMEL)
     if min_numel > max_numel:
         raise ValueError(
             f"min_numel={min_numel:,} is more than max_numel={max_numel:,}: expected at most as many elements"
         )
-    unit_leaves, rules = _find_unit_leaves(params), layout_rules(None, over, split)
+    unit_leaves, rules = find_unit_leaves(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()

@@ -228,7 +228,7 @@ def _unit(
     return _FullUnit(spec_id, parts, positions[0])
 
 
-# ---------------------------------------------------------------- in a sharded tree
+# In a sharded tree.
 
 
 class ShardedUnit(NamedTuple):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from fzero._torch import c10d, is_accelerator, local_accelerator, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.ranks import mesh
-from fzero.tuning._machines import CPU, H100, Machine
+from fzero.tuning._machine import Machine
+from fzero.tuning._machines import CPU, H100
 
 __all__ = ["calibrate"]
 

@@ -8,7 +8,7 @@ from fzero._arguments import check_choice, check_int
 from fzero._format import format_bytes
 from fzero._report import FigureReport, new_figure
 from fzero._tracebacks import api_boundary
-from fzero.tuning._machines import Machine
+from fzero.tuning._machine import Machine
 from fzero.tuning._offload_work import OffloadWork
 from fzero.tuning._table_views import duration
 

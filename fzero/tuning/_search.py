@@ -20,8 +20,9 @@ from fzero._notice import warn_once
 from fzero.graph import Plan, PlanSettings, StepOfRank, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
+from fzero.tuning._cache_folder import cache_folder, write_atomically
 from fzero.tuning._extrapolation import depths_of, extrapolate, extrapolate_line
-from fzero.tuning._machines import Machine, cache_folder, write_atomically
+from fzero.tuning._machine import Machine
 from fzero.tuning._row import (
     MakeStep,
     PlanSummary,

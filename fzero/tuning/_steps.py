@@ -20,7 +20,7 @@ from fzero.parallel.pipeline import Pipeline, pipeline
 from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._bounds import Bounds, bounds_of
-from fzero.tuning._machines import Machine
+from fzero.tuning._machine import Machine
 from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_batch, shape_of
 from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.zero import shard

@@ -77,7 +77,7 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
     return results
 
 
-# ---------------------------------------------------------------- the rules
+# The rules.
 
 
 def _with_unit_batch(config: Configuration) -> Configuration:
@@ -191,7 +191,7 @@ _RULES = (
 )
 
 
-# ---------------------------------------------------------------- reasons
+# Reasons.
 
 
 def _reason(best: TableRow, choice: TableRow) -> str:

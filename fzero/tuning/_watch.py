@@ -10,7 +10,8 @@ from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
 from fzero.ranks import is_leader
 from fzero.tuning._hint import Hint, straggler_hints
-from fzero.tuning._machines import Machine, machine_of
+from fzero.tuning._machine import Machine
+from fzero.tuning._machines import machine_of
 from fzero.tuning._measurement import StepMeasurement, find_hints
 from fzero.tuning._meter import Meter, meter_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint import _blocks
+from fzero.checkpoint import _tensor_bytes
 from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._local_tree import local_tree
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
@@ -151,7 +151,7 @@ def test_strides_do_not_matter(tmp_path_factory, shape, dims):
 
 
 def test_large_leaves_cross_blocks_and_are_copied_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_blocks, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(_tensor_bytes, "_CHUNK", 1 << 10)
     x = torch.randn(1500, 1400).t()
     fzero.save(tmp_path, {"x": x, "y": torch.arange(1 << 20)}, fzero.mesh(dp=3))
     like = {"x": torch.empty(1500, 1400).t(), "y": torch.zeros(1 << 20, dtype=torch.int64)}

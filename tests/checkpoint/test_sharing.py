@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.checkpoint._blocks import _overlapping
+from fzero.checkpoint._read_memory import _overlapping
 from tests.checkpoint.states import Layout, filled, same_bits, sharded, whole_of
 from tests.helpers import examples
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import PerRank
-from fzero.collectives._moves import to_device, to_host
+from fzero.collectives._spaces import to_device, to_host
 from fzero.testing import _shapes, world_sizes
 from tests.helpers import examples
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero._report import new_figure
 from fzero._torch import flop_formulas, with_query_heads
 from fzero.graph import Hardware
-from fzero.graph.planning._cost import _latency_seconds, _route_of, _transfer_seconds
+from fzero.graph.planning._collective_seconds import _latency_seconds, _route_of, _transfer_seconds
 from tests.cuda import log
 from tests.cuda.log import Event
 from tests.cuda.streams import COMPUTE, WORK

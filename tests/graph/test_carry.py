@@ -15,7 +15,7 @@ from fzero.graph._ir import graph_results, is_carried, is_collective, is_input, 
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
-from fzero.graph.planning import _clocks, _cost
+from fzero.graph.planning import _clocks, _hardware
 from fzero.graph.planning._live_ranges import (
     iteration_peak_bytes,
     iteration_ranges,
@@ -186,7 +186,8 @@ def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
 
 def test_a_carried_reduction_takes_its_time_all_the_same(monkeypatch):
     traced = entry(2, vocab=20_000).traced.graph
-    monkeypatch.setitem(_cost.HARDWARE, "cpu", _cost.HARDWARE["cpu"]._replace(link=1e5))  # hardly anything but messages
+    slow_link = _hardware.HARDWARE["cpu"]._replace(link=1e5)  # the step is hardly anything but messages
+    monkeypatch.setitem(_hardware.HARDWARE, "cpu", slow_link)
     carried, waited = [_clocks.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)
 

@@ -13,7 +13,7 @@ import fzero
 from fzero import optim
 from fzero._torch import scaled_mm
 from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, limits_of, timeline
-from fzero.graph.planning._cost import HARDWARE, Hardware
+from fzero.graph.planning._hardware import HARDWARE, Hardware
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 X = torch.ones(4)  # 16 bytes

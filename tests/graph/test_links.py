@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.planning._cost import Hardware, _route_of
+from fzero.graph.planning._collective_seconds import _route_of
+from fzero.graph.planning._hardware import Hardware
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
 HARDWARE = Hardware(

@@ -11,7 +11,7 @@ from fzero.graph._ir import is_cheap
 from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_view
 from fzero.graph._trace_agreement import _signatures
 from fzero.graph.passes import recompute, schedule
-from fzero.sharding import _coded, _flat
+from fzero.sharding import _coded_rows, _flat
 from tests.graph import graphs
 
 aten = graphs.aten
@@ -23,7 +23,7 @@ def rows(column: _OperationTraits) -> list[str]:
 
 @pytest.mark.parametrize("name", _OPERATIONS)
 def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
-    if any(isinstance(getattr(module, name, None), OneNode) for module in (_flat, _coded)):
+    if any(isinstance(getattr(module, name, None), OneNode) for module in (_flat, _coded_rows)):
         return
     packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
     assert packet not in flop_registry or _OPERATIONS[name] is _OperationTraits.HOST_SIZES

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim, tree
-from fzero.collectives._moves import to_device, to_host
+from fzero.collectives._spaces import to_device, to_host
 from fzero.graph._ir import is_input
 from fzero.graph._storages import SpaceError, check_spaces, on_host
 from fzero.sharding._boxes import Shard, is_box, spaces

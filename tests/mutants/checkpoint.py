@@ -150,7 +150,7 @@ MUTANTS = [
             ON_GLOO,
         ),
     ),
-    *File("checkpoint/_blocks.py", SHARING).faults(
+    *File("checkpoint/_read_memory.py", SHARING).faults(
         Fault(
             "tensors that share memory are not separated before a load",
             "materialize",
@@ -165,6 +165,14 @@ MUTANTS = [
             becomes("A = {B for *C, B in D if E(F[B])}", "A: set[int] = set()"),
         ),
         Fault(
+            "padding in a file is uninitialised memory",
+            "_zeros",
+            becomes("torch.zeros", "torch.full"),
+            ("tests/checkpoint/test_laws.py", "-k", "padding"),
+        ),
+    ),
+    *File("checkpoint/_blocks.py", SHARING).faults(
+        Fault(
             "contiguous runs of a block cover dimensions in which the block is narrower",
             "_common",
             becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
@@ -172,17 +180,13 @@ MUTANTS = [
         ),
         Fault("the offset within a block is ignored", "_offset_in", returns("at"), BLOCKS),
         Fault("the rest of a row is not copied", "rectangles", never("A * B < C"), BLOCKS),
+    ),
+    *File("checkpoint/_tensor_bytes.py", SHARING).faults(
         Fault(
             "each chunk of a copy is the first chunk",
             "view_or_chunks",
             becomes("A(B, C, min(C + D, E))", "A(B, start, min(start + D, E))"),
             LAWS,
-        ),
-        Fault(
-            "padding in a file is uninitialised memory",
-            "_zeros",
-            becomes("torch.zeros", "torch.full"),
-            ("tests/checkpoint/test_laws.py", "-k", "padding"),
         ),
     ),
     *File("checkpoint/_save.py", FOLDER).faults(
@@ -239,13 +243,15 @@ MUTANTS = [
             ),
         ),
     ),
-    *File("checkpoint/_manifest.py", DAMAGE).faults(
+    *File("checkpoint/_json_values.py", DAMAGE).faults(
         Fault(
             "the parts of a dict value are not looked up in a checkpoint",
             "paths_of",
             always("path in A or B or not C"),
             INPUT,
         ),
+    ),
+    *File("checkpoint/_manifest.py", DAMAGE).faults(
         Fault("a manifest's nonce is not checked", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
         Fault("a manifest's checksum is not compared", "parse", dropped("int(frame[1], 16) != A")),
         Fault("leaves larger than their files are accepted", "_manifest", always("A <= B(C.size for C in D)")),
@@ -292,7 +298,7 @@ MUTANTS = [
             becomes("self.index(A.B, C)", "(self.index(A.B, C) + 1) % self.size(A.B)"),
         ),
     ),
-    *File("sharding/_flat.py", LAWS).faults(
+    *File("sharding/_element_ranges.py", LAWS).faults(
         Fault(
             "a write into a strided leaf ignores the offset",
             "put_elements",

@@ -4,9 +4,11 @@ from tests.mutants.changes import bare, becomes, constant, dropped, never, skipp
 from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File, on_processes
 
 MUTANTS = [
+    *File("collectives/_sum_operations.py").faults(
+        Fault("the transpose of pvary sums nothing", "", constant("psum_invariant", "pvary", at="2 of 2"), AXES),
+        Fault("the transpose of psum_invariant sums again", "", constant("pvary", "psum_invariant", at="1 of 2"), AXES),
+    ),
     *File("collectives/_sums.py").faults(
-        Fault("the transpose of pvary sums nothing", "", constant("psum_invariant", "pvary", at="3 of 4"), AXES),
-        Fault("the transpose of psum_invariant sums again", "", constant("pvary", "psum_invariant", at="2 of 4"), AXES),
         Fault(
             "pmean divides after the sum, which overflows in half precision",
             "pmean.mean",

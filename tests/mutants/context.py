@@ -43,7 +43,7 @@ MUTANTS = [
             becomes("A.tokens != (B, C)", "A.tokens[0] != axis"),
         ),
     ),
-    *File("parallel/experts/_routing.py", TOGETHER).faults(
+    *File("parallel/experts/_load_balance.py", TOGETHER).faults(
         Fault("a part of a sequence is balanced by itself", "balance_loss", bare("pmean(A, tokens)")),
     ),
     *File("parallel/experts/_dispatch.py", TOGETHER).faults(

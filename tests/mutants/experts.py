@@ -58,14 +58,7 @@ MUTANTS = [
         Fault(
             "choices are not queued in the order of the tokens",
             "_queue_positions",
-            (
-                becomes("A.sort(dim=-1, stable=True)", "A.sort(dim=-1, stable=True, descending=True)"),
-                elsewhere("_send_order", becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)")),
-                elsewhere(
-                    "_expert_order",
-                    returns("torch.argsort(boundaries.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
-                ),
-            ),
+            becomes("A.sort(dim=-1, stable=True)", "A.sort(dim=-1, stable=True, descending=True)"),
         ),
         Fault(
             "the way back has its dimensions swapped",
@@ -73,6 +66,10 @@ MUTANTS = [
             (constant(1, 0, at="2 of 4"), constant(0, 1, at="2 of 2")),
         ),
         Fault("combine does not send rows back to their ranks", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
+        Fault("all sequences of a rank share one set of positions", "_flat", bare("A + B")),
+        Fault("combine accepts gates of a wrong shape", "combine", never("A.shape != (B, C, D)"), INPUT),
+    ),
+    *File("parallel/experts/_sum_rows.py", POSITIONS).faults(
         Fault(
             "an empty position holds the last token, not zeros",
             "_SumRows.forward",
@@ -84,8 +81,21 @@ MUTANTS = [
             "_SumRows.backward",
             becomes("A(B, C, D)", "A(B, C * 0, D)"),
         ),
-        Fault("all sequences of a rank share one set of positions", "_flat", bare("A + B")),
-        Fault("combine accepts gates of a wrong shape", "combine", never("A.shape != (B, C, D)"), INPUT),
+        Fault("gates get no gradient", "weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
+        Fault("the tangent of a sum of rows is doubled", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
+    ),
+    *File("parallel/experts/_sorted_rows.py", POSITIONS).faults(
+        Fault(
+            "rows are not sorted in the order of the tokens",
+            "_send_order",
+            (
+                becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)"),
+                elsewhere(
+                    "_expert_order",
+                    returns("torch.argsort(boundaries.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
+                ),
+            ),
+        ),
         Fault(
             "received rows are not sorted by expert",
             "sort_rows",
@@ -99,8 +109,6 @@ MUTANTS = [
             becomes("A * (B // C)", "ordered"),
         ),
         Fault("unsort_rows sends rows back unsorted", "unsort_rows", bare("B(A, A.shape[0])")),
-        Fault("gates get no gradient", "_weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
-        Fault("the tangent of a sum of rows is doubled", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
     ),
     *File("parallel/experts/_grouped.py", GROUPED).faults(
         Fault(
@@ -117,7 +125,7 @@ MUTANTS = [
         Fault("the flops of a grouped product include the padding", "_flops", becomes("2 * A", "2 * x[0]")),
         Fault("a kernel gets a matrix without columns", "_has_kernel", bare("B and A"), BY_HAND),
     ),
-    *File("parallel/experts/_routing.py", ROUTE).faults(
+    *File("parallel/experts/_load_balance.py", ROUTE).faults(
         Fault("the capacity is rounded down", "expert_capacity", becomes("math.ceil", "math.floor"), POSITIONS),
         Fault("a floating-point error raises the capacity by one", "expert_capacity", bare("round(A, 9)"), POSITIONS),
         Fault("the balance loss uses the rank's own means", "balance_loss", bare("pmean(A, axis)"), TRAINING),
@@ -210,7 +218,7 @@ MUTANTS = [
         ),
         Fault("exchanges within a loop have no unit's name in a plan", "infer_units", dropped("body_weights")),
     ),
-    *File("sharding/_flat.py", ("tests/parallel/experts/test_plan.py",)).faults(
+    *File("sharding/_flat_rows.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault("the gather of new parameters has no unit in a plan", "", dropped("unit=A", at="2 of 3")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(

@@ -187,6 +187,8 @@ MUTANTS = [
                 becomes("[A]", "[A] if all(a in order for a in A.all_input_nodes) else []"),
             ),
         ),
+    ),
+    *File("graph/_collective_sizes.py", BUCKETS).faults(
         Fault("a collective's bytes leave out the padding", "_full", never("A(B)"), OVERWRITE),
     ),
     *File("graph/_candidates.py", RECAST).faults(

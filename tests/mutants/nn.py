@@ -66,7 +66,7 @@ MUTANTS = [
         Fault("products forget their scales", "MatmulPrecision.linear", dropped("scaling=A")),
         Fault("a weight that attention only reads is listed", "_linear_layers", skipped("A.discard(B)")),
     ),
-    *File("parallel/tensor/_forwards.py", ("tests/nn/test_matmul_precision.py",)).faults(
+    *File("parallel/tensor/_install.py", ("tests/nn/test_matmul_precision.py",)).faults(
         Fault("split layers multiply exactly", "install", becomes("A.get(B, C)", "C")),
     ),
     *File("nn/_tiled.py", ("tests/nn/test_tiled.py",)).faults(

@@ -18,7 +18,7 @@ ARENA = ("tests/optim/test_arena.py",)
 COST = ("tests/graph/test_cost.py",)
 
 MUTANTS = [
-    *File("collectives/_moves.py", MOVES).faults(
+    *File("collectives/_spaces.py", MOVES).faults(
         Fault("the transpose of to_host is to_host", "", constant("to_device", "to_host", at="2 of 4")),
         Fault("to_host of a host tensor is a view, not a copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
         Fault(
@@ -172,7 +172,7 @@ MUTANTS = [
     *File("zero/_fill.py", OFFLOAD).faults(
         Fault("init fills the host's piece from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
-    *File("graph/passes/_rematerialize.py", SPACES).faults(
+    *File("graph/passes/_recompute.py", SPACES).faults(
         Fault("recompute repeats a move", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
     *File("graph/_storages.py", SPACES).faults(
@@ -286,7 +286,7 @@ MUTANTS = [
             "init does not offload parameters", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")
         ),
     ),
-    *File("graph/passes/_rematerialize.py", OFFLOAD).faults(
+    *File("graph/passes/_regather.py", OFFLOAD).faults(
         Fault(
             "a shard that was moved to the device stays there until the backward pass",
             "_reload_from_host",

@@ -153,7 +153,7 @@ MUTANTS = [
     *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
-    *File("optim/_links.py", WRAPPERS).faults(
+    *File("optim/_averages.py", WRAPPERS).faults(
         Fault("params_ema averages the gradients, not the new parameters", "params_ema.update", bare("B(A, grads)")),
         Fault("the average starts in the parameters' memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),

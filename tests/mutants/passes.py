@@ -73,7 +73,7 @@ MUTANTS = [
             SLICE_OF_GATHER,
         ),
     ),
-    *File("graph/passes/_rematerialize.py", RECAST).faults(
+    *File("graph/passes/_recast.py", RECAST).faults(
         Fault("recast does not repeat the scaling of a gradient", "_from_narrow", never("A.target in B")),
         Fault(
             "recast repeats a product of two gradients",
@@ -135,7 +135,7 @@ MUTANTS = [
         ),
         Fault("a result may lie in an argument that is already reused", "donate", bare("{*B, *A}")),
     ),
-    *File("graph/passes/_rematerialize.py", REMATERIALIZE).faults(
+    *File("graph/passes/_regather.py", REMATERIALIZE).faults(
         Fault("re-gathering counts a unit's bytes at each use", "_exceeds_reuse", always("A not in B")),
     ),
     *File("graph/passes/_collectives.py", BUCKETS).faults(
@@ -156,7 +156,7 @@ MUTANTS = [
             LIVE_RANGES,
         ),
     ),
-    *File("graph/passes/_rematerialize.py", REMATERIALIZE).faults(
+    *File("graph/passes/_recompute.py", REMATERIALIZE).faults(
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
         Fault("an item of a tuple counts as live while another item is", "_viewed", becomes("A(B) and not C", "A(B)")),
     ),
@@ -166,7 +166,7 @@ MUTANTS = [
         Fault("parts are written where memory is fuller before", "cat_into", dropped("_lowers_peak(A, B, C)")),
         Fault("cheap parts are written between a compiler's kernels", "_are_exclusive", dropped("fuses and A")),
     ),
-    *File("graph/passes/_overwrite.py", SLICE_OF_GATHER).faults(
+    *File("graph/passes/_gather_into.py", SLICE_OF_GATHER).faults(
         Fault(
             "every rank takes the first part of a gathered buffer", "slice_of_gather", becomes("A[str(B.args[2])]", "0")
         ),
@@ -181,7 +181,7 @@ MUTANTS = [
         ),
         Fault("a concatenation that ends elsewhere counts as the old part", "_lies_in", bare("B == C and A")),
     ),
-    *File("graph/passes/_overwrite.py", OVERWRITE).faults(
+    *File("graph/passes/_gather_into.py", OVERWRITE).faults(
         Fault("a gather writes into a leaf that is not contiguous", "_have_same_bytes", dropped("dense")),
         Fault("a gather whose buffer others read writes into leaves", "_writes", bare("B and A")),
         Fault("every leaf is written at the unit's first element", "_offset", becomes("A(B).C.storage_offset()", "0")),

@@ -198,7 +198,7 @@ MUTANTS = [
     *File("graph/passes/_schedule.py", PLAN).faults(
         Fault("a gather starts ahead in another region of a pipeline", "_next_gathers", never("A.target is B")),
     ),
-    *File("graph/passes/_rematerialize.py", PLAN).faults(
+    *File("graph/passes/_regather.py", PLAN).faults(
         Fault(
             "a unit stays gathered between two regions of a pipeline",
             "_exceeds_reuse",

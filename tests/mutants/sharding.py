@@ -45,7 +45,9 @@ MUTANTS = [
             becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
         ),
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
-        Fault("gradients are summed in their own dtype", "_wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
+    ),
+    *File("sharding/_unit_dtypes.py", FLAT).faults(
+        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
     ),
     *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "_REPLACEMENTS", dropped("A: B")),
@@ -95,7 +97,7 @@ MUTANTS = [
     *File("sharding/_unit_maps.py").faults(
         Fault("a unit is reduced over its axes in the wrong order", "_apply_rows", bare("A[::-1]"), AXES),
     ),
-    *File("sharding/_flat.py").faults(
+    *File("sharding/_flat_rows.py").faults(
         Fault(
             "a simulated rank gets the next rank's shard",
             "_uniform_partition",
@@ -119,7 +121,7 @@ MUTANTS = [
         Fault(
             "parameters are gathered in the dtype of sums",
             "_narrow",
-            becomes("A.to(B(C, A))", "A.to(_wire_dtype(C, A))"),
+            becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"),
             HALF,
         ),
     ),

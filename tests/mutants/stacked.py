@@ -84,6 +84,8 @@ MUTANTS = [
         Fault("a coordinate beyond the axis is accepted", "_group", becomes("A < B[C]", "A >= 0")),
         Fault("a copy of no leaf is accepted", "_group", becomes("set(A.B)", "set()")),
         Fault("a leaf with copies only is accepted", "_manifest", dropped("A not in B.C")),
+    ),
+    *File("checkpoint/_json_values.py", CHECKPOINT).faults(
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),
     ),
     *File("checkpoint/_load.py", CHECKPOINT).faults(

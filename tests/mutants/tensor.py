@@ -60,40 +60,44 @@ MUTANTS = [
         Fault("two rules may split over one axis", "_JoinedRules.__call__", never("A in B")),
         Fault("rules within joined rules are not found", "rules_in", becomes("A.B", "()", at="1 of 2"), MOE),
     ),
-    *File("parallel/tensor/_layers.py", FUNCTIONS).faults(
+    *File("parallel/tensor/_split_rule.py", FUNCTIONS).faults(
         Fault(
             "the shortest suffix of a name is matched first",
-            "_match_suffix",
+            "match_suffix",
             becomes("range(len(A))", "reversed(range(len(A)))"),
         ),
+    ),
+    *File("parallel/tensor/_layers.py", FUNCTIONS).faults(
         Fault("a tied parameter does not get its tie's style", "layers", skipped("A(B, styles)"), LAYERS),
         Fault("a split may divide an attention head", "Layers.split", never("A.heads % B"), TRANSFORMERS),
     ),
-    *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
-        Fault("a value enters a region once for each layer", "_Region.enter_once", never("A is B")),
+    *File("parallel/tensor/_regions.py", TRANSFORMERS).faults(
+        Fault("a value enters a region once for each layer", "Region.enter_once", never("A is B")),
         Fault(
             "a region keeps entered values after the call",
-            "_Region.__call__",
+            "Region.__call__",
             skipped("self._entered.clear()"),
             LAYERS + TRANSFORMERS,
         ),
-        Fault("every rank takes the first shared heads", "_Layer._own_heads", bare("axis_index(...) * B + A")),
-        Fault("shared heads do not enter their layer", "_Layer._own_heads", bare("B(A, self.axis)")),
+    ),
+    *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
+        Fault("every rank takes the first shared heads", "Layer._own_heads", bare("axis_index(...) * B + A")),
+        Fault("shared heads do not enter their layer", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
             "replicated parameters of a split layer do not enter it",
-            "_Layer._on_parts",
+            "Layer._on_parts",
             bare("B(A, self.axis)", at="1 of 3"),
             LAYERS + TRANSFORMERS,
         ),
         Fault(
             "every rank has a padding row in its part of an embedding",
-            "_Layer._embedding",
+            "Layer._embedding",
             becomes("{'padding_idx': None}", "{}"),
             LAYERS,
         ),
-        Fault("the padding row gets a gradient", "_Layer._embedding", bare("A.detach()"), LAYERS),
+        Fault("the padding row gets a gradient", "Layer._embedding", bare("A.detach()"), LAYERS),
         Fault(
-            "a layer accepts parameters that are not split", "_Layer._check_split", never("A.shape[B.C] != D"), LAYERS
+            "a layer accepts parameters that are not split", "Layer._check_split", never("A.shape[B.C] != D"), LAYERS
         ),
     ),
     *File("parallel/tensor/_styles.py", LAYERS).faults(
@@ -106,8 +110,10 @@ MUTANTS = [
         Fault("the number of heads is not divided", "Heads.attributes", bare("local_counts[A]")),
         Fault("a packed matrix is split without unpacking", "ParamSplit.unpacked_dim", returns("self.dim")),
     ),
-    *File("parallel/tensor/_forwards.py", LAYERS).faults(
-        Fault("an error of fzero gets a hint about heads", "_Region.__call__", always("not is_message(A, B)")),
+    *File("parallel/tensor/_regions.py", LAYERS).faults(
+        Fault("an error of fzero gets a hint about heads", "Region.__call__", always("not is_message(A, B)")),
+    ),
+    *File("parallel/tensor/_install.py", LAYERS).faults(
         Fault("the first block does not split the sequence", "install", never("not i")),
         Fault("a norm on part of a sequence does not enter", "install", never("A == 'norm'")),
     ),

@@ -172,7 +172,7 @@ MUTANTS = [
             PARALLELISM,
         ),
     ),
-    *File("tuning/_machines.py", TUNE).faults(
+    *File("tuning/_machine.py", TUNE).faults(
         Fault("each device counts the whole host's memory speed", "Machine.as_hardware", bare("A / self.B")),
         Fault("the machine's own host link is ignored", "Machine.as_hardware", becomes("self.link", "50000000000.0")),
         Fault(
@@ -181,6 +181,8 @@ MUTANTS = [
             (becomes("A.get", "dict([(n, s) for n, _, s in self.sources]).get"), bare("(A, B)", at="4 of 5")),
         ),
         Fault("links= is ignored", "Machine.as_hardware", dropped("links=self.links")),
+    ),
+    *File("tuning/_machines.py", TUNE).faults(
         Fault(
             "a calibrated machine is replaced by the CPU's constants",
             "machine_of",
@@ -196,7 +198,7 @@ MUTANTS = [
             COST,
         ),
     ),
-    *File("graph/planning/_cost.py", LINKS).faults(
+    *File("graph/planning/_collective_seconds.py", LINKS).faults(
         Fault("the network is as fast as the machine's links", "_transfer_seconds", always("A == 1")),
         Fault("the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link, C * A)")),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),
@@ -209,6 +211,8 @@ MUTANTS = [
             becomes("A / B.network", "A / local_ranks"),
         ),
         Fault("a link of another axis is used", "collective_seconds", dropped("A in B")),
+    ),
+    *File("graph/planning/_cost.py", LINKS).faults(
         Fault("float32 is as fast as half", "_compute_seconds", skipped("A *= B.slow"), TUNE),
         Fault("a product reaches its rate at any depth", "_product_rate", becomes("A + B.half_depth", "A"), COST),
         Fault(

@@ -27,10 +27,12 @@ MUTANTS = [
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),
         Fault("leaves over different axes share a unit", "_kind", always("A is None")),
         Fault("leaves with different splits share a unit", "_kind", bare("tuple(sorted(B or A))")),
-        Fault("a rule of sizes takes tied leaves for separate leaves", "_find_unit_leaves", never("A.B(C) in D")),
         Fault("a list counts as a level", "_nodes", becomes("not A", "1", at="1 of 2")),
         Fault("a node does not count in its depth", "_nodes", becomes("is_list", "children", at="2 of 3")),
         Fault("by_granularity may make units beyond its cap", "by_granularity", dropped("A.numel <= B")),
         Fault("a node's own leaves may exceed the cap", "_unit", dropped("A[B].C <= D")),
+    ),
+    *File("sharding/_unit_policy.py", UNITS).faults(
+        Fault("a rule of sizes takes tied leaves for separate leaves", "find_unit_leaves", never("A.B(C) in D")),
     ),
 ]

@@ -34,7 +34,7 @@ MUTANTS = [
         Fault("blocks begin where a shard begins", "block_range", becomes("begin % block", "0")),
         Fault("a range has the scales of the unit's first blocks", "UnitRange.own", becomes("self.first", "0")),
     ),
-    *File("sharding/_coded.py", CODED).faults(
+    *File("sharding/_coded_rows.py", CODED).faults(
         Fault("each rank has scales of its own", "", becomes("A.amax(0)", "A[0]")),
         Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
         Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),

@@ -160,7 +160,7 @@ MUTANTS = [
             "the checksum reads a lazy conjugate as it is stored", "_blocks", dropped("not (A.is_conj() or A.is_neg())")
         ),
     ),
-    *File("sharding/_flat.py", AGREEMENT).faults(
+    *File("sharding/_element_ranges.py", AGREEMENT).faults(
         Fault(
             "a strided tensor is copied whole",
             "slice_elements",

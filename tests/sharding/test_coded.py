@@ -13,7 +13,7 @@ from fzero import codecs, optim, tree
 from fzero.codecs import Codec, pack
 from fzero.parallel import experts
 from fzero.sharding._block_ranges import UnitRange, block_range
-from fzero.sharding._coded import encode_range, range_magnitudes
+from fzero.sharding._coded_rows import encode_range, range_magnitudes
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
 from tests.helpers import LEAST, cases, either, examples, train_step_for
 from tests.precision_steps import step_of, wide_norm

@@ -158,7 +158,7 @@ def is_marker(node: Node) -> bool:
     return node.target in (BEGIN_REGION, RECEIVE, SEND)
 
 
-# ---------------------------------------------------------------- shapes of the operations' results
+# Shapes of the operations' results.
 
 
 def _no_result() -> torch.Tensor:

@@ -258,7 +258,7 @@ def is_loop_slice(node: Node) -> bool:
     return node.target is loop_slice._opoverload
 
 
-# ---------------------------------------------------------------- shapes of the operations' results
+# Shapes of the operations' results.
 
 
 def _fake(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -305,7 +305,7 @@ def _(x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], secon
     return _fake_like(x, x.dtype)
 
 
-# ---------------------------------------------------------------- under vmap
+# Under vmap.
 
 
 def _mapped_first(x: torch.Tensor, dim: int | None) -> torch.Tensor:

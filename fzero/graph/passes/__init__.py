@@ -2,11 +2,14 @@
 
 from fzero.graph.passes._cat_into import cat_into
 from fzero.graph.passes._collectives import bucket, drop_lone_collectives
+from fzero.graph.passes._gather_into import gather_into, slice_of_gather
 from fzero.graph.passes._host_copies import early_move, keep_on_host
 from fzero.graph.passes._loops import carry, hoist
 from fzero.graph.passes._mark_fused import mark_fused
-from fzero.graph.passes._overwrite import donate, gather_into, in_place, slice_of_gather
-from fzero.graph.passes._rematerialize import recast, recompute, regather
+from fzero.graph.passes._overwrite import donate, in_place
+from fzero.graph.passes._recast import recast
+from fzero.graph.passes._recompute import recompute
+from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule import schedule
 from fzero.graph.passes._send_early import send_early
 

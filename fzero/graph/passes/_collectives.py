@@ -8,9 +8,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import c10d
+from fzero.graph._collective_sizes import full_bytes
 from fzero.graph._ir import (
     copy_graph,
-    full_bytes,
     graph_results,
     is_collective,
     is_gather,

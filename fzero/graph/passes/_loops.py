@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero.graph._collective_sizes import collective_kind
 from fzero.graph._ir import (
     COPY,
     aten,
     check_order,
-    collective_kind,
     copy_graph,
     describe,
     graph_results,

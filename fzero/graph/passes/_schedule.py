@@ -24,15 +24,7 @@ from functools import cached_property
 from torch.fx import Graph, Node
 
 from fzero._torch import graph_of
-from fzero.graph._ir import (
-    COPY,
-    is_collective,
-    is_wait,
-    nbytes,
-    parameter_gathers,
-    stand_ins_of,
-    stand_ins_of_args,
-)
+from fzero.graph._ir import COPY, is_collective, is_wait, nbytes, parameter_gathers, stand_ins_of, stand_ins_of_args
 from fzero.graph._ops import is_view
 from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_REGION

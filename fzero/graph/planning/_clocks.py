@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero.graph._collective_sizes import collective_kind
 from fzero.graph._ir import (
-    collective_kind,
     collective_of,
     is_carried,
     is_collective,
@@ -23,14 +23,9 @@ from fzero.graph._ops import is_view, name_of
 from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._scan import Loop, loop_of
-from fzero.graph.planning._cost import (
-    HARDWARE,
-    Hardware,
-    Work,
-    collective_seconds,
-    message_seconds,
-    work_of,
-)
+from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds
+from fzero.graph.planning._cost import Work, work_of
+from fzero.graph.planning._hardware import HARDWARE, Hardware
 from fzero.graph.planning._live_ranges import is_pointwise_kernel, is_tensor_reduction, unstored_values
 
 __all__ = ["LIMITS", "Interval", "estimate_seconds", "limits_of", "timeline"]

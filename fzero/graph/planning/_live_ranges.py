@@ -12,15 +12,14 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
+from fzero.graph._collective_sizes import collective_kind, full_bytes
 from fzero.graph._ir import (
     CASTS,
     COMPILED,
     COPY,
     FUSED,
     aten,
-    collective_kind,
     collective_of,
-    full_bytes,
     is_carried,
     is_cheap,
     is_collective,

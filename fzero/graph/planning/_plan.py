@@ -12,17 +12,8 @@ from torch.fx import Graph, Node
 from fzero._arguments import check_choice
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
-from fzero.graph._ir import (
-    aten,
-    collective_axes,
-    collective_kind,
-    flops,
-    is_collective,
-    is_input,
-    moved_numel,
-    nbytes,
-    stand_ins_of,
-)
+from fzero.graph._collective_sizes import collective_axes, collective_kind, moved_numel
+from fzero.graph._ir import aten, flops, is_collective, is_input, nbytes, stand_ins_of
 from fzero.graph._ops import display_name, name_of
 from fzero.graph._storages import is_move
 from fzero.graph.loop._loop_memory import SentMessage, sent_messages
@@ -30,7 +21,7 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
 from fzero.graph.planning._clocks import estimate_seconds, limits_of, timeline
 from fzero.graph.planning._collective_units import infer_units
-from fzero.graph.planning._cost import Hardware
+from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
 

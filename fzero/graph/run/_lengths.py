@@ -17,8 +17,8 @@ from fzero.graph._polynomials import Sample, Shapes, fit_all
 from fzero.graph.run._executable import distinct_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, check_outputs
 from fzero.graph.run._program import make_copies_async, make_program
-from fzero.graph.run._segment import Template, compile_template, segment_integers, segment_structure
 from fzero.graph.run._segment_compiler import Code, CompileError, Runs, compile_all, is_compiled, name_of_code, progress
+from fzero.graph.run._template import Template, compile_template, segment_integers, segment_structure
 from fzero.graph.run._workers import helpers, start
 from fzero.ranks import Mesh
 

@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickle_graphs, unpickle_graphs
 from fzero.graph._polynomials import Polynomial
-from fzero.graph.run._segment import Template, compile_template
 from fzero.graph.run._segment_compiler import Code, compile_all, compile_and_mark
+from fzero.graph.run._template import Template, compile_template
 
 __all__ = ["Workers", "helpers", "start"]
 

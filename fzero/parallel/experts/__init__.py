@@ -1,18 +1,12 @@
 """Mixtures of experts, as pure functions: the numbers do not depend on the mesh."""
 
 from fzero.parallel.experts import transformers
-from fzero.parallel.experts._dispatch import (
-    Order,
-    Positions,
-    assign_positions,
-    combine,
-    dispatch,
-    sort_rows,
-    unsort_rows,
-)
+from fzero.parallel.experts._dispatch import Positions, assign_positions, combine, dispatch
 from fzero.parallel.experts._grouped import grouped_mm, grouped_outer
 from fzero.parallel.experts._layer import Linear, layer, split
-from fzero.parallel.experts._routing import Routing, balance_bias, balance_loss, jitter, load, route, stats, z_loss
+from fzero.parallel.experts._load_balance import balance_bias, balance_loss, load, stats, z_loss
+from fzero.parallel.experts._routing import Routing, jitter, route
+from fzero.parallel.experts._sorted_rows import Order, sort_rows, unsort_rows
 from fzero.parallel.experts.transformers import use_differentiable
 
 __all__ = [

@@ -12,7 +12,7 @@ from fzero._torch import allow_in_graph, register_flop_formula
 
 __all__ = ["grouped_mm", "grouped_outer", "reads_offsets_on_host"]
 
-# ---------------------------------------------------------------- the operations
+# The operations.
 
 
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
@@ -81,7 +81,7 @@ def _flops(x: Any, y: Any, offsets: Any, expected_rows: int, *args: Any, out_sha
     return 2 * expected_rows * x[1] * y[-1]
 
 
-# ---------------------------------------------------------------- derivatives and vmap
+# Derivatives and vmap.
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -11,17 +11,10 @@ from einops import einsum, rearrange
 from fzero import tree
 from fzero._torch.levels import may_differ
 from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, bound_axis, current_rules, loss_axes, rules_in
-from fzero.parallel.experts._dispatch import (
-    Order,
-    assign_positions,
-    check_experts,
-    combine,
-    dispatch,
-    sort_rows,
-    unsort_rows,
-)
+from fzero.parallel.experts._dispatch import assign_positions, check_experts, combine, dispatch
 from fzero.parallel.experts._grouped import grouped_mm
 from fzero.parallel.experts._routing import Routing, check_floating, check_routing, describe
+from fzero.parallel.experts._sorted_rows import Order, sort_rows, unsort_rows
 
 __all__ = ["Linear", "check_axis", "check_parts", "grouped_linear", "layer", "split"]
 

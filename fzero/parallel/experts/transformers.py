@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from fzero.axes import SplitRule, axis_if_bound, axis_size
-from fzero.parallel.experts._dispatch import sort_rows, unsort_rows
 from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linear
+from fzero.parallel.experts._sorted_rows import sort_rows, unsort_rows
 
 __all__ = ["register", "split"]
 

@@ -1,6 +1,5 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
-from fzero.parallel.tensor._forwards import install
 from fzero.parallel.tensor._functions import (
     along,
     check_loss_options,
@@ -16,7 +15,9 @@ from fzero.parallel.tensor._functions import (
     row,
     scatter,
 )
-from fzero.parallel.tensor._layers import Layers, layers, of_block, outside, split
+from fzero.parallel.tensor._install import install
+from fzero.parallel.tensor._layers import Layers, layers, of_block, outside
+from fzero.parallel.tensor._split_rule import split
 from fzero.parallel.tensor._styles import divided, packed
 
 __all__ = [

@@ -1,30 +1,19 @@
-"""The forward passes of layers and regions that run on a rank's part of their parameters, and how a model gets them."""
+"""The forward passes of layers that run on a rank's part of their parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fzero._tracebacks import is_message
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._functions import enter, gather, leave, own_rows, scatter
-from fzero.parallel.tensor._layers import Layers
-from fzero.parallel.tensor._sequence import (
-    SequenceBlock,
-    SequenceChild,
-    classify_children,
-    find_split_blocks,
-    is_gathered,
-)
+from fzero.parallel.tensor._regions import Region, override_parameters
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
-    DividedAttributes,
     Embedding,
     Experts,
-    Heads,
     ParamSplit,
     ReplicatedParams,
     RowParallel,
@@ -32,103 +21,11 @@ from fzero.parallel.tensor._styles import (
     kv_groups,
 )
 
-__all__ = ["install"]
-
-# Temporary replacements of a module's parameters and attributes.
-
-
-@contextmanager
-def _override_parameters(
-    module: torch.nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, Any]
-) -> Iterator[None]:
-    """Replace some parameters of a module by tensors, and some attributes by values, within a `with` block."""
-    parameters: dict[str, Any] = module._parameters
-    before = {name: parameters[name] for name in tensors}, {name: vars(module)[name] for name in attributes}
-    try:
-        parameters.update(tensors)
-        vars(module).update(attributes)
-        yield
-    finally:
-        parameters.update(before[0])
-        vars(module).update(before[1])
-
-
-# Regions: modules such as attention or an MLP, whose layers share one input and run on the rank's part of it.
+__all__ = ["Layer"]
 
 
 @dataclass(frozen=True)
-class _Region:
-    """A module that holds several column-parallel layers, or whose attributes are divided among the ranks.
-
-    Attributes:
-        name: the module's name, for messages.
-        module: the module.
-        axis: the axis over which its layers are split.
-        is_gathered: whether its input was already gathered from parts of the sequence.
-        heads: the module's heads, if it is attention; else None.
-        divided: the names of other attributes that are divided among the ranks.
-        run: the module's own forward pass.
-    """
-
-    name: str
-    module: torch.nn.Module
-    axis: str
-    is_gathered: bool
-    heads: Heads | None
-    divided: tuple[str, ...]
-    run: Callable[..., Any]
-    _entered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        with _override_parameters(self.module, {}, self._attributes()):
-            try:
-                return self.run(*args, **kwargs)
-            except (RuntimeError, ValueError) as error:
-                # a message of fzero says itself what to do; a plain RuntimeError is torch's, wherever it was called
-                if type(error) is RuntimeError or not is_message(error, error.__traceback__):
-                    error.add_note(self._note())
-                raise
-            finally:
-                self._entered.clear()
-
-    def _note(self) -> str:
-        sequence = (
-            ", and its layers leave parts of the tokens unless you set sequence=False" if self.is_gathered else ""
-        )
-        return (
-            f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along "
-            f"{self.axis!r}{sequence}. If an "
-            f"attribute counts them, add it to the plan: {{{self.name!r}: fzero.parallel.tensor.divided('num_heads')}}"
-        )
-
-    def enter_once(self, x: torch.Tensor) -> torch.Tensor:
-        """Call `enter` once for all layers that share an input, so that the backward pass has one sum for them all."""
-        for value, result in self._entered:
-            if value is x:
-                return result
-        result = enter(x, self.axis)
-        self._entered.append((x, result))
-        return result
-
-    def _attributes(self) -> dict[str, int]:
-        n, values = axis_size(axis_if_bound(self.axis)), vars(self.module)
-        attributes = {} if self.heads is None or n == 1 else self.heads.attributes(self.name, self.axis, values)
-        for name in self.divided:
-            if values[name] % n:
-                raise ValueError(
-                    f"attribute '{self.name}.{name}' is {values[name]}, which does not divide by the {n} ranks along "
-                    f"{self.axis!r}: change the size of the axis"
-                )
-            attributes[name] = values[name] // n
-        return attributes
-
-
-# The forward passes of split layers. They replace the modules' own forward passes in a copy of the model.
-
-
-@dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A layer that runs in one of the parallel styles.
 
     Attributes:
@@ -151,7 +48,7 @@ class _Layer:
     axis: str
     param_splits: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
-    region: _Region | None
+    region: Region | None
     is_gathered: bool
     groups: int
     run: Callable[..., Any]
@@ -167,7 +64,7 @@ class _Layer:
             return self._embedding(*args, **kwargs)
         if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
-        with _override_parameters(self.module, self._parameters(), {}):
+        with override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
 
     def _column(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +93,7 @@ class _Layer:
             return self.run(tokens)
         w, padding = self._parameters()["weight"], vars(self.module)["padding_idx"]
         local, is_local, fill = own_rows(tokens, w, self.axis)
-        with _override_parameters(self.module, {}, {"padding_idx": None}):  # padding_idx is a row of the full table
+        with override_parameters(self.module, {}, {"padding_idx": None}):  # padding_idx is a row of the full table
             y = self.run(local)
         if padding is not None:  # the padding row gets no gradient
             y = torch.where((tokens == padding % self.sizes["weight"]).unsqueeze(-1), y.detach(), y)
@@ -207,13 +104,13 @@ class _Layer:
         replicated = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.param_splits]
         params = {name: enter(getattr(self.module, name), self.axis) for name in replicated}
         if isinstance(self.style, ReplicatedParams):
-            with _override_parameters(self.module, params, {}):
+            with override_parameters(self.module, params, {}):
                 return self.run(*args, **kwargs)
 
         def enter_input(x: Any) -> Any:
             return enter(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        with _override_parameters(self.module, {**params, **self._parameters()}, {}):
+        with override_parameters(self.module, {**params, **self._parameters()}, {}):
             out = self.run(*map(enter_input, args), **{name: enter_input(x) for name, x in kwargs.items()})
         return leave(out, self.axis)
 
@@ -255,100 +152,3 @@ class _Layer:
         first = axis_index(self.axis, device=w.device) * count + torch.arange(0, count, group_size, device=w.device)
         heads = enter(w, self.axis).unflatten(0, (kv, -1))
         return heads[first // self.groups].flatten(0, 1)
-
-
-# Installation of the parallel forward passes in a copy of the model.
-
-
-_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
-
-
-def install(
-    module: torch.nn.Module, layers: Layers, linears: Mapping[str, Callable[..., torch.Tensor]] | None = None
-) -> None:
-    """Make the layers of a module run on a rank's part of their parameters.
-
-    Args:
-        module: a copy of the module that `layers` was made from; it is changed.
-        layers: the styles of its layers.
-        linears: the functions that replace `torch.nn.functional.linear`, by the names of layers.
-
-    Raises:
-        ValueError: if `layers` was made from another module.
-    """
-    modules = dict(module.named_modules())
-    if missing := [name for name in layers.styles if name not in modules]:
-        raise ValueError(
-            f"tp: the layers are of another module: {type(module).__name__} has no {missing[0]!r}; make them from this "
-            "one, tp=fzero.parallel.tensor.layers(module)"
-        )
-    blocks = find_split_blocks(modules, layers) if layers.sequence and not layers.in_block else []
-    split_blocks = [""] if layers.sequence and layers.in_block else blocks
-    children = {
-        name: kind for name in split_blocks for name, kind in classify_children(name, modules[name], layers).items()
-    }
-    regions = _regions(modules, layers, children)
-    for name, style in layers.styles.items():
-        if not isinstance(style, DividedAttributes):
-            linear = (linears or {}).get(name, F.linear)
-            _install_layer(name, modules, layers, regions, children, linear)
-    for name, kind in children.items():
-        child = modules[name]
-        if kind == "norm":
-            child.forward = _Layer(name, child, ReplicatedParams(), layers.axis, {}, {}, None, True, 0, child.forward)
-        else:
-            child.forward = SequenceChild(name, layers.axis, kind == "full", child.forward)
-    for i, name in enumerate(blocks):
-        if i in (0, len(blocks) - 1):
-            block = modules[name]
-            block.forward = SequenceBlock(name, layers.axis, not i, i == len(blocks) - 1, block.forward)
-
-
-def _install_layer(
-    name: str,
-    modules: Mapping[str, Any],
-    layers: Layers,
-    regions: Mapping[str, _Region],
-    children: Mapping[str, str],
-    linear: Callable[..., torch.Tensor],
-) -> None:
-    layer, parent, style = modules[name], name.rpartition(".")[0], layers.styles[name]
-    paths = {key: f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)}
-    param_splits = {key: layers.param_splits[path] for key, path in paths.items() if path in layers.param_splits}
-    sizes = {key: layers.sizes[path] for key, path in paths.items() if path in layers.sizes}
-    groups = vars(modules[parent])["num_key_value_groups"] if any(c.may_replicate for c in param_splits.values()) else 0
-    region = regions.get(parent) if isinstance(style, ColumnParallel) else None
-    gathered = is_gathered(name, children)
-    options = param_splits, sizes, region, gathered, groups, layer.forward, linear
-    layer.forward = _Layer(name, layer, style, layers.axis, *options)
-
-
-def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, _Region]:
-    """Make a region of each module that holds several column-parallel layers or heads, or that divides attributes."""
-    columns_of: dict[str, list[str]] = {}
-    for name, style in layers.styles.items():
-        if isinstance(style, ColumnParallel):
-            columns_of.setdefault(name.rpartition(".")[0], []).append(name)
-    divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, DividedAttributes)}
-    regions = {}
-    for name in {**columns_of, **divided}:
-        m, columns = modules[name], columns_of.get(name, [])
-        heads = _heads(m, columns, layers)
-        if heads is None and name not in divided and len(columns) < 2:
-            continue
-        gathered = is_gathered(name, children)
-        regions[name] = _Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
-        m.forward = regions[name]
-    return regions
-
-
-def _heads(module: torch.nn.Module, columns: list[str], layers: Layers) -> Heads | None:
-    """Return the heads of a module whose column-parallel layers are split by heads; None if there are none."""
-    counts = [c for name in columns if (c := layers.param_splits[f"{name}.weight"]).heads]
-    if not counts:
-        return None
-    groups = vars(module).get("num_key_value_groups", 0) if any(c.may_replicate for c in counts) else 0
-    kv = next((c.heads for c in counts if c.may_replicate), 0)
-    query = kv * groups or max(c.heads for c in counts)
-    names = tuple([name for name in _COUNTS if vars(module).get(name) in (query, kv or query)])
-    return Heads(query, groups, names)

@@ -60,7 +60,7 @@ class ParamSplit(NamedTuple):
         return x.flatten(self.dim, self.dim + 1) if self.packed > 1 else x
 
 
-# ---------------------------------------------------------------- styles
+# Styles.
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def divided(*names: str) -> DividedAttributes:
     return DividedAttributes(names)
 
 
-# ---------------------------------------------------------------- how styles split parameters
+# How styles split parameters.
 
 
 def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, ParamSplit]:

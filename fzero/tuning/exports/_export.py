@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fzero._format import format_bytes
 from fzero._report import Report
-from fzero.tuning._machines import Machine
+from fzero.tuning._machine import Machine
 from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import REMAT_WORDS, Configuration

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fzero import tree
 from fzero.graph import jit
-from fzero.tuning._machines import Machine
+from fzero.tuning._machine import Machine
 from fzero.tuning._model_names import TENSOR, ModelShape, init
 from fzero.tuning._search import ConfigurationPlanner, PlanCache
 from fzero.tuning._search_space import Configuration

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._ir import COPY, GATHER_INTO, collective_kind, full_bytes, is_collective, is_input, moved_numel
+from fzero.graph._collective_sizes import collective_kind, full_bytes, moved_numel
+from fzero.graph._ir import COPY, GATHER_INTO, is_collective, is_input
 from fzero.graph._ops import is_view
 from fzero.graph._storages import storages
 from fzero.graph.passes import donate, gather_into, in_place, schedule

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from fzero.graph._ir import (
-    full_bytes,
-    is_collective,
-    is_gather,
-    is_reduce_collective,
-    is_wait,
-    parameter_gathers,
-    start_of,
-)
+from fzero.graph._collective_sizes import full_bytes
+from fzero.graph._ir import is_collective, is_gather, is_reduce_collective, is_wait, parameter_gathers, start_of
 from fzero.graph._storages import storages
 from fzero.graph._trace_agreement import _digest_of_order
 from fzero.graph.passes import regather, schedule

@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.collectives import _moves
+from fzero.collectives import _spaces
 from fzero.graph.run import _backends, _program
 from tests.checkpoint.states import same_bits
 from tests.helpers import cases
@@ -45,16 +45,16 @@ class Late:
     def __init__(self) -> None:
         self.copies = 0
 
-    def __call__(self, x: torch.Tensor) -> _moves._PendingCopy:
+    def __call__(self, x: torch.Tensor) -> _spaces._PendingCopy:
         self.copies += 1
         value = torch.full_like(x, torch.nan if x.is_floating_point() else 7)
-        return _moves._PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
+        return _spaces._PendingCopy(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
 def late(monkeypatch):
     queue = Late()
-    monkeypatch.setattr(_moves, "_enqueue_copy", queue)
+    monkeypatch.setattr(_spaces, "_enqueue_copy", queue)
     monkeypatch.setattr(_backends, "make_copies_async", partial(_program.make_copies_async, kinds=("cpu",)))
     return queue
 
@@ -104,5 +104,5 @@ def test_without_a_gpu_a_graph_stays_as_it_is():
 
 def test_a_copy_on_this_machine_is_there_at_once():
     x = torch.arange(3)
-    coming = _moves.start_to_host(x)
-    assert coming.event is None and _moves.wait_to_host(coming).equal(x) and _moves.wait_to_host(coming) is not x
+    coming = _spaces.start_to_host(x)
+    assert coming.event is None and _spaces.wait_to_host(coming).equal(x) and _spaces.wait_to_host(coming) is not x

@@ -15,7 +15,7 @@ from fzero import _torch, optim
 from fzero._torch import compiler
 from fzero.graph._polynomials import Polynomial, _fit
 from fzero.graph._schedule_options import ScheduleOptions
-from fzero.graph.run import _lengths, _segment, _segment_compiler
+from fzero.graph.run import _lengths, _segment_compiler, _template
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
@@ -124,7 +124,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
         return uncompiled(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_segment, "inductor_for_lengths", counted)
+        patch.setattr(_template, "inductor_for_lengths", counted)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
             found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
@@ -136,7 +136,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
-    monkeypatch.setattr(_segment, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
+    monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
     known, found = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
@@ -145,7 +145,7 @@ def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
 
 
 def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
-    monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
         known, found = Lengths(), []
@@ -179,7 +179,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.one, self.all = 0, 0
-        in_one, in_all = _segment_compiler.inductor, _segment.inductor_for_lengths
+        in_one, in_all = _segment_compiler.inductor, _template.inductor_for_lengths
 
         def one(*args: Any) -> Any:
             self.one += 1
@@ -190,7 +190,7 @@ class Counted:
             return in_all(*args)
 
         patch.setattr(_segment_compiler, "inductor", one)
-        patch.setattr(_segment, "inductor_for_lengths", many)
+        patch.setattr(_template, "inductor_for_lengths", many)
 
 
 @needs_symbols
@@ -229,7 +229,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
 @needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
-    monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
     run, state = fzero.jit(step), step.init(tokens_params(), opt)
@@ -249,7 +249,7 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
     counted = Counted(monkeypatch)
     for dynamic, many in ((False, 0), (True, 1)):
-        monkeypatch.setattr(_segment, "inductor_for_lengths", uncompiled)
+        monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
         counted = Counted(monkeypatch)
         train("inductor", (12, 16, 20), dynamic=dynamic)
         assert min(counted.all, 1) == many
@@ -277,7 +277,7 @@ def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monke
     def fail(*args: Any) -> Any:
         raise RuntimeError("symbols")
 
-    monkeypatch.setattr(_segment, "inductor_for_lengths", fail)
+    monkeypatch.setattr(_template, "inductor_for_lengths", fail)
     counted = Counted(monkeypatch)
     found, run = train("inductor", (12, 16, 20), strict=True)
     expected, _ = train("fx", (12, 16, 20))
