@@ -11,6 +11,7 @@ growth at small sizes, so the last two are what counts: at most 1 is linear.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -94,39 +95,34 @@ def planned(axis: str, size: int) -> dict[str, float]:
     small, args = AXES[axis].make(10 if axis == "leaves" else 1, mesh)
     fzero.plan(small, *args, world_size=2)  # imports
     step, args = AXES[axis].make(size, mesh)
-    with timed_trace() as seconds:
+    with timed_traces() as seconds:
         start = time.process_time()
         fzero.plan(step, *args, world_size=world)
         total = time.process_time() - start
     return {"trace": sum(seconds), "plan": total - sum(seconds)}
 
 
-class timed_trace:  # noqa: N801  a context manager
+@contextlib.contextmanager
+def timed_traces() -> Iterator[list[float]]:
     """Collect the processor's seconds of each trace."""
+    from fzero.graph import _entry
 
-    def __enter__(self) -> list[float]:
-        from fzero.graph import _entry
+    seconds: list[float] = []
+    trace = _entry.trace
 
-        seconds: list[float] = []
-        trace = _entry.trace
+    def timed(*args: Any) -> Any:
+        start = time.process_time()
+        traced = trace(*args)
+        seconds.append(time.process_time() - start)
+        return traced
 
-        def timed(*args: Any) -> Any:
-            start = time.process_time()
-            traced = trace(*args)
-            seconds.append(time.process_time() - start)
-            return traced
-
-        self._patch = unittest.mock.patch.object(_entry, "trace", timed)
-        self._patch.start()
-        return seconds
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+    with unittest.mock.patch.object(_entry, "trace", timed):
+        yield seconds
 
 
 def ran(axis: str, size: int) -> dict[str, float]:
     """Compile, run and save in a world of this process; along ranks, simulate them, uncompiled."""
-    import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
+    import torch._inductor.compile_fx  # imported before the clock starts
 
     if axis == "ranks":
         step, args = AXES[axis].make(size, fzero.mesh(dp=size, simulate=True))

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import graph_of
 from fzero.graph._ir import graph_results, is_collective, is_input, is_wait, is_write
-from fzero.graph._ops import is_random, is_view
+from fzero.graph._ops import is_view
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
 from fzero.graph.loop._scan import Loop
 from fzero.graph.passes._listing import input_only_nodes
@@ -129,11 +129,11 @@ class _RegionSplitter:
         self.region_of = region_of
         self.inputs = {n: i for i, n in enumerate(n for n in loop.body.nodes if is_input(n))}
         sums = {n for n, i in self.inputs.items() if i in loop.sum_indices}
-        cheap = input_only_nodes([n for n in loop.body.nodes if n.op == "call_function"])
+        cheap = input_only_nodes([n for n in loop.body.nodes if n.op == "call_function"])  # no random draw is cheap
         self.duplicates: set[Node] = set()  # nodes that each region which reads them computes again
         for n in loop.body.nodes:
             operands = [a for a in n.all_input_nodes if not is_input(a)]
-            moves = is_collective(n) or is_wait(n) or is_random(n)
+            moves = is_collective(n) or is_wait(n)
             if (
                 n in cheap
                 and not moves

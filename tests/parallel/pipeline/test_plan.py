@@ -222,8 +222,12 @@ def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
     def drawn(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(x @ p["w"], 0.5)
 
+    def noisy(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.bernoulli(torch.full((5,), 0.5, dtype=x.dtype)) * (x @ p["w"])
+
     parts = split(loops_of("1f1b", 0, block=masked))
     assert not [x for x in held(parts) if x.dtype == torch.bool]
-    parts = split(loops_of("1f1b", 0, block=drawn))
-    draws = {part.region.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
-    assert draws == {"F": 2, "W": 0}  # of two blocks
+    for random_block in (drawn, noisy):
+        parts = split(loops_of("1f1b", 0, block=random_block))
+        draws = {part.region.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
+        assert draws == {"F": 2, "W": 0}  # of two blocks
