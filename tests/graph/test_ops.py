@@ -8,7 +8,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OneNode
 from fzero.graph._ir import is_cheap
-from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_view
+from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
 from fzero.graph._trace_agreement import _signatures
 from fzero.graph.passes import recompute, schedule
 from fzero.sharding import _coded_rows, _flat
@@ -81,6 +81,18 @@ def test_operations_that_torch_describes_need_no_row():
     assert not is_cheap(b(aten.mm.default, x, x)) and not is_cheap(b(aten.rand_like.default, x))
     both = b(aten.var_mean.correction, x, [0], correction=0)
     assert is_cheap(both) and is_view(b(operator.getitem, both, 0))
+
+
+def test_no_operation_that_draws_may_run_twice():
+    """Torch calls `rrelu` pointwise, and such operations are cheap unless they draw."""
+    draw_count = 0
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        operation = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if name.startswith("aten::") and operation is not None and torch.Tag.nondeterministic_seeded in operation.tags:
+            draw_count += 1
+            assert not is_known_cheap(operation), name
+    assert draw_count > 100
 
 
 def test_memory_that_is_left_as_it_is_is_not_made_again():

@@ -315,6 +315,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/_ops.py", OPS).faults(
+        Fault("a random draw may be repeated in the backward pass", "is_known_cheap", dropped("not A(B)")),
         Fault("an empty buffer is made twice", "_OPERATIONS", becomes("'empty_like': A | B", "'empty_like': A")),
         Fault("amax counts as a linear operation", "_OPERATIONS", becomes("'amax': A", "'amax': A | _LINEAR")),
         Fault(

@@ -183,9 +183,6 @@ MUTANTS = [
     *File("graph/loop/_split.py", PLAN).faults(
         Fault("a value that is recomputed is also kept", "_RegionSplitter.__init__", skipped("self.duplicates.add(A)")),
     ),
-    *File("graph/_ops.py", PLAN).faults(
-        Fault("a random draw is repeated in the backward pass", "is_known_cheap", dropped("not A(B)")),
-    ),
     *File("graph/loop/_loop_memory.py", PLAN).faults(
         Fault("plans forget what is in flight", "_RowWalk._retain", skipped("self.A += B")),
         Fault("plans forget messages", "_RowWalk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
