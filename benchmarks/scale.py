@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import torch
+import torch.distributed as dist
 
 import fzero
 from benchmarks.jit_compile import step_of
@@ -122,14 +123,14 @@ def timed_traces() -> Iterator[list[float]]:
 
 def ran(axis: str, size: int) -> dict[str, float]:
     """Compile, run and save in a world of this process; along ranks, simulate them, uncompiled."""
-    import torch._inductor.compile_fx  # imported before the clock starts
+    import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
     if axis == "ranks":
         step, args = AXES[axis].make(size, fzero.mesh(dp=size, simulate=True))
         run = fzero.jit(step, backend="fx")
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         step, args = AXES[axis].make(size, fzero.mesh(dp=1))
         run = fzero.jit(step)
         run.plan(*args)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
+import fzero.parallel.experts  # noqa: F401  its operations have rows, too
 from fzero._torch import OneNode
 from fzero.graph._ir import is_cheap
 from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
