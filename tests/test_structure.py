@@ -345,6 +345,19 @@ def test_a_file_of_tests_is_one_idea():
         assert len(path.read_text().splitlines()) <= 600, f"{path}: move one of its ideas to a file of its own"
 
 
+def titles(text: str) -> list[str]:
+    """List the section titles of a file: comments of one line that begin it, between empty lines."""
+    return re.findall(r"(?<=\n\n)# .*(?=\n\n)", text)
+
+
+def test_a_file_has_few_sections():
+    for path in FILES:
+        found = titles(path.read_text())
+        assert len(found) <= 2, f"{path}: move a section to a file of its own, or leave out its title: {found}"
+        assert not [title for title in found if "---" in title], f"{path}: a title is a plain sentence"
+    assert titles("a = 1\n\n# One.\n\nb = 2\n\n# of b\nc = 3\n") == ["# One."]
+
+
 def test_a_private_file_has_a_name_of_its_own():
     """So that a traceback, or an editor's tab, says which one it is. Public files are named by their packages."""
     found: dict[str, list[str]] = {}

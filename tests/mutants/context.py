@@ -103,19 +103,21 @@ MUTANTS = [
             bare("A * B.exp().unsqueeze(-1)", at="1 of 2"),
         ),
         Fault(
+            "a sink counts at each step of the ring",
+            "attend",
+            becomes("sinks.unsqueeze(-1)", "sinks.unsqueeze(-1) + math.log(pattern.ring.size)"),
+        ),
+        Fault("a sink takes no weight from the tokens", "attend", bare("out * A.exp().unsqueeze(-1)", at="1 of 1")),
+        Fault("the sink's gradient has the other sign", "attend_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
+        Fault("gradients of keys do not come home", "attend_grad", becomes("x + y", "x + 0 * y")),
+    ),
+    *File("parallel/context/_ring_autograd.py", ATTENTION).faults(
+        Fault(
             "attention keeps two copies of its result",
             "_Attention.setup_context",
             becomes("A(*inputs[3:], *output)", "A(*inputs[3:], *[x.sort(-1)[0] for x in output])"),
             MEMORY,
         ),
-        Fault(
-            "a sink counts at each step of the ring",
-            "_attend",
-            becomes("sinks.unsqueeze(-1)", "sinks.unsqueeze(-1) + math.log(pattern.ring.size)"),
-        ),
-        Fault("a sink takes no weight from the tokens", "_attend", bare("out * A.exp().unsqueeze(-1)", at="1 of 1")),
-        Fault("the sink's gradient has the other sign", "_attend_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
-        Fault("gradients of keys do not come home", "_attend_grad", becomes("x + y", "x + 0 * y")),
         Fault(
             "each rank drops the weights of the first tokens",
             "_by_definition",

@@ -5,17 +5,16 @@ from tests.mutants.mutant import REMAT, REMAT_SHARDED, Fault, File
 
 MOVES = ("tests/collectives/test_moves.py",)
 REMAT_MEMORY = ("tests/transforms/test_remat_memory.py",)
-OFFLOAD = (
-    "tests/optim/test_offload.py",
-    "tests/optim/test_offload_ratio.py",
-    "tests/optim/test_delayed_offload.py",
-    "tests/optim/test_offload_params.py",
-)
+OFFLOAD = ("tests/optim/test_offload.py",)
 SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
 HOST_MEMORY = ("tests/zero/test_host_memory.py",)
 ARENA = ("tests/optim/test_arena.py",)
 COST = ("tests/graph/test_cost.py",)
+
+OFFLOAD_PARAMS = ("tests/optim/test_offload_params.py",)
+OFFLOAD_RATIO = ("tests/optim/test_offload_ratio.py",)
+OFFLOAD_DELAY = ("tests/optim/test_delayed_offload.py",)
 
 MUTANTS = [
     *File("collectives/_spaces.py", MOVES).faults(
@@ -71,29 +70,35 @@ MUTANTS = [
             "a state without a shard is not matched with its parameter",
             "OffloadPlan._parameter_of",
             becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.has_shard else []"),
+            OFFLOAD_RATIO,
         ),
         Fault(
             "tied leaves become two tensors when they move to the device",
             "OffloadPlan.state_to_device",
             never("A in B"),
         ),
-        Fault("a ratio may be True", "check_ratio", dropped("isinstance(A, bool)")),
+        Fault("a ratio may be True", "check_ratio", dropped("isinstance(A, bool)"), OFFLOAD_RATIO),
         Fault(
             "a state with units of its own is not divided into pieces", "OffloadPlan._spec_id_in_pieces", never("total")
         ),
         Fault("full parameters are divided although boxes_only is set", "OffloadPlan.to_pieces", never("boxes_only")),
         Fault(
-            "updates of offloaded parameters are moved to the device", "OffloadPlan.from_pieces", never("leaves_only")
+            "updates of offloaded parameters are moved to the device",
+            "OffloadPlan.from_pieces",
+            never("leaves_only"),
+            OFFLOAD_DELAY,
         ),
         Fault(
             "offloaded parameters of another ratio are accepted",
             "OffloadPlan.to_pieces",
             (swapped("not in", "is"), becomes("(0, A(B).C)", "None")),
+            OFFLOAD_PARAMS,
         ),
         Fault(
             "parameters may be offloaded at stages 0 to 2",
             "offload_params",
             becomes("isinstance(A, B) and C(A.spec_id).D", "isinstance(A, object)"),
+            OFFLOAD_PARAMS,
         ),
     ),
     *File("sharding/_segments.py", OFFLOAD).faults(
@@ -108,7 +113,7 @@ MUTANTS = [
             "a plan for another world keeps this world's pieces", "one_rank_tree.convert", becomes("A(B).C", "x.spec.C")
         ),
     ),
-    *File("optim/_offload.py", OFFLOAD).faults(
+    *File("optim/_offload.py", OFFLOAD_DELAY).faults(
         Fault(
             "with master weights the update is moved to the device, not the new parameter",
             "_update_in_pieces",
@@ -127,9 +132,14 @@ MUTANTS = [
             becomes("lambda A: A", "lambda A: to_device(to_host(A), A.device)"),
             SPACES,
         ),
-        Fault("a state of another ratio is not refused", "offload.offload_update", skipped("A.B(C)")),
-        Fault("an optimizer that reads full leaves may update on the host", "offload", never("update == 'host' and A")),
-        Fault("a loss scale may be inside offload", "offload", never("A.skips_overflow")),
+        Fault("a state of another ratio is not refused", "offload.offload_update", skipped("A.B(C)"), OFFLOAD_RATIO),
+        Fault(
+            "an optimizer that reads full leaves may update on the host",
+            "offload",
+            never("update == 'host' and A"),
+            OFFLOAD,
+        ),
+        Fault("a loss scale may be inside offload", "offload", never("A.skips_overflow"), OFFLOAD),
         Fault("a delayed update uses the new gradients", "_update_delayed", bare("B.C(A, D.E)")),
         Fault(
             "a delayed update never stores the new gradients",
@@ -157,7 +167,7 @@ MUTANTS = [
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
-    *File("checkpoint/_local_tree.py", OFFLOAD).faults(
+    *File("checkpoint/_local_tree.py", OFFLOAD_DELAY).faults(
         Fault(
             "a host's piece is loaded from the wrong range",
             "_BoxMemory.locate",
@@ -169,7 +179,7 @@ MUTANTS = [
             becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
         ),
     ),
-    *File("zero/_fill.py", OFFLOAD).faults(
+    *File("zero/_fill.py", OFFLOAD_RATIO).faults(
         Fault("init fills the host's piece from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
     *File("graph/passes/_recompute.py", SPACES).faults(
@@ -272,7 +282,7 @@ MUTANTS = [
         Fault("the need of the host counts one rank only", "check_host_memory", bare("B * A")),
         Fault("offloaded parameters are not in the host's need", "check_host_memory", never("A.param_offload_ratio")),
         Fault("the limit of a control group is ignored", "_free_bytes", bare("min(A, int(B) - C)")),
-        Fault("state_bytes ignores space=", "state_bytes", never("A not in (None, B)"), OFFLOAD),
+        Fault("state_bytes ignores space=", "state_bytes", never("A not in (None, B)"), OFFLOAD_PARAMS),
     ),
     *File("optim/_base.py", HOST_MEMORY).faults(
         Fault(
@@ -281,12 +291,12 @@ MUTANTS = [
             becomes("any(A.offloads_state for A in B)", "False"),
         ),
     ),
-    *File("optim/_base.py", OFFLOAD).faults(
+    *File("optim/_base.py", OFFLOAD_PARAMS).faults(
         Fault(
             "init does not offload parameters", "Optimizer.cast_and_offload", becomes("self.param_offload_ratio", "0")
         ),
     ),
-    *File("graph/passes/_regather.py", OFFLOAD).faults(
+    *File("graph/passes/_regather.py", OFFLOAD_PARAMS).faults(
         Fault(
             "a shard that was moved to the device stays there until the backward pass",
             "_reload_from_host",

@@ -12,7 +12,7 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import averaged_axes, axis_if_bound, axis_size, bound_axis, index_on
 from fzero.collectives import NO_AXIS, all_gather, all_to_all
 from fzero.parallel.context._layout import check_tokens_split, from_rank_order, to_rank_order
-from fzero.parallel.context._ring import dropout_attention, ring_attention
+from fzero.parallel.context._ring_autograd import dropout_attention, ring_attention
 from fzero.parallel.context._ring_pattern import AttentionOptions, Qkv
 
 __all__ = ["attention"]
