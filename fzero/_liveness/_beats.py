@@ -29,12 +29,12 @@ if __name__ == "__main__":  # without the package, which needs torch
     from _cut_links import Link, LinkEnds, LinkWatch  # pyright: ignore
     from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
     from _stragglers import Pace, Stragglers  # pyright: ignore
-    from _system import System  # pyright: ignore
+    from _system import ProcessMonitor  # pyright: ignore
 else:
     from fzero._liveness._cut_links import Link, LinkEnds, LinkWatch
     from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
     from fzero._liveness._stragglers import Pace, Stragglers
-    from fzero._liveness._system import System
+    from fzero._liveness._system import ProcessMonitor
 
 # how many places the rank was at, its step, whether it waits, seconds of work in steps and between, text
 RECORD = struct.Struct("<qq?dd200s")
@@ -76,7 +76,7 @@ class _Process:
     def __init__(self, config: Config) -> None:
         self._config, self.pid = config, os.getppid()
         self._memory = mmap.mmap(config.memory, RECORD.size, prot=mmap.PROT_READ)
-        self._system, self._state = System(self.pid, config.stall), ""
+        self._system, self._state = ProcessMonitor(self.pid, config.stall), ""
         self.links = LinkWatch(config.limit)
         self._count, self._since, self._ended_at = -1, 0.0, 0.0
         self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds used until then
@@ -106,7 +106,7 @@ class _Process:
 
     def _idle(self, now: float) -> float:
         """Return for how long the rank used at most the share `_BUSY` at its place."""
-        self._state, used, self._is_whole, self.links.silent = self._system.look(now)
+        self._state, used, self._is_whole, self.links.silent = self._system.sample(now)
         if self._state == "D":
             return 0.0
         begin, self._is_new = (self._since if self._is_new else now), False
@@ -212,7 +212,7 @@ class _Heartbeat:
             self.places = show_places(others)  # once a beat: it grows with the number of ranks
             paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
             if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.places.items()}):
-                _tell(stragglers=self.stragglers.found)
+                _tell(stragglers=self.stragglers.slow_ranks)
             for rank in self.addresses if self.process.end else ():
                 self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:

@@ -45,24 +45,24 @@ class LinkEnds:
 
     limit: float
     _asked: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
-    _found: dict[Link, int] = field(default_factory=dict)
+    _owners: dict[Link, int] = field(default_factory=dict)  # the rank at the other end
 
     def hear(self, rank: int, sought: Iterable[Sequence[Any]], owned: Iterable[Sequence[Any]], now: float) -> None:
         """Take in which links a rank asks for, each from its own end, and which asked ones are its own."""
         for link in sought:
             self._asked[Link(*link)] = (rank, now)
         for link in owned:
-            self._found[Link(*link).turned()] = rank
+            self._owners[Link(*link).turned()] = rank
         self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * _LASTING}
-        self._found = {k: v for k, v in self._found.items() if k in self._asked}
+        self._owners = {k: v for k, v in self._owners.items() if k in self._asked}
 
     def questions(self, rank: int) -> list[Link]:
         """Return the links that other ranks ask for, from the end that is sought."""
-        return [k.turned() for k, (asker, _) in self._asked.items() if asker != rank and k not in self._found][:_MOST]
+        return [k.turned() for k, (asker, _) in self._asked.items() if asker != rank and k not in self._owners][:_MOST]
 
     def answers(self, rank: int) -> list[tuple[Link, int]]:
         """Return the links that a rank has asked for, and the rank at the other end of each."""
-        return [(k, self._found[k]) for k, (asker, _) in self._asked.items() if asker == rank and k in self._found]
+        return [(k, self._owners[k]) for k, (asker, _) in self._asked.items() if asker == rank and k in self._owners]
 
 
 @dataclass
@@ -103,8 +103,8 @@ class LinkWatch:
 
     def cut(self, now: float) -> tuple[int, float]:
         """Return the rank to which nothing has passed for longest, and for how many seconds; (-1, 0.0) for none."""
-        found = [(r, self.silent[k]) for k, (r, _) in self._peers.items() if k in self.silent and self._is_cut(k, now)]
-        return max(found, key=lambda x: x[1], default=(-1, 0.0))
+        cuts = [(r, self.silent[k]) for k, (r, _) in self._peers.items() if k in self.silent and self._is_cut(k, now)]
+        return max(cuts, key=lambda x: x[1], default=(-1, 0.0))
 
     def _is_cut(self, link: Link, now: float) -> bool:
         return now - self._echoed[link] > self.limit / _SHARE

@@ -85,7 +85,7 @@ class Heart:
         self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
         self._work, self._between = 0.0, 0.0
         self.stragglers: list[Straggler] = []
-        self._known, self._met = threading.Event(), threading.Event()
+        self._judged, self._met = threading.Event(), threading.Event()
         with _memory() as file:
             self._place = mmap.mmap(file, RECORD.size)
             words = json.dumps(config._replace(memory=file))
@@ -140,7 +140,7 @@ class Heart:
             return None
         if self.lost is None and is_connection_error(error):
             self._say(f"broken {' '.join(str(error).split())[:200]}")
-            self._known.wait(self.limit + _GRACE)
+            self._judged.wait(self.limit + _GRACE)
         if self.lost is not None and isinstance(error, RuntimeError | OSError):
             self._say("raised")
             return self.lost
@@ -177,10 +177,10 @@ class Heart:
                 elif self.lost is None:
                     self.lost = LostRankError(LostRank(*message["verdict"]))
                     _log.error("%s", self.lost)
-                    self._known.set()
+                    self._judged.set()
                     release_waits(self._store)
         self._process.wait()
-        self._known.set()  # nobody would set them
+        self._judged.set()  # nobody would set them
         self._met.set()
 
 

@@ -111,13 +111,13 @@ def show_places(places: Mapping[int, Place]) -> str:
         process = "" if place.process == "runs" else f" ({place.process})"
         groups.setdefault(f"{place}{process}", []).append(rank)
     text = ""
-    for shown, (place, ranks) in enumerate(groups.items()):
+    for count, (place, ranks) in enumerate(groups.items()):
         hosts = list(dict.fromkeys(places[r].host for r in ranks))
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
         longest = max(places[r].seconds for r in ranks)
         more = f"{'; ' if text else ''}{_number(ranks)} {where} {place} for {longest:.0f} s"
         if len(text) + len(more) > _LENGTH:
-            return f"{text}; and {len(groups) - shown} more places"
+            return f"{text}; and {len(groups) - count} more places"
         text += more
     return text
 
@@ -161,9 +161,9 @@ class WorldJudge:
         """Return the verdict, if there is one by now."""
         if self.verdict is None:
             for rank, reason in self._lost(now):
-                seen = self.places.get(rank, _UNKNOWN)
+                place = self.places.get(rank, _UNKNOWN)
                 others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
-                self.verdict = LostRank(rank, seen.host, reason, str(seen), show_places(others))
+                self.verdict = LostRank(rank, place.host, reason, str(place), show_places(others))
                 break
         return self.verdict
 

@@ -55,11 +55,11 @@ class Stragglers:
     """Compares the ranks each `_STEPS` steps. A rank is slow if it was so in two comparisons in a row.
 
     Attributes:
-        found: the ranks that were slow in the last two comparisons, each in the phase in which it loses most.
+        slow_ranks: the ranks that were slow in the last two comparisons, each in the phase in which it loses most.
     """
 
     def __init__(self) -> None:
-        self.found: list[Straggler] = []
+        self.slow_ranks: list[Straggler] = []
         self._starts: dict[int, Pace] = {}
         self._since: dict[tuple[int, str], int] = {}  # rank and phase -> the step since which it is slow
 
@@ -72,7 +72,7 @@ class Stragglers:
         steps = {r: pace.step - self._starts[r].step for r, pace in paces.items()}
         if len(paces) < 2 or min(steps.values()) < _STEPS:
             return False
-        found: list[Straggler] = []
+        candidates: list[Straggler] = []
         for i, phase in enumerate(_PHASES):
             seconds = {r: (p.seconds[i] - self._starts[r].seconds[i]) / steps[r] for r, p in paces.items()}
             for rank, mine in seconds.items():
@@ -81,12 +81,12 @@ class Stragglers:
                     self._since.pop((rank, phase), None)
                 elif (rank, phase) in self._since:
                     since = self._since[rank, phase]
-                    found.append(Straggler(rank, hosts[rank], phase, mine, others, since))
+                    candidates.append(Straggler(rank, hosts[rank], phase, mine, others, since))
                 else:
                     self._since[rank, phase] = self._starts[rank].step
         self._starts = dict(paces)
         worst: dict[int, Straggler] = {}  # of each rank, the phase in which it loses most
-        for slow in sorted(found, key=lambda x: x.seconds - x.others):
+        for slow in sorted(candidates, key=lambda x: x.seconds - x.others):
             worst[slow.rank] = slow
-        self.found = [*worst.values()]
+        self.slow_ranks = [*worst.values()]
         return True

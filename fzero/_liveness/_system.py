@@ -17,7 +17,7 @@ if __package__:
 else:  # in the process of a heartbeat, without the package
     from _cut_links import Link  # pyright: ignore
 
-__all__ = ["System"]
+__all__ = ["ProcessMonitor"]
 
 _DISK = 1e8  # bytes of a disk that count as much as a second of a processor
 _NETWORK = 1e6  # bytes of the network that do
@@ -27,7 +27,7 @@ _DIAG_BY_FAMILY, _DUMP, _DONE, _ERROR, _INFO = 20, 0x301, 3, 2, 2  # of the kern
 _CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
 
 
-class _Use(NamedTuple):
+class _Usage(NamedTuple):
     """The work of a rank's processes until a moment.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Use(NamedTuple):
     silent: Mapping[Link, float] = MappingProxyType({})
 
 
-class _Tcp(NamedTuple):
+class _TcpConnection(NamedTuple):
     """A TCP connection.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Tcp(NamedTuple):
     link: Link
 
 
-class System:
+class ProcessMonitor:
     """Adds up what a process and its children use, all but this process.
 
     Data that is under way counts as work for `patience` seconds without an acknowledgment, since a lost packet is sent
@@ -71,14 +71,14 @@ class System:
         self._counters: dict[object, float] = {}
         self._acknowledged: dict[int, tuple[int, float]] = {}  # of a connection that sends: how much, and since when
 
-    def look(self, now: float) -> _Use:
+    def sample(self, now: float) -> _Usage:
         """Look at the processes, at a time in seconds."""
         since, self._looked_at = now - self._looked_at, now
         try:
             state, _ = _stat(f"/proc/{self._pid}/stat")
         except (OSError, ValueError, IndexError):
-            return _Use("D", 0.0, False)
-        processes, is_whole = _tree(self._pid)
+            return _Usage("D", 0.0, False)
+        processes, is_whole = _descendants(self._pid)
         states, files = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
@@ -95,12 +95,12 @@ class System:
         silent = self._silent(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
-        return _Use(state, self._seconds, is_whole, silent)
+        return _Usage(state, self._seconds, is_whole, silent)
 
     def links(self) -> set[Link]:
         """Return the connections of the processes, as far as the system tells them."""
         files = set[int]()
-        for pid in _tree(self._pid)[0]:
+        for pid in _descendants(self._pid)[0]:
             with contextlib.suppress(OSError):
                 files |= set(_socket_files(pid))
         try:
@@ -108,7 +108,7 @@ class System:
         except (OSError, ValueError, struct.error):
             return set()
 
-    def _silent(self, sockets: Mapping[int, _Tcp], now: float) -> dict[Link, float]:
+    def _silent(self, sockets: Mapping[int, _TcpConnection], now: float) -> dict[Link, float]:
         """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
         before, self._acknowledged = self._acknowledged, {}
         for file, tcp in sockets.items():
@@ -136,20 +136,20 @@ def _disk_bytes(pid: int) -> int:
     return 0
 
 
-def _tree(pid: int) -> tuple[list[int], bool]:
+def _descendants(pid: int) -> tuple[list[int], bool]:
     """Return a process and its descendants, all but this process; and whether the system tells all of them."""
-    found, is_whole = [pid], True
-    for parent in found:  # grows
+    pids, is_whole = [pid], True
+    for parent in pids:  # grows
         tasks: list[str] = []
         with contextlib.suppress(OSError):
             tasks = os.listdir(f"/proc/{parent}/task")
         for task in tasks:
             try:
                 with open(f"/proc/{parent}/task/{task}/children") as f:
-                    found += [int(x) for x in f.read().split() if int(x) != os.getpid()]
+                    pids += [int(x) for x in f.read().split() if int(x) != os.getpid()]
             except OSError:
                 is_whole &= not os.path.exists(f"/proc/{parent}/task/{task}")
-    return found, is_whole
+    return pids, is_whole
 
 
 def _socket_files(pid: int) -> Iterator[int]:
@@ -161,13 +161,13 @@ def _socket_files(pid: int) -> Iterator[int]:
                 yield int(name[8:-1])
 
 
-def _tcp_sockets() -> dict[int, _Tcp]:
+def _tcp_sockets() -> dict[int, _TcpConnection]:
     """Return all TCP connections of this machine, or of its network namespace, by the number of their socket.
 
     Raises:
         OSError: if the system does not tell them.
     """
-    found: dict[int, _Tcp] = {}
+    sockets: dict[int, _TcpConnection] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as s:
         s.settimeout(1.0)
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -175,8 +175,8 @@ def _tcp_sockets() -> dict[int, _Tcp]:
             s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _DUMP, 1, 0, *options))
             for message in _messages(s):
                 file, tcp = _connection(message)
-                found[file] = tcp
-    return found
+                sockets[file] = tcp
+    return sockets
 
 
 def _messages(s: socket.socket) -> Iterator[bytes]:
@@ -193,7 +193,7 @@ def _messages(s: socket.socket) -> Iterator[bytes]:
             data = data[(size + 3) & ~3 :]
 
 
-def _connection(message: bytes) -> tuple[int, _Tcp]:
+def _connection(message: bytes) -> tuple[int, _TcpConnection]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
     timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
     acknowledged, received, rest = 0, 0, message[72:]
@@ -204,7 +204,7 @@ def _connection(message: bytes) -> tuple[int, _Tcp]:
         rest = rest[(max(length, 4) + 3) & ~3 :]
     ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
     link = Link(_address(message[0], one), ports[0], _address(message[0], other), ports[1])
-    return file, _Tcp(unsent > 0 and timer != _PROBE, acknowledged + received, acknowledged, link)
+    return file, _TcpConnection(unsent > 0 and timer != _PROBE, acknowledged + received, acknowledged, link)
 
 
 def _address(family: int, data: bytes) -> str:

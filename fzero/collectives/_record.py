@@ -106,15 +106,19 @@ def record() -> Iterator[Log]:
 def add(
     kind: str,
     binding: Binding,
-    sent: int,
-    received: int,
+    numel_in: int,
+    numel_out: int,
     dtype: torch.dtype,
     unit: str,
 ) -> None:
-    """Add a collective to every open recorder. It took `sent` elements and returned `received` elements on a rank."""
+    """Add a collective to every open recorder. It took `numel_in` elements on a rank, and returned `numel_out`."""
     if not kind or not binding.axis or not _LOGS:
         return
-    full = {"all_gather": binding.size * sent, "reduce_scatter": binding.size * received, "all_reduce": 2 * sent}
-    elements = full.get(kind, sent) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
+    full = {
+        "all_gather": binding.size * numel_in,
+        "reduce_scatter": binding.size * numel_out,
+        "all_reduce": 2 * numel_in,
+    }
+    elements = full.get(kind, numel_in) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
         log.events.append(Event(kind, binding.axis, elements, dtype, unit))

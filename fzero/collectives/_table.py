@@ -334,9 +334,11 @@ def _rendezvous(row: LinearMap, binding: Binding, options: _Options, xs: Tensors
     return rendezvous(binding.group, binding.rank, _label(row, options, xs), xs, compute)
 
 
-def _record_call(row: LinearMap, binding: Binding, options: Any, x: torch.Tensor, sent: int, received: int) -> None:
-    """Record the collective of a row. Each rank sends `sent` elements, and has results of `received` elements."""
-    _record.add(row.operation.kind, binding, sent, received, row.wire_dtype(options, x), row.unit(options))
+def _record_call(
+    row: LinearMap, binding: Binding, options: Any, x: torch.Tensor, numel_in: int, numel_out: int
+) -> None:
+    """Record the collective of a row. Each rank sends `numel_in` elements, and gets `numel_out`."""
+    _record.add(row.operation.kind, binding, numel_in, numel_out, row.wire_dtype(options, x), row.unit(options))
 
 
 def _differs_message(name: str, axis: str) -> str:

@@ -16,8 +16,8 @@ def group_size(node: Node) -> int:
     """Return the number of ranks that a collective's sizes show; 1 for an all_reduce, whose sizes do not show it."""
     if is_gather(node):
         return node.args[1]  # pyright: ignore[reportReturnType]
-    sent, received = nbytes(*_operands(node)), nbytes(*stand_ins_of(node))
-    return max(sent, received) // max(min(sent, received), 1)
+    input_bytes, output_bytes = nbytes(*_operands(node)), nbytes(*stand_ins_of(node))
+    return max(input_bytes, output_bytes) // max(min(input_bytes, output_bytes), 1)
 
 
 def _operands(node: Node) -> list[torch.Tensor]:
@@ -40,13 +40,13 @@ def full_bytes(node: Node) -> int:
 
 def moved_numel(node: Node) -> int:
     """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
-    sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
-    return 2 * sent if "all_reduce" in str(node.target) else _full(sent, received, node)
+    input_numel, output_numel = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
+    return 2 * input_numel if "all_reduce" in str(node.target) else _full(input_numel, output_numel, node)
 
 
-def _full(sent: int, received: int, node: Node) -> int:
+def _full(input_size: int, output_size: int, node: Node) -> int:
     """Return the size of a collective's full buffer, padding included."""
-    return sent * group_size(node) if is_gather(node) else max(sent, received)
+    return input_size * group_size(node) if is_gather(node) else max(input_size, output_size)
 
 
 def collective_axes(node: Node, groups: Mapping[str, str] | None = None) -> str:

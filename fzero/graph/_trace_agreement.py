@@ -53,10 +53,10 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
     return _DEVICE.sub(r"\1", f"{node.target}{args} at {line_of(node)}")
 
 
-def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
+def _permuted(x: Any, output_splits: Any, input_splits: Any, group: Any) -> list[Any]:
     """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
-    if len({*received, *sent}) <= 1 and sum(sent):
-        return [_Shown(dtypes_and_shapes(x)), received, sent, group]
+    if len({*output_splits, *input_splits}) <= 1 and sum(input_splits):
+        return [_Shown(dtypes_and_shapes(x)), output_splits, input_splits, group]
     return [
         _Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in stand_ins_of(x)])),
         group,

@@ -142,7 +142,7 @@ class NonFiniteTracker:
         collective = self.collective_count()
         is_receive = "recv" in operation.name
         if not is_receive:
-            self.graph.sent.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
+            self.graph.operands.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
         origin = self._origin(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:

@@ -70,11 +70,11 @@ class NonFiniteResult(NamedTuple):
 
 @dataclass
 class ValueGraph:
-    """The non-finite values of a process, its non-finite results, and the values that it sent in each collective."""
+    """The non-finite values of a process, its non-finite results, and its operands of each collective."""
 
     values: list[NonFiniteValue] = field(default_factory=list)
     results: list[NonFiniteResult] = field(default_factory=list)
-    sent: dict[int, list[Edge]] = field(default_factory=dict)
+    operands: dict[int, list[Edge]] = field(default_factory=dict)
 
 
 def pack(graph: ValueGraph) -> Any:
@@ -95,7 +95,7 @@ def unpack(data: Any) -> ValueGraph:
         NonFiniteValue(m["nan"], edges(m["parents"]), origin(m["origin"]), m["collective"]) for m in data["values"]
     ]
     results = [NonFiniteResult(path, nan, edges(parents)) for path, nan, parents in data["results"]]
-    return ValueGraph(values, results, {int(k): edges(sent) for k, sent in data["sent"].items()})
+    return ValueGraph(values, results, {int(k): edges(items) for k, items in data["operands"].items()})
 
 
 class _Explanation(NamedTuple):
@@ -131,7 +131,7 @@ def _parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node,
         yield (process, e.number), e.nan
     if value.collective is not None:
         for source, graph in enumerate(graphs):
-            for e in graph.sent.get(value.collective, ()):
+            for e in graph.operands.get(value.collective, ()):
                 yield (source, e.number), e.nan
 
 

@@ -107,11 +107,11 @@ class _StepBounds(NamedTuple):
         forward = [self.product(m, k, n) for m, k, n in sizes]
         inputs = sum([self.product(m, n, k) for m, k, n in sizes])
         weights = sum([self.product(k, m, n) for m, k, n in sizes])
-        attention, between, sent = self._attention_seconds(), self._between_seconds(), self._tensor_seconds()
+        attention, elementwise, tensor_sums = self._attention_seconds(), self._between_seconds(), self._tensor_seconds()
         # nothing reads the result of the last product a second time
-        again = (sum(forward[:-1]) + attention) * {True: 1.0, EVERY_SECOND: 0.5}.get(self.config.remat, 0.0)
-        backward = again + between + inputs + 2 * attention + max(weights, sent)
-        return _BlockSeconds(sum(forward) + attention + between + sent, backward, weights)
+        recompute = (sum(forward[:-1]) + attention) * {True: 1.0, EVERY_SECOND: 0.5}.get(self.config.remat, 0.0)
+        backward = recompute + elementwise + inputs + 2 * attention + max(weights, tensor_sums)
+        return _BlockSeconds(sum(forward) + attention + elementwise + tensor_sums, backward, weights)
 
     def _attention_seconds(self) -> float:
         """Return the least seconds of attention: two products over all pairs of tokens."""
@@ -144,9 +144,9 @@ class _StepBounds(NamedTuple):
         config, block, k = self.config, self.block(), self.config.accumulation
         forward, backward, weights = [self.blocks * x for x in block]
         head_forward, head_backward = self._head_seconds()
-        sent, gathered = self._wire_seconds()
-        updated = 0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory
-        end = max(updated, gathered) if config.stage in (1, 2) else updated
+        reduce_seconds, gather_seconds = self._wire_seconds()
+        update_seconds = 0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory
+        end = max(update_seconds, gather_seconds) if config.stage in (1, 2) else update_seconds
         if config.pp > 1:
             splits = NAMES[config.schedule].splits_backward
             bubble = forward + (0.0 if splits else backward - weights)
@@ -154,10 +154,11 @@ class _StepBounds(NamedTuple):
             most = math.ceil((config.depth or self.shape.depth) / config.pp) * (block.forward + block.backward)
             busiest = max(most, forward + backward + head_forward + head_backward)
             chain = k * busiest + (config.pp - 1) * bubble / config.pipeline_stages
-            return max(chain + end, sent + gathered)
+            return max(chain + end, reduce_seconds + gather_seconds)
         chain = k * (forward + backward + head_forward + head_backward)
-        exposed = max(sent - backward - head_backward, 0.0)  # sums of a micro-batch hide behind its backward pass
-        return max(chain + exposed + end, sent + gathered)
+        # sums of a micro-batch hide behind its backward pass
+        exposed = max(reduce_seconds - backward - head_backward, 0.0)
+        return max(chain + exposed + end, reduce_seconds + gather_seconds)
 
     def _head_seconds(self) -> tuple[float, float]:
         """Return the least seconds of the output head, forward and backward."""
@@ -191,10 +192,10 @@ class _StepBounds(NamedTuple):
         elements = 0.0 if self.shape.experts[0] else self._elements()  # experts have fewer copies
         gather = _CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
         reduce = _CODED_BYTES.get(config.reduce or "", 4.0) * elements
-        sent = transfer_seconds("reduce_scatter", reduce, names, self.hardware)
+        reduce_seconds = transfer_seconds("reduce_scatter", reduce, names, self.hardware)
         if config.stage == 0:  # one all_reduce
-            return 2 * sent, 0.0
-        return sent, transfer_seconds("all_gather", gather, names, self.hardware)
+            return 2 * reduce_seconds, 0.0
+        return reduce_seconds, transfer_seconds("all_gather", gather, names, self.hardware)
 
     def state_bytes(self) -> float:
         """Return the bytes of parameters and optimizer state between steps."""
@@ -210,8 +211,8 @@ class _StepBounds(NamedTuple):
         config, shape = self.config, self.shape
         stream = shape.width / config.tp
         products = sum([n for _, n in self.widths()[:3]]) + sum([n for _, n in self.widths()[4:-1]])
-        kept = {True: stream, EVERY_SECOND: (stream + products) / 2}.get(config.remat, products)
+        residuals = {True: stream, EVERY_SECOND: (stream + products) / 2}.get(config.remat, products)
         logits = 0 if config.chunked_loss or config.pp > 1 or shape.task == "image" else shape.vocab / config.tp
         # the first rank has run so many micro-batches forward when its first backward pass begins
         in_flight = {"gpipe": config.accumulation, "1f1b": min(config.pp, config.accumulation)}.get(config.schedule, 1)
-        return self.rows * ((in_flight if config.pp > 1 else 1) * self.blocks * kept + logits) * self.width_bytes
+        return self.rows * ((in_flight if config.pp > 1 else 1) * self.blocks * residuals + logits) * self.width_bytes

@@ -419,10 +419,10 @@ def tune(
         results: list[TableRow | Skipped] = []
         unplanned: list[Unplanned] = []
         if max_rows is None or bounds is None:
-            found = search_rows(space, start, workers, budget)
+            planned = search_rows(space, start, workers, budget)
         else:
-            found = search_by_bounds(space, start, budget, lambda config: bounds(config, machine), max_rows)
-        for x in found:
+            planned = search_by_bounds(space, start, budget, lambda config: bounds(config, machine), max_rows)
+        for x in planned:
             if isinstance(x, Unplanned):
                 unplanned.append(x)
                 continue

@@ -357,17 +357,17 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     Raises:
         ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
     """
-    given = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
-    searched = [name for name, values in given.items() if values == _AUTO]
-    if not searched:
+    options = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
+    auto_names = [name for name, values in options.items() if values == _AUTO]
+    if not auto_names:
         return
     if shape is None:
-        raise ValueError(f"--{searched[0]} auto: only models by name say what divides them: give sizes, such as 1,8")
+        raise ValueError(f"--{auto_names[0]} auto: only models by name say what divides them: give sizes, such as 1,8")
     depth = (args.depth or shape.depth) // min(map(min_stages_of, args.schedule))
     largest = largest_sizes(shape, args.length, int(machine_of(args.machine).ranks), depth)
     if args.explicit_attention:
         largest["cp"] = 1
-    sizes = {name: powers_of_two(largest[name]) if name in searched else given[name] for name in given}
+    sizes = {name: powers_of_two(largest[name]) if name in auto_names else options[name] for name in options}
     for name, values in usable_sizes(sizes, args.world, args.batch).items():
         setattr(args, name, values)
     args.rows = _ROWS if args.rows is None else args.rows

@@ -11,7 +11,7 @@ from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config, _Heartbeat, _Process
 from fzero._liveness._cut_links import Link
 from fzero._liveness._judge import LostRank, Place
-from fzero._liveness._system import _Use
+from fzero._liveness._system import _Usage
 
 LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
 
@@ -19,9 +19,9 @@ LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
 @pytest.fixture
 def seen(monkeypatch):
     """A rank's processes as the system would show them: the state, the seconds used, and whether that is all."""
-    seen = types.SimpleNamespace(use=_Use("S", 0.0, True), file=os.memfd_create("place"))
+    seen = types.SimpleNamespace(use=_Usage("S", 0.0, True), file=os.memfd_create("place"))
     os.truncate(seen.file, RECORD.size)
-    monkeypatch.setattr(_beats.System, "look", lambda self, now: seen.use)
+    monkeypatch.setattr(_beats.ProcessMonitor, "sample", lambda self, now: seen.use)
     yield seen
     os.close(seen.file)
 
@@ -50,9 +50,9 @@ def test_a_rank_that_works_is_not_idle(seen):
     rank = process(seen)
     write(seen, 1, 7, False, "compiles")
     for now in range(0, 1000, 2):
-        seen.use = _Use("S", now * 0.5, True)
+        seen.use = _Usage("S", now * 0.5, True)
         assert rank.place(float(now)).idle < 20
-    seen.use = _Use("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
+    seen.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
     for now in range(1000, 1500, 2):
         rank.place(float(now))
     assert rank.place(1500.0).idle > 300
@@ -61,14 +61,14 @@ def test_a_rank_that_works_is_not_idle(seen):
 def test_where_the_system_does_not_tell_all_that_is_said(seen):
     rank = process(seen)
     for now in range(3):
-        seen.use = _Use("S", 0.0, now < 2)
+        seen.use = _Usage("S", 0.0, now < 2)
         assert rank.place(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
 
 
 def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(seen):
     rank = process(seen)
     rank.place(0.0)
-    seen.use = _Use("S", 0.0, True, {LINK: 40.0})
+    seen.use = _Usage("S", 0.0, True, {LINK: 40.0})
     rank.place(40.0)
     rank.links.find(LINK, 5, 99, 0.0)
     assert rank.place(41.0).cut == (5, 40.0)
@@ -79,9 +79,9 @@ def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(seen
 def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):
     rank = process(seen)
     rank.place(0.0)
-    seen.use = _Use("D", 0.0, True)
+    seen.use = _Usage("D", 0.0, True)
     assert rank.place(1000.0).idle == 0.0
-    seen.use = _Use("T", 0.0, True)
+    seen.use = _Usage("T", 0.0, True)
     assert rank.place(1001.0).process == "stopped"
 
 

@@ -17,9 +17,9 @@ def test_a_slow_rank_is_named_after_two_comparisons():
     assert not stragglers.compare(paces(100, inside), HOSTS)
     assert not stragglers.compare(paces(100 + _STEPS - 1, inside), HOSTS)
     assert stragglers.compare(paces(100 + _STEPS, inside), HOSTS)
-    assert stragglers.found == []
+    assert stragglers.slow_ranks == []
     assert stragglers.compare(paces(100 + 2 * _STEPS, inside), HOSTS)
-    (slow,) = stragglers.found
+    (slow,) = stragglers.slow_ranks
     assert (slow.rank, slow.host, slow.phase, slow.since) == (3, "b", "in the step", 100)
     text = "rank 3 (b) works 2.5 times as long as the others in the step, 500.0 ms against 200.0 ms, since step 100"
     assert str(slow) == text
@@ -30,7 +30,7 @@ def test_small_differences_name_nobody(inside):
     stragglers = Stragglers()
     for step in range(0, 100, _STEPS):
         stragglers.compare(paces(step, inside), HOSTS)
-        assert stragglers.found == []
+        assert stragglers.slow_ranks == []
 
 
 def test_one_slow_comparison_names_nobody():
@@ -39,7 +39,7 @@ def test_one_slow_comparison_names_nobody():
         seconds = [x + _STEPS * 0.2 for x in seconds]
         seconds[1] += 5.0 * (i % 2)  # each second one
         stragglers.compare({r: Pace(i * _STEPS, (x, 0.0)) for r, x in enumerate(seconds)}, HOSTS)
-        assert stragglers.found == []
+        assert stragglers.slow_ranks == []
 
 
 def test_a_rank_is_compared_with_the_others_alone():
@@ -47,7 +47,7 @@ def test_a_rank_is_compared_with_the_others_alone():
     stragglers = Stragglers()
     for step in range(0, 4 * _STEPS, _STEPS):
         stragglers.compare(paces(step, [0.2, 0.28]), HOSTS)
-    assert [(slow.rank, slow.others) for slow in stragglers.found] == [(1, pytest.approx(0.2))]
+    assert [(slow.rank, slow.others) for slow in stragglers.slow_ranks] == [(1, pytest.approx(0.2))]
 
 
 def test_after_a_return_to_a_checkpoint_the_comparison_begins_anew():
@@ -55,7 +55,7 @@ def test_after_a_return_to_a_checkpoint_the_comparison_begins_anew():
     for step in (100, 100 + _STEPS, 50, 50 + _STEPS):
         stragglers.compare(paces(step, inside), HOSTS)
     assert stragglers.compare(paces(50 + 2 * _STEPS, inside), HOSTS)
-    assert [slow.rank for slow in stragglers.found] == [3]
+    assert [slow.rank for slow in stragglers.slow_ranks] == [3]
 
 
 SLOW = """
@@ -94,4 +94,4 @@ def test_a_rank_is_named_once_where_it_loses_most():
     for step in range(0, 3 * _STEPS + 1, _STEPS):
         seconds = {0: (0.2, 0.01), 1: (0.3, 0.5), 2: (0.2, 0.01)}
         stragglers.compare({r: Pace(step, (step * x, step * y)) for r, (x, y) in seconds.items()}, HOSTS)
-    assert [(x.rank, x.phase) for x in stragglers.found] == [(1, "between steps")]
+    assert [(x.rank, x.phase) for x in stragglers.slow_ranks] == [(1, "between steps")]

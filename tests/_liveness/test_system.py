@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fzero._liveness._system import System, _tcp_sockets
+from fzero._liveness._system import ProcessMonitor, _tcp_sockets
 
 PROGRAMS = {
     "sleeps": "import time; time.sleep(100)",
@@ -26,10 +26,10 @@ def test_a_process_that_works_is_told_from_one_that_sleeps(what):
     process = subprocess.Popen([sys.executable, "-c", PROGRAMS[what]], start_new_session=True)
     try:
         time.sleep(0.5)
-        system = System(process.pid, 300.0)
-        first = system.look(0.0)
+        system = ProcessMonitor(process.pid, 300.0)
+        first = system.sample(0.0)
         time.sleep(0.7)
-        last = system.look(0.7)
+        last = system.sample(0.7)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -38,7 +38,7 @@ def test_a_process_that_works_is_told_from_one_that_sleeps(what):
 
 
 def test_a_process_that_is_gone_or_unknown_counts_as_busy():
-    assert System(2**22 + 1, 300.0).look(0.0).state == "D"
+    assert ProcessMonitor(2**22 + 1, 300.0).sample(0.0).state == "D"
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -54,8 +54,8 @@ def inode(s: socket.socket) -> int:
 def test_bytes_of_a_connection_are_counted_at_both_ends():
     one, other = connection()
     with one, other:
-        system = System(os.getpid(), 300.0)
-        before, used = _tcp_sockets(), system.look(0.0).seconds
+        system = ProcessMonitor(os.getpid(), 300.0)
+        before, used = _tcp_sockets(), system.sample(0.0).seconds
         one.sendall(b"x" * 200_000)
         received = other.recv(200_000, socket.MSG_WAITALL)
         time.sleep(0.1)
@@ -63,7 +63,7 @@ def test_bytes_of_a_connection_are_counted_at_both_ends():
         for s in (one, other):
             assert after[inode(s)].size - before[inode(s)].size == len(received) == 200_000
             assert not after[inode(s)].is_sending
-        assert system.look(0.0).seconds - used > 0.39  # a megabyte counts as a second
+        assert system.sample(0.0).seconds - used > 0.39  # a megabyte counts as a second
 
 
 def test_a_peer_that_does_not_read_is_no_sign_of_work():
@@ -84,19 +84,19 @@ def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
     """Half of the time it is, for instance where packets are lost. A long time without any answer is no work."""
     one, other = connection()
     with one, other:
-        system, found = System(os.getpid(), 300.0), _tcp_sockets()
-        first, tcp = system.look(0.0).seconds, found[inode(one)]._replace(is_sending=True)
+        system, found = ProcessMonitor(os.getpid(), 300.0), _tcp_sockets()
+        first, tcp = system.sample(0.0).seconds, found[inode(one)]._replace(is_sending=True)
         monkeypatch.setattr("fzero._liveness._system._tcp_sockets", lambda: {inode(one): tcp})
-        use = system.look(100.0)
+        use = system.sample(100.0)
         assert use.seconds - first > 99 and use.silent == {tcp.link: 0.0}
-        assert system.look(250.0).silent == {tcp.link: 150.0}
+        assert system.sample(250.0).silent == {tcp.link: 150.0}
         tcp = tcp._replace(acknowledged=tcp.acknowledged + 1)
-        assert system.look(300.0).silent == {tcp.link: 0.0}
-        use = system.look(500.0)
+        assert system.sample(300.0).silent == {tcp.link: 0.0}
+        use = system.sample(500.0)
         assert use.silent == {tcp.link: 200.0}
-        assert system.look(650.0).seconds == use.seconds
+        assert system.sample(650.0).seconds == use.seconds
         tcp = tcp._replace(is_sending=False)
-        assert system.look(660.0).silent == {}
+        assert system.sample(660.0).silent == {}
 
 
 def test_a_connection_has_the_same_link_from_both_ends():
@@ -106,4 +106,4 @@ def test_a_connection_has_the_same_link_from_both_ends():
         link = found[inode(one)].link
         assert link == (*one.getsockname(), *one.getpeername())
         assert found[inode(other)].link == link.turned()
-        assert {link, link.turned()} <= System(os.getpid(), 300.0).links()
+        assert {link, link.turned()} <= ProcessMonitor(os.getpid(), 300.0).links()

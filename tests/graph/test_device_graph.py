@@ -20,10 +20,10 @@ class StandIn:
     made = 0
 
     def __init__(self, run: Any, pool: Any = None) -> None:
-        given = inspect.getclosurevars(run).nonlocals["given"]
-        values = [x.clone() for x in given]
+        arguments = inspect.getclosurevars(run).nonlocals["arguments"]
+        values = [x.clone() for x in arguments]
         self._function, self.results = run, run()
-        for x, value in zip(given, values, strict=True):  # recording runs nothing
+        for x, value in zip(arguments, values, strict=True):  # recording runs nothing
             x.copy_(value)
         StandIn.made += 1
 

@@ -50,16 +50,20 @@ MUTANTS = [
         Fault("a rank that works long is killed", "_Heartbeat.end_rank", dropped("self.verdict.rank == A")),
     ),
     *File("_liveness/_system.py", SYSTEM).faults(
-        Fault("the children of a rank do not work", "_tree", skipped("found += A")),
-        Fault("data under way is no sign of work", "System.look", becomes("any(A for B in C)", "False")),
-        Fault("data without an answer is work for ever", "System.look", becomes("seconds <= self._patience", "True")),
+        Fault("the children of a rank do not work", "_descendants", skipped("pids += A")),
+        Fault("data under way is no sign of work", "ProcessMonitor.sample", becomes("any(A for B in C)", "False")),
+        Fault(
+            "data without an answer is work for ever",
+            "ProcessMonitor.sample",
+            becomes("seconds <= self._patience", "True"),
+        ),
         Fault(
             "an answer does not end a silence",
-            "System._silent",
+            "ProcessMonitor._silent",
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
         Fault("a peer that does not read is a sign of work", "_connection", becomes("A != _PROBE", "True")),
-        Fault("the network is no work", "System.look", skipped("self._count(('network', A), B)")),
+        Fault("the network is no work", "ProcessMonitor.sample", skipped("self._count(('network', A), B)")),
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(
         Fault("a link that answers is cut", "LinkWatch._is_cut", always("now - self._echoed[link] > A")),

@@ -54,8 +54,8 @@ def summary(plan: "Plan") -> str:
         lines.append(f"{count} collectives move {format_bytes(moved)}:")
         lines += _group_lines(plan)
     if plan.messages:
-        sent, bytes_ = sum([m.times for m in plan.messages]), sum([m.bytes * m.times for m in plan.messages])
-        lines.append(f"{sent} messages along {plan.messages[0].axis} send {format_bytes(bytes_)}")
+        messages, bytes_ = sum([m.times for m in plan.messages]), sum([m.bytes * m.times for m in plan.messages])
+        lines.append(f"{messages} messages along {plan.messages[0].axis} send {format_bytes(bytes_)}")
     if plan.transfers:
         down, up = (sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device"))
         lines.append(

@@ -107,11 +107,11 @@ class RecordedStep:
 
     def _record(self, args: Sequence[torch.Tensor]) -> _GraphMemory:
         inputs = [None if i in self.fixed else torch.empty_like(x) for i, x in enumerate(args)]
-        given = [x.detach() if static is None else static for x, static in zip(args, inputs, strict=True)]
-        positions = {id(x): i for i, x in enumerate(given)}
+        arguments = [x.detach() if static is None else static for x, static in zip(args, inputs, strict=True)]
+        positions = {id(x): i for i, x in enumerate(arguments)}
 
         def run() -> list[Any]:
-            out = enumerate(self.executable([*given]))
+            out = enumerate(self.executable([*arguments]))
             return [None if i in self.in_place else positions.get(id(x), x) for i, x in out]  # an argument by position
 
         graph = DeviceGraph(run, self.recordings[0] if self.recordings else None)

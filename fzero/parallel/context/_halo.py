@@ -62,15 +62,15 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
     def head(part: torch.Tensor) -> torch.Tensor:
         return part.narrow(dim, 0, after)
 
-    def sent(part: torch.Tensor, step: int) -> torch.Tensor:
+    def shift(part: torch.Tensor, step: int) -> torch.Tensor:
         if not before + after:
             return part
         pairs = tuple([(r, r + step) for r in range(n) if 0 <= r + step < n])
         return apply(own.token, "ppermute", own.binding, PermutationOptions(pairs), part)[0]
 
     # early parts lie on the ranks in the order of the sequence, and late parts in the reverse order
-    up = sent(torch.cat([tail(early), head(late)], dim), 1)
-    down = sent(torch.cat([tail(late), head(early)], dim), -1)
+    up = shift(torch.cat([tail(early), head(late)], dim), 1)
+    down = shift(torch.cat([tail(late), head(early)], dim), -1)
     is_last = index_on(x.device, own.token, own.binding) == n - 1  # it holds both parts of the middle
     before_early, after_late = up.split([before, after], dim)
     before_late, after_early = down.split([before, after], dim)
@@ -135,15 +135,15 @@ def neighbours(
     if documents is None:
         return [_at(parts, i, before + after, dim) for i in range(before + 1 + after)]
     numbers = halo(documents, before, after, axis=axis, dim=documents.ndim - 1)
-    found = []
+    shifted = []
     for i in range(before + 1 + after):
         y = _at(parts, i, before + after, dim)
         same = _at(numbers, i, before + after, documents.ndim - 1) == documents
         broadcast = same.reshape(
             *same.shape[:-1], *[1] * (dim + 1 - same.ndim), x.shape[dim], *[1] * (x.ndim - 1 - dim)
         )
-        found.append(y if i == before else torch.where(broadcast, y, 0))
-    return found
+        shifted.append(y if i == before else torch.where(broadcast, y, 0))
+    return shifted
 
 
 def _at(parts: list[torch.Tensor], start: int, further: int, dim: int) -> torch.Tensor:

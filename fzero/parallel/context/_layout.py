@@ -278,8 +278,8 @@ def _sample_axes(mesh: Mesh, batch_axis: AxisName) -> tuple[str, ...]:
 
 def _axes_of_samples(mesh: Mesh, batch: PerRank, axis: str, batch_axis: AxisName) -> tuple[str, ...]:
     """Return the axes over which the samples of a batch lie that ranks have loaded."""
-    found = axes_of(batch, mesh.axis_names)
-    axes = found[0] if found else ()
+    axes_by_box = axes_of(batch, mesh.axis_names)
+    axes = axes_by_box[0] if axes_by_box else ()
     if axis in axes or batch_axis is not None:
         raise ValueError(
             f"batch is {batch!r}, batch_axis={batch_axis!r}: expected samples that are equal on the ranks of {axis!r}, "

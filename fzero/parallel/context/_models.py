@@ -74,8 +74,8 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
             raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
         if any(attribute.startswith("create_position_ids") for attribute in dir(module)):
             raise ValueError(f"{name}: {path!r} numbers tokens by the padding before them, on any rank")
-        if found := _rope_types(module) & _CHANGING_ROPE:
-            raise ValueError(f"{name}: {path!r} has rope_type={min(found)!r}, which depends on the longest sequence")
+        if changing := _rope_types(module) & _CHANGING_ROPE:
+            raise ValueError(f"{name}: {path!r} has rope_type={min(changing)!r}, which depends on the longest sequence")
     text = config.get_text_config()
     if other := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
         raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(_LAYER_TYPES)}")
@@ -86,9 +86,9 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
     signature = inspect.signature(model.forward)
     if "Pooling" in str(signature.return_annotation) and getattr(model, "pooler", _MISSING) is not None:
         raise ValueError(f"{name} pools some tokens: build it without, as add_pooling_layer=False does for many models")
-    takes = signature.parameters
-    has_further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    if "position_ids" not in takes or not has_further or not model._can_set_attn_implementation():  # type: ignore[operator]
+    parameters = signature.parameters
+    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "position_ids" not in parameters or not has_kwargs or not model._can_set_attn_implementation():  # type: ignore[operator]
         raise ValueError(f"{name} has attention of its own, not the registry's: its sequences cannot be split")
     return ContextAxis(name, axis)
 
@@ -131,12 +131,16 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
 
     @wraps(run)
     def forward(*args: Any, documents: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        further: dict[str, Any] = given.get("kwargs", {})
-        tokens = _check_inputs(context, given, further)
-        if further.get("shift_labels") is not None and given.get("labels") is None and "labels" in signature.parameters:
-            kwargs["labels"] = further["shift_labels"]
-        if given.get("position_ids") is None:
+        arguments = signature.bind(*args, **kwargs).arguments
+        extra_kwargs: dict[str, Any] = arguments.get("kwargs", {})
+        tokens = _check_inputs(context, arguments, extra_kwargs)
+        if (
+            extra_kwargs.get("shift_labels") is not None
+            and arguments.get("labels") is None
+            and "labels" in signature.parameters
+        ):
+            kwargs["labels"] = extra_kwargs["shift_labels"]
+        if arguments.get("position_ids") is None:
             kwargs["position_ids"] = positions(tokens.shape[1], context.axis, device=tokens.device).unsqueeze(0)
         if "use_cache" in signature.parameters:
             kwargs["use_cache"] = False
@@ -147,12 +151,12 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
     return forward
 
 
-def _check_inputs(context: ContextAxis, given: Mapping[str, Any], further: Mapping[str, Any]) -> torch.Tensor:
+def _check_inputs(context: ContextAxis, arguments: Mapping[str, Any], extra_kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Check the arguments of a model's forward pass; return its tokens."""
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"{context.name} needs input_ids or inputs_embeds")
-    if given.get("attention_mask") is not None:
+    if arguments.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask of whole sequences has no meaning on split ones: padding at the end of a causal "
             "model's sequences needs none, and else pass documents, in which padding has a number of its own"
@@ -165,7 +169,7 @@ def _check_inputs(context: ContextAxis, given: Mapping[str, Any], further: Mappi
             "fzero.data.batches, or take this rank's, x[:, context.positions(t)]"
         )
     shifts = context.name.endswith(("ForCausalLM", "LMHeadModel"))
-    if is_split and shifts and given.get("labels") is not None and further.get("shift_labels") is None:
+    if is_split and shifts and arguments.get("labels") is not None and extra_kwargs.get("shift_labels") is None:
         raise ValueError(
             f"labels: {context.name} shifts them, but the next token of a part is on another rank: shift them "
             "before they are split, batch['shift_labels'] = fzero.parallel.context.shift_labels(tokens), and pass "

@@ -127,8 +127,8 @@ class _AlongTokens(TorchDispatchMode):
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of an operator by name, with defaults."""
     schema = func._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return {**given, **{a.name: x for a, x in zip(schema, args, strict=False)}, **kwargs}
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return {**defaults, **{a.name: x for a, x in zip(schema, args, strict=False)}, **kwargs}
 
 
 _Reads = Callable[[dict[str, Any], torch.Tensor, Any], Iterable[int]]

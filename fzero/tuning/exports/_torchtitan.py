@@ -41,14 +41,14 @@ _SCHEDULES = {
 def torchtitan(run: PlannedRun) -> Export:
     """Write the functions `apply_plan`, and `planned` where torchtitan has the model."""
     parts = [_imports(run), _apply_plan(run)]
-    if _known(run):
+    if _model_of(run):
         parts.append(_planned(run))
     # whole gradients are never held, since each micro-batch is summed over ranks
     peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
     return make_export(run, _SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), _differences(run), peak)
 
 
-def _known(run: PlannedRun) -> _KnownModel | None:
+def _model_of(run: PlannedRun) -> _KnownModel | None:
     return _KNOWN.get(run.shape.name) if run.shape else None
 
 
@@ -58,7 +58,7 @@ def _policy(run: PlannedRun) -> str:
 
 
 def _imports(run: PlannedRun) -> str:
-    policy, model = _policy(run), _known(run)
+    policy, model = _policy(run), _model_of(run)
     lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
     lines += [f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []
     if model:
@@ -114,7 +114,7 @@ def _apply_plan(run: PlannedRun) -> str:
 
 def _planned(run: PlannedRun) -> str:
     """Write the function that `--config` names."""
-    model = _known(run)
+    model = _model_of(run)
     assert model is not None and run.shape is not None
     lines = [
         "def planned() -> Trainer.Config:",
@@ -146,7 +146,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     if c.pp > 1 and c.schedule == "zb":
         rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
     differences = []
-    if not _known(run):
+    if not _model_of(run):
         differences.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
     if run.length:
         differences.append("A micro-batch is counted in tokens, and documents are packed into it.")
