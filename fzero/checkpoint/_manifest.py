@@ -4,11 +4,12 @@ The layout is a rule, one line per unit, so the manifest does not grow with the 
 trusted: a name that leads out of the folder, an impossible size, or unexpected JSON is an error.
 """
 
+import functools
 import json
 import re
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -114,22 +115,19 @@ class Manifest:
         """The bytes of all files together."""
         return sum(f.size for f in self.files)
 
-    def base(self, rank: int) -> int:
-        """Return where the data begins in a rank's file, in bytes.
-
-        Raises:
-            DamagedError: if the file's size does not match its leaves.
-        """
-        if rank not in self._bases:
-            base = len(header(self.layout, rank))
-            if base + self.layout.starts(rank)[-1] != self.files[rank].size:
-                raise DamagedError(f"{MANIFEST} is damaged: the size of {self.names[rank]} does not match its leaves")
-            self._bases[rank] = base
-        return self._bases[rank]
-
     @cached_property
-    def _bases(self) -> dict[int, int]:
-        return {}
+    def base(self) -> Callable[[int], int]:
+        """A function of a rank: where the data begins in its file, in bytes.
+
+        It raises a DamagedError if the file's size does not match its leaves.
+        """
+        return functools.cache(self._base_of)
+
+    def _base_of(self, rank: int) -> int:
+        base = len(header(self.layout, rank))
+        if base + self.layout.starts(rank)[-1] != self.files[rank].size:
+            raise DamagedError(f"{MANIFEST} is damaged: the size of {self.names[rank]} does not match its leaves")
+        return base
 
     def encode(self) -> bytes:
         """Return the bytes of the manifest file: the JSON text and its checksum."""

@@ -4,9 +4,10 @@ A sharded tree keeps its structure, so a leaf has the same path at every stage a
 rank holds one range of each leaf. The layout is therefore a rule: a few numbers for each unit, for any number of ranks.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -236,14 +237,9 @@ class TreeLayout:
         return x - sum([min(x, offsets[p + 1]) - min(x, offsets[p]) for p in self.groups[g].copies])
 
     @cached_property
-    def _starts(self) -> dict[int, list[int]]:
-        return {}
-
-    def starts(self, rank: int) -> list[int]:
-        """List where each group begins in the data of a rank's file, in bytes; the last entry is the end."""
-        if rank not in self._starts:
-            self._starts[rank] = self._starts_of(rank)
-        return self._starts[rank]
+    def starts(self) -> Callable[[int], list[int]]:
+        """A function of a rank: the list of where each group begins in the data of its file, in bytes, and the end."""
+        return functools.cache(self._starts_of)
 
     def _starts_of(self, rank: int) -> list[int]:
         starts, at = [0] * (len(self.groups) + 1), 0

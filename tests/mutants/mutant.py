@@ -21,12 +21,7 @@ PASS_MANAGER = ("tests/graph/test_pass_manager.py",)
 WRAPPERS, OPTIM_LAWS = ("tests/optim/test_wrappers.py",), ("tests/optim/test_optim_laws.py",)
 FULL_LEAVES = ("tests/optim/test_full_leaves.py",)
 AXES = ("tests/zero/test_axes.py",)
-HALF = (
-    "tests/test_precision.py",
-    "tests/optim/test_loss_scaling.py",
-    "tests/transforms/test_weighted_means.py",
-    "tests/data/test_batch_plan.py",
-)
+HALF = ("tests/test_precision.py",)
 SHARD_MASTERS = ("tests/test_masters_as_shards.py",)
 STEP = ("tests/axes/test_lockstep.py",)
 RANDOM = ("tests/random/test_random.py",)

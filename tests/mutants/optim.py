@@ -7,6 +7,8 @@ EIGHT_BIT, ROUNDING = ("tests/optim/test_eight_bit.py",), ("tests/optim/test_sto
 SIXTEEN_BIT = ("tests/optim/test_sixteen_bit.py",)
 REMEDIES = ("tests/test_remedies.py",)
 
+LOSS_SCALING = ("tests/optim/test_loss_scaling.py",)
+
 MUTANTS = [
     *File("optim/_groups.py", ("tests/optim/test_groups.py",)).faults(
         Fault(
@@ -199,7 +201,7 @@ MUTANTS = [
             becomes("expected", "torch.float32", at="2 of 3"),
         ),
     ),
-    *File("optim/_loss_scaling.py", HALF).faults(
+    *File("optim/_loss_scaling.py", LOSS_SCALING).faults(
         Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
         Fault("a skipped step changes the state", "_select", becomes("old", "new")),
         Fault(

@@ -1,13 +1,15 @@
 """Faults in where ranks are, and in how they run: fzero/ranks, and lockstep in fzero/axes."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
-from tests.mutants.mutant import HALF, STEP, Fault, File
+from tests.mutants.mutant import STEP, Fault, File
 
 MEET = ("tests/ranks/test_handshake.py",)
 LAUNCH = ("tests/ranks/test_launch.py",)
 SWITCHED = ("tests/axes/test_lockstep_state.py",)
 TORCH = ("tests/_torch/test_torch.py",)
 MESH = ("tests/ranks/test_mesh.py",)
+
+BATCH_PLAN = ("tests/data/test_batch_plan.py",)
 
 MUTANTS = [
     *File("ranks/_launch.py", MEET).faults(
@@ -51,7 +53,7 @@ MUTANTS = [
         Fault("a misspelled argument of mesh becomes an axis", "check_axes", constant(0.85, 1.0)),
         Fault("an axis name may have a comma", "check_axes", bare("A.isidentifier()")),
     ),
-    *File("data/_batch_plan.py", HALF).faults(
+    *File("data/_batch_plan.py", BATCH_PLAN).faults(
         Fault("a batch plan counts all ranks as data-parallel", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
         Fault("a batch plan counts model axes as data-parallel", "_data_axes", dropped("A not in B")),
         Fault("a batch plan never counts an axis named tp", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),

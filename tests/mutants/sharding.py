@@ -8,6 +8,7 @@ RECORDER = ("tests/_torch/test_recorder.py",)
 
 LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
+
 MUTANTS = [
     *File("sharding/_boxes.py", ("tests/sharding/test_boxes.py",)).faults(
         Fault("a slot has the shape of its unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
@@ -46,8 +47,8 @@ MUTANTS = [
         ),
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
     ),
-    *File("sharding/_unit_dtypes.py", FLAT).faults(
-        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype"), HALF),
+    *File("sharding/_unit_dtypes.py", HALF).faults(
+        Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype")),
     ),
     *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "_REPLACEMENTS", dropped("A: B")),

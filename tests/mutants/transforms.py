@@ -5,6 +5,9 @@ from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, REMAT_SHARDED, WR
 
 REMAT_DRAWS = ("tests/transforms/test_remat_draws.py",)
 
+LOSS_SCALING = ("tests/optim/test_loss_scaling.py",)
+WEIGHTED_MEANS = ("tests/transforms/test_weighted_means.py",)
+
 MUTANTS = [
     *File("transforms/_value_and_grad.py").faults(
         Fault(
@@ -56,18 +59,16 @@ MUTANTS = [
             "the loss is not fenced", "LossOfGroups._of", never("self.is_fenced", at="2 of 2"), ("tests/distributed",)
         ),
     ),
-    *File("transforms/_loss_results.py").faults(
+    *File("transforms/_loss_results.py", WEIGHTED_MEANS).faults(
         Fault(
             "a weighted mean divides by the rank's own weights",
             "weighted_mean",
             becomes("A(B.sum(), C)", "(lambda x, _: x)(B.sum(), C)"),
-            HALF,
         ),
         Fault(
             "a weighted mean ignores the weights of micro-batches",
             "weighted_mean",
             becomes("A.to(B).sum", "A.to(B).mean"),
-            HALF,
         ),
     ),
     *File("transforms/_remat_tape.py", REMAT).faults(
@@ -132,7 +133,7 @@ MUTANTS = [
         ),
         Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
-    *File("transforms/_loss_scale.py", HALF).faults(
+    *File("transforms/_loss_scale.py", LOSS_SCALING).faults(
         Fault(
             "the scale is not undone",
             "scaled_value_and_grad.unscale",
