@@ -8,7 +8,7 @@ from fzero._arguments import check_choice, check_int, is_int
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, torch.tensor(1)])
-def test_other_values_than_ints(value):
+def test_other_values_than_ints_are_refused(value):
     assert not is_int(value) and is_int(0) and is_int(-1)
     with pytest.raises(ValueError, match=r"steps=.*: expected an int, at least 0"):
         check_int("steps", value, 0)

@@ -35,7 +35,7 @@ from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
     gather=st.booleans(),
 )
 @example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0, True, False)
-def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed, jit, gather):
+def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(params, half, rule, stage, n, k, seed, jit, gather):
     precision = fzero.Precision(half, full=wide_norm if rule else None)
     opt = optim.static_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 16.0)
     loss = linear_loss if gather else lambda p, x: linear_loss(fzero.gather(p), x)
@@ -132,7 +132,7 @@ def test_inductor_follows_eager():
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
-def test_dtypes_on_the_wire(stage, k):
+def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
     seen: list[Any] = []
     for reduce, grad in [(torch.float32, None), (torch.float16, torch.float32), (torch.float16, None)]:

@@ -17,7 +17,7 @@ from fzero._torch import levels, modules
 from fzero.graph._ir import graph_results
 
 
-def test_versions():
+def test_torch_is_a_supported_version():
     assert tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
 
 
@@ -410,7 +410,7 @@ def test_a_modules_own_attributes_and_statistics_are_seen():
     assert set(modules.persistent_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked"}
 
 
-def test_versions_of_tensors():
+def test_a_write_changes_the_version_of_a_tensor():
     x = torch.ones(2)
     before = modules.version_of(x)
     x.add_(1)

@@ -189,7 +189,7 @@ def test_threads_are_pooled():
     assert threading.active_count() == before
 
 
-def test_a_world_in_a_world():
+def test_a_rank_may_run_a_world_of_its_own():
     def program(x: torch.Tensor) -> torch.Tensor:
         inner = lockstep(tp=2).spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("tp") + 1, "tp"))()
         return fzero.collectives.psum(x * inner)

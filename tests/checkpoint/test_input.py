@@ -122,7 +122,7 @@ def test_values_by_rank_are_read_on_as_many_ranks_only(tmp_path):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_values_by_rank_of_one_axis(simulate, tmp_path):
+def test_values_by_rank_of_one_axis_are_saved_and_loaded(simulate, tmp_path):
     mesh = fzero.mesh(a=2, b=3, simulate=simulate)
     for axes, n in (("a", 2), ("b", 3), (None, 6)):
         box = PerRank({"x": torch.arange(n * 4).view(n, 2, 2), "y": torch.arange(n)}, axes)

@@ -57,7 +57,7 @@ def test_lockstep_equals_vmap_bit_for_bit(name, n):
 
 @examples(30, 120)
 @given(names, N, st.integers(0, 9))
-def test_transpose_by_the_dot_product_test(name, n, seed):
+def test_a_transpose_passes_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, *shape(n), seed=seed)
@@ -106,7 +106,7 @@ def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
 
 @examples(10, 20)
 @given(names, st.integers(1, 4))
-def test_per_sample_gradients(name, n):
+def test_vmap_gives_the_gradient_of_each_sample(name, n):
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, 3, *shape(n))
 
@@ -166,7 +166,7 @@ def test_means_of_bools_are_bools():
 
 @given(N)
 @settings(max_examples=8)
-def test_collectives_of_constants_and_of_replicated_values(n):
+def test_constants_and_replicated_values_count_once_for_each_rank(n):
     """A value that no rank made different still counts once for each rank."""
     mesh = fzero.mesh(dp=n)
     assert mesh.spmd(lambda: fzero.collectives.psum(torch.tensor(2)))().item() == 2 * n

@@ -98,7 +98,7 @@ def test_derivatives_are_those_without_the_move(name, shape):
         assert torch.equal(program(f), program(lambda x: x.clone()))
 
 
-def test_reverse_mode_of_torch_itself():
+def test_torchs_own_backward_goes_through_moves():
     x = normal((3,)).requires_grad_()
     (up(to_host(x) * 2) * 3).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [6, 6, 6]

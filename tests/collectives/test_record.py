@@ -74,7 +74,7 @@ def test_state_bytes_are_the_tables(model, n):
 
 @examples(25, 50)
 @given(trees(), world_sizes(), st.integers(0, 3))
-def test_state_bytes_of_any_tree(params, n, stage):
+def test_state_bytes_count_the_shards_of_any_tree(params, n, stage):
     exact, padded = sizes(params, n)
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=n))
     cut, _ = step.init(params, optim.sgd(0.1))

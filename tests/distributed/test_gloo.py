@@ -20,7 +20,7 @@ FOUR = ("axes", "local")
 
 
 @pytest.mark.parametrize("ranks,modules", [(2, TWO), (4, FOUR)])
-def test_processes(ranks, modules):
+def test_cases_hold_on_processes(ranks, modules):
     """All modules in one world, since each world warms up for itself."""
     check(ranks, all_cases.__name__, [f"{name}.{case}" for name in modules for case in quick(name)])
 
@@ -30,7 +30,7 @@ def test_processes(ranks, modules):
     "name,ranks",
     [*((name, 2) for name in TWO), *((name, 4) for name in TWO), *((name, 4) for name in FOUR)],
 )
-def test_processes_of_one_module(name, ranks):
+def test_cases_of_one_module_hold_on_processes(name, ranks):
     check(ranks, MODULES[name].__name__, quick(name))
 
 
@@ -38,7 +38,7 @@ def test_processes_of_one_module(name, ranks):
 @pytest.mark.parametrize(
     "name,ranks", [("core", 2), ("jit", 2), ("axes", 4), ("pipeline", 2), ("pipeline", 4), ("tensor", 2)]
 )
-def test_slow_cases(name, ranks):
+def test_slow_cases_hold_on_processes(name, ranks):
     check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))
 
 

@@ -14,7 +14,7 @@ from tests.examples.helpers import run
 from tests.helpers import cases
 
 
-def test_zero_by_hand():
+def test_zero_by_hand_prints_the_bytes_of_each_stage():
     """It asserts that by hand, in one line and unsharded are equal; here is what it prints of memory."""
     out = run("examples/zero_by_hand.py")
     shown = (ROOT / "docs" / "_outputs" / "zero_by_hand.txt").read_text().splitlines()[1:]
@@ -34,7 +34,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     "ranks,words", [(1, ["--capacity", "0", "--stage", "2"]), pytest.param(2, [], marks=pytest.mark.slow)]
 )
-def test_experts(ranks, words, tmp_path):
+def test_experts_learn_as_a_dense_model_does(ranks, words, tmp_path):
     """The experts learn as the dense equivalent does."""
     short = ["examples/moe.py", "--steps", "12", "--text", str(ROOT / "README.md")]
     out = run(*short, *words, "--out", str(tmp_path / "8"), ranks=ranks)
@@ -53,7 +53,7 @@ def test_replicas_that_seldom_talk_learn(ranks):
     assert shared < 5 and own == ([shared, shared] if ranks == 1 else [])
 
 
-def test_a_plan_of_many_experts_on_many_ranks():
+def test_many_experts_are_planned_on_many_ranks():
     short = ["examples/moe.py", "--plan", "--world", "64", "--text", str(ROOT / "README.md")]
     out = run(*short, "--experts", "8", "--ep", "8")
     assert out.startswith("1 of 8 experts of each layer on a rank of 64:\n")
@@ -145,7 +145,7 @@ def test_train_gpt_plans(tmp_path):
 @pytest.mark.parametrize(
     "model, stage, simulate", cases([("vit", 2, "vmap"), ("mixtral", 3, "lockstep")], [("gpt2", 3, "vmap")])
 )
-def test_hf_model(model, stage, simulate):
+def test_hf_model_learns_and_holds_its_shards(model, stage, simulate):
     out = run("examples/hf_model.py", "--model", model, "--stage", str(stage), "--simulate", simulate, "--steps", "4")
     losses = [float(x) for x in re.findall(r"step \d: loss (\S+)", out)]
     assert len(losses) == 4 and losses[-1] < losses[0]

@@ -90,7 +90,7 @@ def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k
         assert sum(x.name in names for x in found) == sum(o.times for o in products) > 0
 
 
-def test_the_intervals_of_host_and_copies():
+def test_a_timeline_has_intervals_of_host_and_copies():
     found = timeline(traced(down_up), hardware=DEVICE)
     check_timeline(found, 10)
     assert [(x.stream, x.start, x.seconds, x.name, x.limit) for x in found] == [

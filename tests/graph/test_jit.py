@@ -259,7 +259,7 @@ def test_writes_within_the_step_are_its_own_business():
         bitwise(jitted(torch.ones(2)), f(torch.ones(2)))
 
 
-def test_one_trace_a_signature(caplog):
+def test_each_signature_is_traced_once(caplog):
     f = fzero.jit(lambda x, k, flag=None: x * k, backend="fx")
     with caplog.at_level(logging.INFO, "fzero.jit"):
         for _ in range(3):

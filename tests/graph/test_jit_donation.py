@@ -52,7 +52,7 @@ def test_a_donated_box_says_so_when_read():
         box.data  # noqa: B018
 
 
-def test_donate_nothing():
+def test_arguments_survive_if_none_is_donated():
     step, params, state, batch = sharded(3)
     keep = fzero.jit(step.step, donate=(), backend="fx")
     first, second = keep(params, state, batch), keep(params, state, batch)

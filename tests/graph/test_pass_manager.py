@@ -285,7 +285,7 @@ def test_a_dump_stays_where_the_step_was_jitted(tmp_path, monkeypatch):
     assert (tmp_path / "graphs" / "peaks.txt").exists()
 
 
-def test_a_dump_of_a_graph_without_operations(tmp_path):
+def test_a_graph_without_operations_is_dumped(tmp_path):
     x = torch.ones(2)
     assert fzero.jit(lambda x: x, backend="fx", dump=tmp_path)(x) is not None
     assert peak_bytes_of(tmp_path / "peaks.txt") == {8}

@@ -201,7 +201,7 @@ def test_a_plan_for_a_world_that_is_not_there():
     assert not torch.distributed.is_initialized()
 
 
-def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
+def test_an_unsharded_step_is_planned_with_meta_arguments():
     step = train_step_for(mlp_loss, ADAMW)
     params = tree.map(lambda x: x.to("meta"), mlp_params())
     plan = fzero.plan(step, params, ADAMW.init(params), tree.map(lambda x: x.to("meta"), mlp_batch(4)))
@@ -213,7 +213,7 @@ def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
             planned("A", 3, world_size=n)
 
 
-def test_a_plan_of_a_rank_program_in_another_world():
+def test_a_rank_program_is_planned_in_another_world():
     mesh = fzero.mesh(dp=2)
     program = mesh.spmd(lambda x: fzero.collectives.psum(x))
     (sent,) = fzero.plan(program, mesh.split(torch.ones(4)), world_size=512).collectives
@@ -308,7 +308,7 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
     assert abs(operations(2, 4096) - a) < 30  # padding
 
 
-def test_a_plan_on_several_axes():
+def test_a_plan_covers_meshes_of_several_axes_and_of_other_sizes():
     """One rank's plan of a mesh with other sizes."""
     step, args = arranged("all three", 3)
     plan = fzero.plan(step, *args)

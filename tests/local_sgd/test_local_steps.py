@@ -323,7 +323,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
 
 
 @pytest.mark.parametrize("stage", cases((3,), (0, 2)))
-def test_tensor_parallelism_within_a_replica(stage):
+def test_replicas_with_split_matrices_learn_as_whole_ones(stage):
     """Replicas of 2 x 2 ranks, over two of which matrices are split, learn what replicas of 2 ranks learn."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1))
     g = torch.Generator().manual_seed(0)

@@ -46,7 +46,7 @@ def train_step_for(model: nn.Module, opt: Any, loss: Any = loss_of, **options: A
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_four_ranks_and_adams_usual_eps(name):
+def test_four_ranks_with_adams_usual_eps_train_as_one(name):
     """Which scales the rounding errors of small gradients up: measured, 6e-13; 3e-12 where the exact gradient is 0."""
     opt = optim.adamw(1e-2, weight_decay=0.1)
     train_step, params = train_step_for(built(name, "eager"), opt)

@@ -33,7 +33,7 @@ WRITES = ("tests/zero/test_writes.py",)
 
 def on_processes(module: str, ranks: int = 2, slow: bool = False) -> tuple[str, ...]:
     """Return the words for pytest that run the quick or the slow cases of one module on real processes."""
-    test = f"{'test_slow_cases' if slow else 'test_processes_of_one_module'} and {module}-{ranks}"
+    test = f"{'test_slow_cases' if slow else 'test_cases_of_one_module'} and {module}-{ranks}"
     return ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", test)
 
 

@@ -99,7 +99,7 @@ def test_evaluation_mode_is_kept_as_it_was_and_writes_no_buffer():
     assert_trees_close(after, evaluation.buffers, 0.0)
 
 
-def test_per_sample_gradients_of_a_module():
+def test_vmap_gives_a_modules_gradient_of_each_sample():
     module = built(MODULES["sequential"][0])
     apply, params, buffers = functional(module)
     x = randn(6, 5)

@@ -87,7 +87,7 @@ def test_a_layer_that_attention_only_reads_is_not_chosen():
     assert chosen == ("layers.0.linear1.weight", "layers.0.linear2.weight")
 
 
-def test_transformers_layers_with_transposed_weights():
+def test_transposed_weights_of_transformers_are_multiplied_in_float8():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -126,7 +126,7 @@ def test_a_module_without_blocks_is_an_error():
 
 
 @pytest.mark.parametrize("name", ("gpt2", "llama"))
-def test_a_language_model_of_transformers(name):
+def test_a_language_model_of_transformers_runs_its_blocks_again(name):
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
     common = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}

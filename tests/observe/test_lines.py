@@ -98,7 +98,7 @@ def span(name: str, line: str, phase: str, start: float) -> Span:
     return Span(name, line, "f", phase, start, 1.0)
 
 
-def test_lines_and_bars_of_spans():
+def test_spans_become_lines_and_bars():
     spans = [span("aten::mm", "a.py:1", "forward", 0), span("aten::mm", "a.py:2", "forward", 1)]
     spans += [span("aten::mm", "a.py:1", "backward", 2)]
     first, second = by_line(spans)
@@ -201,7 +201,7 @@ def test_a_label_is_what_fits():
     assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])
 
 
-def test_the_function_of_a_line(tmp_path: pathlib.Path):
+def test_a_line_lies_in_its_innermost_function(tmp_path: pathlib.Path):
     path = tmp_path / "model.py"
     path.write_text("x = 1\nclass A:\n    def f(self):\n        def g():\n            return 1\n        return g\n")
     names = [_function_at(f"{path}:{i}") for i in range(1, 7)]
@@ -209,7 +209,7 @@ def test_the_function_of_a_line(tmp_path: pathlib.Path):
     assert _function_at("") == _function_at(f"{tmp_path}/none.py:3") == ""
 
 
-def test_a_flame_chart(tmp_path: pathlib.Path):
+def test_a_profile_shows_a_flame_chart(tmp_path: pathlib.Path):
     step, args = sharded(0)
     found = fzero.profile(step, *args, steps=1)
     found.plot(tmp_path / "flame.png")

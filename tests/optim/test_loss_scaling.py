@@ -97,7 +97,7 @@ def test_the_scale_grows_and_has_bounds():
     assert scales == [*expected, (2, 0, 4), (2, 1, 4)]  # in a row: the good step before a bad one does not count
 
 
-def test_higher_derivatives_through_a_scale():
+def test_higher_derivatives_go_through_a_scale():
     f = lambda w: (w**3).sum()  # noqa: E731
     w = torch.tensor([1.0, 2.0])
     inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()  # noqa: E731

@@ -66,7 +66,7 @@ def test_updated_on_the_device_it_trains_bit_for_bit(name, params, ratio, rule, 
 
 
 @pytest.mark.parametrize("name", cases([*POINTWISE][::2], POINTWISE))
-def test_every_optimizer_updated_on_the_host(name):
+def test_every_optimizer_is_exact_on_the_host(name):
     check_bitwise(Way(3, 2, units=RULES["one unit"]), POINTWISE[name], small_params(), 0.37, "host")
 
 

@@ -104,7 +104,7 @@ class Normalized(Regression):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_statistics_metrics_frozen_and_tied_weights(tmp_path, stage):
+def test_statistics_metrics_frozen_and_tied_weights_are_those_of_lightning(tmp_path, stage):
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1}
     plain, sharded = (
         train(tmp_path, "auto", Normalized, **options),
@@ -236,7 +236,7 @@ TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
 @pytest.mark.parametrize("precision", TRUE)
-def test_true_precisions(tmp_path, precision):
+def test_a_true_precision_trains_in_its_dtype(tmp_path, precision):
     make, options = functools.partial(Regression, 0.0), {"max_steps": 8, "precision": precision}
     plain, sharded = train(tmp_path, make=make, **options), train(tmp_path, plug.Strategy(3), make, **options)
     dtypes = {x.dtype for x in [*sharded[1].strategy._engine.params.values(), *sharded[0].parameters()]}
@@ -294,7 +294,7 @@ class LanguageModel(lightning.LightningModule):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_language_model_of_transformers(tmp_path, stage):
+def test_a_language_model_of_transformers_trains_alike(tmp_path, stage):
     results = []
     for strategy in ("auto", plug.Strategy(stage)):
         lightning.seed_everything(0, verbose=False)

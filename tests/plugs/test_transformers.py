@@ -73,7 +73,7 @@ def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
-def test_micro_batches_of_different_lengths(tmp_path, backend):
+def test_micro_batches_of_different_lengths_train_alike(tmp_path, backend):
     assert_trains_alike(tmp_path, 3, backend, data_collator=pad, gradient_accumulation_steps=2)
 
 
@@ -129,7 +129,7 @@ class AppliesOldFunction(Trainer):
         return (OldFunction.apply(loss[0]), loss[1]) if isinstance(loss, tuple) else OldFunction.apply(loss)
 
 
-def test_a_loss_with_an_old_autograd_function(tmp_path):
+def test_a_loss_with_an_old_autograd_function_trains_alike(tmp_path):
     assert_trains_alike(tmp_path, 3, None, kind=AppliesOldFunction, max_grad_norm=0.0)
 
 

@@ -75,7 +75,7 @@ with socket.socket() as taken:
 """
 
 
-def test_a_world_of_one_process():
+def test_a_world_of_one_process_is_no_simulation():
     """It is no simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
     _, out, err = alone(60, ONE, **rank_variables(0, 1, free_port()))
     lines = out.splitlines()
@@ -142,5 +142,5 @@ def test_where_slurms_tasks_meet(monkeypatch):
         ("rack[1-2]node[03-4],other", "rack1node03"),
     ],
 )
-def test_first_machine_of_slurms_list(nodes, first):
+def test_ranks_read_the_first_machine_of_slurms_list(nodes, first):
     assert _first_host(nodes) == first

@@ -312,7 +312,7 @@ def test_derivatives_of_gradients_are_exact(stage):
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_bytes_on_the_wire(k):
+def test_codes_take_few_bytes_on_the_wire(k):
     """A gather by int8 takes at most 0.27 of float32's bytes, and a sum by int4 at most 0.15; the plan counts them."""
     params, n = gpt_params(width=64, vocab=32), 4
     mesh, tokens = fzero.mesh(dp=n), torch.zeros(n * k, 9, dtype=torch.int64)

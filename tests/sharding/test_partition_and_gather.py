@@ -139,7 +139,7 @@ def test_gradients_inside_equal_gradients_outside(n, b):
 
 @settings(max_examples=10)
 @given(world_sizes(4))
-def test_per_sample_gradients_of_shards(n):
+def test_the_gradient_of_each_sample_is_reduced_into_shards(n):
     """vmap over samples inside a rank program: each sample's gradient is reduced into shards."""
     mesh, params, batch = fzero.mesh(dp=n), mlp_params(), mlp_batch(n * 3)
 
@@ -158,7 +158,7 @@ def test_per_sample_gradients_of_shards(n):
 
 @settings(max_examples=10)
 @given(world_sizes(4), st.booleans())
-def test_jvp_through_gather(n, remember):
+def test_jvp_goes_through_gather(n, remember):
     mesh, params, batch = fzero.mesh(dp=n), mlp_params(), mlp_batch(n * 2)
 
     def program(params: Any, batch: Any) -> Any:
@@ -183,7 +183,7 @@ def _with_data(structure: Any, leaves: list[Any], data: list[torch.Tensor]) -> A
 
 @settings(max_examples=10)
 @given(world_sizes(3), st.booleans())
-def test_grad_of_grad_through_value_and_grad(n, boxed):
+def test_value_and_grad_gives_the_gradient_of_a_gradient(n, boxed):
     """The gradient of a gradient's norm, as a gradient penalty needs it."""
     mesh, params, batch = fzero.mesh(dp=n), {"w": mlp_params()["blocks"][0]["w"]}, mlp_batch(n * 2)
 
@@ -308,7 +308,7 @@ def test_two_trees_of_one_layout_in_one_tree_gather_apart():
     assert_trees_close(backwards["u"]["b"], params["u"]["b"], rtol=0)
 
 
-def test_reduce_scatter_of_two_trees_of_one_layout():
+def test_reduce_scatter_keeps_two_trees_of_one_layout_apart():
     mesh, params = fzero.mesh(dp=2), {"u": {"a": torch.arange(3.0), "b": torch.ones(2)}}
 
     def program(p: Any) -> Any:

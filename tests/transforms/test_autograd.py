@@ -80,7 +80,7 @@ def test_an_old_function_is_differentiated(stage):
     assert not of_doubled[0].requires_grad
 
 
-def test_aux_and_unused_parameters():
+def test_autograd_returns_aux_and_zeros_for_unused_parameters():
     def f(params, batch):
         return (batch @ params["w"]).sum(), {"mean": batch.mean(), "name": "aux"}
 

@@ -92,7 +92,7 @@ def test_results_keep_their_structure():
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_plain_autograd(save):
+def test_remat_has_the_gradients_of_plain_autograd(save):
     p, x = inputs()
     expected = grad(loss_of(block))(p, x)
     own = {k: v.clone().requires_grad_() for k, v in p.items()}

@@ -90,7 +90,7 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
         itertools.product(("vmap", "lockstep"), SAVES[:2], (True, False)),
     ),
 )
-def test_tensor_parallel_blocks(sim, save, whole):
+def test_tensor_parallel_blocks_run_again_alike(sim, save, whole):
     def tp() -> Any:
         return "tp" if "tp" in fzero.axes.axis_names() else ()
 

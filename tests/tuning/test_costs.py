@@ -36,7 +36,9 @@ def opt_30b() -> tuning.OffloadCosts:
     [(opt_13b(), 0.0, 36, 1.52, 3.52, 2.83, 2.60, 2.3), (opt_30b(), 0.04, 74, 1.23, 4.11, 3.11, 2.79, 3.1)],
     ids=["OPT-13B", "OPT-30B"],
 )
-def test_the_two_models_of_the_paper(costs, first, gigabytes, compute, deepspeed, ours, device, ratio_of_times):
+def test_costs_of_two_models_are_those_of_the_paper(
+    costs, first, gigabytes, compute, deepspeed, ours, device, ratio_of_times
+):
     assert costs.first_fit == first
     assert round(costs.device_bytes(first) / 1e9) == gigabytes
     assert round(costs.work.flops / costs.machine.flops, 2) == compute
@@ -59,7 +61,7 @@ def test_the_published_speed_ups_need_a_slower_host():
             assert costs.seconds(1, "deepspeed") / costs.seconds(share, "deepspeed") <= 1 / share + 1e-9
 
 
-def test_the_hosts_arithmetic_of_16_bytes_a_parameter():
+def test_an_update_on_the_host_moves_16_bytes_a_parameter():
     """Momentum, variance and master in float32, a gradient down and a parameter up: 10 B of them on 160 GB, or 8."""
     work = tuning.model_work(10e9, ranks=1, tokens=1, stage=2)
     assert work.host_bytes == (0, 160e9) and work.state_bytes == 120e9
@@ -106,7 +108,7 @@ def test_seconds_are_bounded_by_the_passes_and_the_chain(work, machine, a, b, ro
 
 
 @given(work=works, machine=machines, ratio=ratios, faster=st.floats(1, 100))
-def test_orders_of_ways_and_schedules(work, machine, ratio, faster):
+def test_better_ways_and_schedules_take_no_longer(work, machine, ratio, faster):
     costs = tuning.offload_costs(work, machine)
 
     def at(*row: str, of: Any = costs) -> float:
@@ -137,7 +139,7 @@ def test_the_first_ratio_that_fits_is_that_of_trying_all(work, machine, parts):
         assert costs.seconds(fastest, "host", schedule) <= best * (1 + 1e-9) + 1e-12
 
 
-def test_by_hand():
+def test_costs_are_those_by_hand():
     """10 elements of 30 bytes; every speed is another."""
     work = tuning.OffloadWork("w", "", 10, 100, 25, (300, 100), (0, 160), 120, 20, 20, 4)
     machine = tuning.Machine("m", 10, 250, 60, 2, 40, 48, 2)

@@ -12,13 +12,13 @@ ZERO3 = {(True, True): (71.69, 0.12), (True, False): (63.72, 0.78), (False, Fals
 
 
 @pytest.mark.parametrize("offload", ZERO2)
-def test_deepspeeds_zero2_on_t5(offload):
+def test_zero2_on_t5_takes_the_bytes_that_deepspeed_says(offload):
     estimate = tuning.deepspeed_zero2(T5[0], devices_per_host=8, offload=offload)
     assert (round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)) == ZERO2[offload]
 
 
 @pytest.mark.parametrize("offload,params", ZERO3)
-def test_deepspeeds_zero3_on_t5(offload, params):
+def test_zero3_on_t5_takes_the_bytes_that_deepspeed_says(offload, params):
     estimate = tuning.deepspeed_zero3(*T5, devices_per_host=8, offload=offload, offload_params=params)
     assert (round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)) == ZERO3[offload, params]
 

@@ -70,7 +70,7 @@ def test_over_some_axes_is_over_one_axis_of_as_many_ranks(mesh_and_axes, data, s
 
 @examples(14, 40)
 @given(meshes_and_axes(), st.data(), simulations)
-def test_transposes_on_several_axes(mesh_and_axes, data, simulate):
+def test_transposes_on_several_axes_pass_the_dot_product_test(mesh_and_axes, data, simulate):
     axes, names = mesh_and_axes
     f = along(names)[data.draw(st.sampled_from(sorted(along(names))))]
     X = stacked(size_of(axes, tuple(axes)), 2, 2 * size_of(axes, names))
@@ -220,7 +220,7 @@ AT = [*zip(SOME, (3, 2, 1, 0), strict=True)]
 
 
 @pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, range(4))))
-def test_bytes_and_elements_on_several_axes(name, stage):
+def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
     """What a rank holds and moves, by the formulas of each unit's own ranks; the same in both simulations."""
     axes, options = ARRANGEMENTS[name]
     opt = optim.sgd(0.1, momentum=0.9)

@@ -65,7 +65,7 @@ ALL = itertools.product(sorted(ARRANGEMENTS), SIMULATED)
 
 
 @pytest.mark.parametrize("name,simulate", cases(zip(sorted(ARRANGEMENTS), itertools.cycle(SIMULATED)), ALL))
-def test_on_every_arrangement_of_axes(name, simulate):
+def test_init_from_a_function_gathers_to_its_values_on_any_axes(name, simulate):
     axes, options = ARRANGEMENTS[name]
     step = step_on(3, simulate, options, **axes)
     assert_trees_close(step.gather(step.init(parallel_params, optim.sgd(0.1))[0]), parallel_params(), rtol=0)

@@ -71,7 +71,7 @@ def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_u
 
 @examples(1, 15)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.sampled_from(["vmap", "lockstep"]))
-def test_on_every_arrangement_of_axes(name, stage, simulate):
+def test_partition_inverts_gather_on_any_axes(name, stage, simulate):
     axes, options = ARRANGEMENTS[name]
     opt = optim.chain(optim.adamw(1e-2), optim.params_ema(0.9))
     step = fzero.shard(train_step_for(parallel_loss, opt), stage, fzero.mesh(simulate=simulate, **axes), **options)
@@ -83,7 +83,7 @@ def test_on_every_arrangement_of_axes(name, stage, simulate):
 
 @examples(4, 30)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.integers(1, 5), st.booleans())
-def test_of_any_tree(values, stage, n, tie):
+def test_partition_inverts_gather_for_any_tree(values, stage, n, tie):
     values = {**values, "again": values["first"]} if tie else values
     step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=n), units=lambda path, leaf: path[:6] or None)
     params, state = step.init(values, optim.adam(0.1))

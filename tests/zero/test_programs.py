@@ -37,7 +37,7 @@ def test_outside_any_mesh_it_is_torch_funcs_own(argnums):
 
 
 @pytest.mark.parametrize("k", cases([2], [1]))
-def test_sam(k):
+def test_sam_takes_two_gradients(k):
     """Sharpness-aware minimisation (arXiv:2010.01412): two gradients, the second at perturbed parameters."""
     opt = optim.sgd(0.1, momentum=0.9)
 
@@ -53,7 +53,7 @@ def test_sam(k):
     assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((3,), (1, 2, 3)), rtol=1e-11)
 
 
-def test_ema_of_parameters_in_the_optimizer_state():
+def test_an_optimizer_keeps_an_ema_of_parameters():
     base = optim.adam(1e-2, eps=1e-3)
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -74,7 +74,7 @@ def test_ema_of_parameters_in_the_optimizer_state():
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("n", cases((1, 4), [2]))
-def test_gan_with_two_parameter_trees(stage, n):
+def test_a_gan_trains_two_parameter_trees(stage, n):
     """param_argnums=(0, 1): each network's gradient, with the other as a boxed, undifferentiated argument."""
     g_params = {"layers": [{"w": mlp_params(seed=1)["blocks"][0]["w"]}], "b": torch.zeros(7).double()}
     d_params = {"layers": [{"w": mlp_params(seed=2)["head"][0]}], "b": torch.ones(3).double()}
@@ -114,7 +114,7 @@ def test_gan_with_two_parameter_trees(stage, n):
         assert all(type(x) is torch.Tensor for x in tree.tensors(out[:2])) and "Shard" not in repr(out[:2])
 
 
-def test_losses_that_the_user_normalises():
+def test_a_loss_may_be_normalised_by_the_user():
     """Token-weighted mean with unequal counts: reduce="sum" and a psum of the counts is exact, the mean is not."""
     opt = optim.sgd(0.1)
     mask = ((torch.arange(12) % 5 == 0) | (torch.arange(12) < 4)).double()[:, None]
@@ -231,7 +231,7 @@ def test_gradients_are_values_and_each_unit_is_reduced_once():
 
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_value_and_grad_of_value_and_grad(boxed, n):
+def test_value_and_grad_sees_the_global_gradient_within(boxed, n):
     """A gradient penalty, and a step inside the loss (MAML), see the global gradient, as unsharded training does."""
     params, batch = {"w": mlp_params()["head"][0]}, BATCHES[0]
 

@@ -121,7 +121,7 @@ def step_elsewhere(stage: int, ranks: int = 8) -> fzero.zero.ShardedStep:
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 @pytest.mark.parametrize("how", ["function", "donated", "kept"])
-def test_no_second_copy_of_all_parameters(how, stage):
+def test_init_makes_no_second_copy_of_all_parameters(how, stage):
     """What init adds at its peak: of parameters P, state S in a rank's layout, one leaf, shards for the optimizer."""
     width, layers, ranks = 64, 12, 8
     leaf, psi = width * width * 4, layers * width * width * 4
@@ -201,7 +201,7 @@ def test_parameters_that_require_grad_give_plain_tensors(stage, precision):
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
-def test_init_under_inference_mode_and_of_inference_tensors(stage, simulate):
+def test_init_returns_ordinary_tensors_under_inference_mode(stage, simulate):
     """The results are ordinary tensors, which a jitted step may overwrite."""
     opt = optim.adam(0.1)
     train_step = train_step_for(lambda p, x: (x @ p["w"]).square().mean(), opt)
@@ -215,7 +215,7 @@ def test_init_under_inference_mode_and_of_inference_tensors(stage, simulate):
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_init_under_a_meta_device(stage):
+def test_init_under_a_meta_device_keeps_real_parameters(stage):
     """Real parameters keep a real state; a state without memory is refused, which else would show steps later."""
     step, count = step_on(stage), {"count": torch.zeros((), device="meta")}
     without_memory = optim.Optimizer(lambda params: count, lambda grads, state, params: (grads, state))

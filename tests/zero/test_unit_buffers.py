@@ -40,7 +40,7 @@ def test_the_leaves_of_a_unit_lie_side_by_side_where_ranks_update_parts_of_it(st
         assert torch.equal(x, y) and x.is_contiguous()
 
 
-def test_partition_lays_them_so_too():
+def test_partition_lays_units_in_one_memory_too():
     step = step_at(1)
     params, _ = step.init(mlp_params(), OPT)
     for made in (step.partition(mlp_params()), step.partition(mlp_params(), like=params)):

@@ -101,7 +101,9 @@ def test_attention_across_ranks_is_attention_of_the_sequence(
     *[st.booleans()] * 3,
     st.sampled_from([None, 0.7]),
 )
-def test_derivatives_of_the_second_order(n, simulate, causal, has_documents, has_sinks, softcap):
+def test_derivatives_of_the_second_order_are_those_of_whole_sequences(
+    n, simulate, causal, has_documents, has_sinks, softcap
+):
     """Reverse over reverse, forward, forward over reverse, and a vmap of the user; torch's kernels have none."""
     length = 4 * n
     values = values_of(n, 4, 2, length, (1,))
@@ -160,7 +162,7 @@ def test_half_precision_is_as_exact_as_torchs_own(method):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("n", [2, 4])
-def test_bytes_that_travel(n, causal, has_documents):
+def test_attention_sends_the_bytes_of_the_formulas(n, causal, has_documents):
     """The formulas of docs/context.md, in elements of one rank."""
     samples, heads, groups, length, width = 2, 4, 2, 4 * n, 4
     values = values_of(0, heads, groups, length)
@@ -220,7 +222,7 @@ def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("window", [None, 2])
-def test_empty_sequences_and_batches(n, window):
+def test_empty_sequences_and_batches_have_empty_results_and_gradients(n, window):
     for lead, length in ((2,), 0), ((0,), 4):
         values = values_of(0, 4, 2, length, lead)
 

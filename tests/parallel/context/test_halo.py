@@ -91,7 +91,7 @@ def test_neighbours_are_those_of_the_document(n, half, before, after, dim, simul
     assert_near([to_x], [context.split(mesh, grad, dims=dim, batch_axis=()).value])
 
 
-def test_neighbours_of_one_document_and_of_a_list_of_tokens():
+def test_neighbours_stay_within_a_document():
     mesh, x = fzero.mesh(cp=2), torch.arange(1, 9)
     own = fzero.PerRank(torch.tensor([[1, 2, 7, 8], [3, 4, 5, 6]]))
     assert mesh.spmd(lambda x: fzero.PerRank(context.neighbours(x, 1, dim=0)[0]))(own).value.tolist() == [
@@ -160,7 +160,7 @@ def test_what_a_halo_sends(before, after, elements):
     assert sum(call.elements for call in log.events) == 2 * elements
 
 
-def test_edges_of_any_dtype_and_of_no_tokens():
+def test_a_halo_serves_any_dtype_and_no_tokens():
     mesh = fzero.mesh(cp=2)
     early, late = on_ranks(mesh, lambda x: context.halo(x, 1), torch.arange(1, 9).view(1, 8))
     assert early.tolist() == [[[0, 1, 2]], [[2, 3, 4]]]
@@ -174,7 +174,7 @@ def test_edges_of_any_dtype_and_of_no_tokens():
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_documents", [False, True])
-def test_a_convolution_in_a_jitted_step(backend, has_documents):
+def test_a_jitted_step_with_a_convolution_trains_as_on_whole_sequences(backend, has_documents):
     """At stage 3; two steps have the parameters of whole sequences."""
     from fzero import optim
     from tests.helpers import train_step_for

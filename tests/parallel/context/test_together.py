@@ -36,7 +36,7 @@ FEW_EXPERTS = [
 
 
 @pytest.mark.parametrize("axes,method,over,stage,simulate", cases(FEW_EXPERTS, EXPERT_CASES))
-def test_experts_over_an_axis_of_their_own_or_that_of_tokens(axes, method, over, stage, simulate):
+def test_experts_may_lie_along_their_own_axis_or_that_of_tokens(axes, method, over, stage, simulate):
     """And a balance loss of each sequence is that of whole ones."""
     sizes, axis = axes
     mesh = fzero.mesh(**sizes, simulate=simulate)
@@ -94,7 +94,7 @@ def test_files_do_not_know_how_sequences_were_split(tmp_path, stage):
 
 
 @pytest.mark.parametrize("ratio,stage,jit", [(0.4, 3, True), (1, 2, False)])
-def test_optimizer_state_in_host_memory(ratio, stage, jit):
+def test_a_step_with_optimizer_state_in_host_memory_is_exact(ratio, stage, jit):
     opt = optim.offload(OPT, ratio)
     train_step = train_step_for(loss_for(causal=True), opt)
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2, cp=2))

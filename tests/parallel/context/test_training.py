@@ -137,7 +137,7 @@ def test_a_step_averages_over_the_axis():
 
 
 @pytest.mark.slow
-def test_the_default_backend():
+def test_the_default_backend_trains_as_whole_sequences_do():
     """Inductor, with the ring and documents."""
     params, batches = params_of(), [batch_of(i, True) for i in range(2)]
     train_step = train_step_for(loss_for(causal=True, method="ring"), OPT)

@@ -123,7 +123,7 @@ def test_micro_batches_jitter_in_ways_of_their_own():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (4, 0)])
-def test_grouped_products_of_nothing_in_half_precision(rows, columns):
+def test_grouped_products_of_nothing_are_empty_or_zero(rows, columns):
     """torch's kernel takes neither no rows nor no columns."""
     x, w = torch.ones(rows, 8, dtype=torch.bfloat16), torch.ones(2, 8, columns, dtype=torch.bfloat16)
     offsets = torch.tensor([rows // 2, rows])

@@ -82,7 +82,7 @@ def by_sums(loop, x, y, offsets):
 
 
 @pytest.mark.parametrize("f", [moe.grouped_mm, moe.grouped_outer])
-def test_gradients_of_gradients(f):
+def test_gradients_of_gradients_pass_gradgradcheck(f):
     g = torch.Generator().manual_seed(0)
     offsets = torch.tensor([2, 2, 5])
     x = torch.randn(6, 2, generator=g, dtype=torch.float64, requires_grad=True)

@@ -51,12 +51,12 @@ def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro,
 @pytest.mark.slow
 @examples(3, 4)
 @given(st.sampled_from([fzero.mesh(ep=2), fzero.mesh(dp=2, ep=2)]), st.sampled_from([None, 1.0]))
-def test_more_experts_than_tokens(mesh, capacity):
+def test_experts_may_outnumber_the_tokens(mesh, capacity):
     check(loss_for(3, capacity), mesh, (1, 3), count=16)
 
 
 @pytest.mark.parametrize("capacity", [None, 0.25])
-def test_starved_experts_on_ranks_of_their_own(capacity):
+def test_starved_experts_train_on_their_own_ranks(capacity):
     """All tokens go to one rank's expert; the other ranks' experts have none, and with little room most are dropped."""
     bias = torch.tensor([0.0, 0, 9, 0]).double()
     loss = loss_for(1, capacity, score="sigmoid", normalize=False, bias=bias)
@@ -102,7 +102,7 @@ def test_a_layer_of_tensor_parallel_experts_trains_like_the_unsharded_one():
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_half_precision_with_masters(capacity):
+def test_half_precision_differs_by_its_rounding_alone(capacity):
     """Routers in float32; bfloat16 differs by its rounding alone."""
     precision = fzero.Precision(torch.bfloat16, reduce=torch.float32, full=lambda path, leaf: "router" in path)
     opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05)), precision)
@@ -196,7 +196,7 @@ def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
 
 
 @pytest.mark.slow
-def test_a_jitted_loop_over_micro_batches_with_remat_and_jitter():
+def test_a_jitted_loop_with_remat_and_jitter_trains_as_the_eager_one():
     mesh = fzero.mesh(dp=2, ep=2)
     train_step = train_step_for(jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)
     step, batch = fzero.shard(train_step, stage=2, mesh=mesh, split=SPLIT), mesh.split(batch_of(16))
@@ -219,13 +219,13 @@ def test_a_lost_nan_is_found(capacity):
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(MESHES, CAPACITIES, st.integers(1, 4), st.sampled_from(["batch", "sequence"]), st.booleans())
-def test_training_on_any_mesh_at_all_stages(mesh, capacity, k, over, remat):
+def test_experts_train_on_any_mesh_at_all_stages(mesh, capacity, k, over, remat):
     check(loss_for(k, capacity, over, remat=remat), mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_inductor(capacity):
+def test_inductor_trains_experts_as_an_eager_step_does(capacity):
     mesh = fzero.mesh(dp=2, ep=2)
     step = fzero.shard(train_step_for(loss_for(2, capacity), OPT), stage=3, mesh=mesh, split=SPLIT)
     batch = mesh.split(BATCHES[0])

@@ -122,7 +122,7 @@ def test_the_rule_knows_the_experts_that_it_may_split():
 @pytest.mark.parametrize(
     "name", ["glm4_moe", "ernie4_5_moe", "minimax", "flex_olmo", "granitemoe", "nemotron_h", "jamba"]
 )
-def test_other_families(name):
+def test_other_families_have_the_numbers_of_their_own_experts(name):
     """Whichever the registry serves; experts without gates (nemotron_h) too."""
     MODELS.setdefault(name, {**LATENT, **GROUPS, "n_group": 1, "head_dim": 8, "eos_token_id": None})
     RTOL[name] = 1e-6

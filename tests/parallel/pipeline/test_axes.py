@@ -34,7 +34,7 @@ from tests.parallel.pipeline.model import OPT, step_of
     st.sampled_from(["vmap", "lockstep"]),
     st.sampled_from(["1f1b", "zbv"]),
 )
-def test_with_tensor_parallelism(sizes, stage, simulate, schedule):
+def test_a_pipeline_trains_with_tensor_parallelism(sizes, stage, simulate, schedule):
     dp, pp, n = sizes
     stages = 2 if schedule == "zbv" else 1
     loss = fzero.pipeline(
@@ -70,7 +70,7 @@ def test_a_pipeline_of_experts_with_tensor_parallelism_equals_unsharded_training
     "simulate,sequence",
     cases([("vmap", True)], itertools.product(("vmap", "lockstep"), (False, True))),
 )
-def test_a_model_of_transformers(simulate, sequence):
+def test_a_model_of_transformers_trains_in_stages_heads_and_columns(simulate, sequence):
     """Cut into stages, by heads and columns, and along the sequence, without being edited."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -16,7 +16,7 @@ def raises(kind: Any, text: str) -> Any:
     return pytest.raises(kind, match=re.escape(text))
 
 
-def test_arguments_of_pipeline():
+def test_arguments_of_pipeline_are_checked():
     for options, kind, said in (
         ({"micro_batches": 0}, ValueError, "micro_batches=0: expected an int, at least 1"),
         ({"micro_batches": True}, ValueError, "micro_batches=True"),
@@ -52,7 +52,7 @@ def test_a_wrong_table_is_refused_before_anything_runs():
         loss_of(4, schedule=missing)
 
 
-def test_an_unknown_schedule():
+def test_an_unknown_schedule_is_refused():
     with raises(ValueError, "'2f2b'"):
         loss_of(4, schedule="2f2b")  # before any mesh
 

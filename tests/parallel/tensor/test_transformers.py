@@ -61,7 +61,7 @@ def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
 
 
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
-def test_with_remat_and_tied_embeddings(sequence):
+def test_a_model_with_tied_embeddings_trains_with_remat(sequence):
     model = model_of("llama", tie_word_embeddings=True)
     layers = tp.layers(model, sequence=sequence)
     params = check(model, layers, fzero.mesh(dp=2, tp=2), 3, remat=True)
@@ -90,7 +90,7 @@ def test_query_heads_that_do_not_divide_are_refused():
         check(model, tp.layers(model), fzero.mesh(dp=1, tp=2), 0)
 
 
-def test_a_loss_of_logits_that_nobody_gathers():
+def test_a_loss_takes_logits_that_nobody_gathers():
     model = model_of("llama")
     layers = tp.layers(model, {"lm_head": "colwise"})
 
@@ -105,7 +105,7 @@ def test_a_loss_of_logits_that_nobody_gathers():
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
-def test_mixtral_with_experts_over_another_axis(cut, sequence):
+def test_mixtral_trains_with_experts_over_another_axis(cut, sequence):
     """Attention over tp, experts over ep, and each expert cut over tp or not."""
     moe.transformers.register()
     dense, model = (model_of("mixtral", experts=experts) for experts in ("batched_mm", "fzero"))
@@ -119,7 +119,7 @@ def test_mixtral_with_experts_over_another_axis(cut, sequence):
 
 
 @pytest.mark.slow
-def test_mixtral_with_each_expert_cut_and_no_axis_for_experts():
+def test_mixtral_trains_with_each_expert_cut_and_no_axis_for_experts():
     dense = model = model_of("mixtral", experts="batched_mm")
     check(model, tp.layers(model), fzero.mesh(dp=2, tp=2), 3, FLOAT32, dense=dense)
 
