@@ -10,11 +10,13 @@ import torch
 from hypothesis import strategies as st
 
 from fzero import optim, tree
+from fzero.optim import OptimizerLike
 from fzero.parallel.pipeline import Pipeline
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 from fzero.sharding import PerRank
 from fzero.transforms import gather, partition
+from fzero.tree import Tree
 from fzero.zero import STAGES, ShardedStep, shard
 
 __all__ = [
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 
-def assert_trees_close(actual: Any, expected: Any, rtol: float | None = None, what: str = "") -> None:
+def assert_trees_close(actual: Tree, expected: Tree, rtol: float | None = None, what: str = "") -> None:
     """Assert that two trees have one structure, and leaves of equal shapes, dtypes and values.
 
     Args:
@@ -73,8 +75,8 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float | None = None, wh
 
 def assert_equivalent(
     train_step: Callable[..., Any],
-    params: Any,
-    opt: Any,
+    params: Tree,
+    opt: OptimizerLike,
     batches: Sequence[Any],
     stages: Sequence[int] = (0, 1, 2, 3),
     world_sizes: Sequence[int] = (1, 2, 4),
@@ -155,7 +157,7 @@ def _concatenate_ranks(values: Any, dims: int = 1) -> Any:
     return tree.map(join, values, is_leaf=lambda x: isinstance(x, PerRank))
 
 
-def is_exact_on_shards(opt: Any, steps: int = 3) -> bool:
+def is_exact_on_shards(opt: OptimizerLike, steps: int = 3) -> bool:
     """Return whether an (init, update) pair gives the same numbers on flat shards as on full leaves.
 
     Args:

@@ -40,7 +40,7 @@ class LayoutError(ValueError):
 LayoutError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Flatten a tree into its leaves (including `None`s) and its structure.
 
     Raises:
@@ -67,7 +67,7 @@ def _check_leaves(leaves: list[Any]) -> None:
         check_not_donated(leaves)
 
 
-def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
+def flatten_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """Flatten a tree into the dotted paths of its leaves, its leaves, and its structure."""
     try:
         pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
@@ -134,12 +134,12 @@ def index_tensors(leaves: Sequence[Any]) -> tuple[list[int], list[int | None]]:
     return positions, indices
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree: Tree) -> list[torch.Tensor]:
     """List the tensors of a tree."""
     return [x for x in flatten(tree)[0] if isinstance(x, torch.Tensor)]
 
 
-def numel(tree: Any) -> int:
+def numel(tree: Tree) -> int:
     """Count the elements of a tree's full leaves, an equal number at every stage. Tied leaves count once.
 
     Example:
@@ -153,7 +153,7 @@ def numel(tree: Any) -> int:
     return sum(x.full_numel() if is_box(x) else x.numel() for x in leaves.values() if hasattr(x, "numel") or is_box(x))
 
 
-def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map(f: Callable[..., Any], tree: Tree, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f` to the corresponding leaves of trees of one structure; `None` stays `None`.
 
     Tied leaves, which are one tensor object in each tree, get one result, so they stay tied. `f` must be pure.
@@ -195,7 +195,7 @@ def copy_shared(values: Any, others: Any) -> Any:
     return map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x, values)
 
 
-def elementwise(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def elementwise(f: Callable[..., Any], tree: Tree, *rest: Any) -> Any:
     """Apply an elementwise `f` like `map`; on an accelerator one launch serves many small tensors.
 
     `f` computes with `+`, `-`, `*`, `/`, `sqrt` and `to`, on tensors or on a list of them. Its
@@ -217,14 +217,14 @@ def elementwise(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return map(result, tree, *rest)
 
 
-def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_with_path(f: Callable[[str, Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f(path, leaf)` to every leaf; `None` stays `None`."""
     paths, leaves, structure = flatten_with_paths(tree, is_leaf)
     return unflatten(structure, [None if x is None else f(p, x) for p, x in zip(paths, leaves, strict=True)])
 
 
 def leaves_up_to(
-    tree: Any,
+    tree: Tree,
     other: Any,
     is_leaf: Callable[[Any], bool] | None = None,
     names: tuple[str, str] = ("the first", "the second"),
@@ -247,7 +247,7 @@ def leaves_up_to(
 
 
 def difference(
-    tree: Any,
+    tree: Tree,
     other: Any,
     is_leaf: Callable[[Any], bool] | None = None,
     names: tuple[str, str] = ("the first", "the second"),

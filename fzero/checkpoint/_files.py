@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from fzero._torch.types import StrPath
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._object_store import Remote
 
@@ -88,7 +89,7 @@ class Files(Protocol):
         ...
 
 
-def files_at(path: Any) -> Files:
+def files_at(path: StrPath) -> Files:
     """Return the files of a folder, given its path or a URL that fsspec supports, such as `"s3://bucket/run"`."""
     text = os.fspath(path)
     if not isinstance(text, str) or not text:

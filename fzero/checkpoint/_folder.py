@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._arguments import check_int
 from fzero._liveness import resume_at
 from fzero._notice import trouble_link, warn_once
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
@@ -24,6 +25,7 @@ from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
 from fzero.checkpoint._shared_memory import Hosts, SharedMemory
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts, is_leader
 from fzero.sharding import is_box
+from fzero.tree import Tree
 
 __all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
 
@@ -32,7 +34,7 @@ _DIGITS = 15  # the most digits of a step's number
 
 @api_boundary
 def checkpoints(
-    root: Any,
+    root: StrPath,
     mesh: Mesh | None = None,
     *,
     keep: int = 3,
@@ -151,7 +153,7 @@ class Checkpoints:
             self.wait()
 
     @api_boundary
-    def save(self, step: int, values: Any, *, background: bool = True, finite: Any = ()) -> SaveHandle:
+    def save(self, step: int, values: Tree, *, background: bool = True, finite: Tree = ()) -> SaveHandle:
         """Save a tree as the checkpoint of a step, and remove the checkpoints that need not be kept.
 
         It returns when the tree is copied; the tree may then be changed or donated. The next save waits for this one.
@@ -174,7 +176,7 @@ class Checkpoints:
         return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
     @api_boundary
-    def save_in_memory(self, step: int, values: Any, *, background: bool = True) -> SaveHandle:
+    def save_in_memory(self, step: int, values: Tree, *, background: bool = True) -> SaveHandle:
         """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 
         Each rank writes on its own host, and as many other hosts as `copies` says get a copy. The last step is
@@ -256,7 +258,7 @@ class Checkpoints:
         return [n for n in step_numbers(self._files) if self._files.subfolder(step_name(n)).size(MANIFEST) is not None]
 
     @api_boundary
-    def restore(self, like: Any, *, partial: bool = False) -> Any:
+    def restore(self, like: Tree, *, partial: bool = False) -> Tree:
         """Read the newest complete checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
 
         A checkpoint in memory comes before one on disk of the same step. A checkpoint that is not committed, or is

@@ -9,6 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from fzero._torch.types import StrPath
 from fzero.checkpoint._blocks import BlockRange, full_block
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
@@ -23,7 +24,7 @@ __all__ = ["differences", "export", "leaves", "read", "verify"]
 _ABSENT = object()
 
 
-def leaves(path: Any) -> dict[str, Leaf]:
+def leaves(path: StrPath) -> dict[str, Leaf]:
     """List the leaves of a checkpoint, with shapes and dtypes. A tied leaf is listed at each of its paths.
 
     Raises:
@@ -40,7 +41,7 @@ def leaves(path: Any) -> dict[str, Leaf]:
     return {path: layout.leaves[i] for path, i in sorted(layout.leaf_index.items())}
 
 
-def read(path: Any, name: str) -> Any:
+def read(path: StrPath, name: str) -> Any:
     """Read one full leaf, or one value that is not a tensor, whatever ranks and stage wrote the checkpoint.
 
     Args:
@@ -104,7 +105,7 @@ def _fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) ->
     return x
 
 
-def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
+def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
     """Read all files of a checkpoint, and check each block's checksum.
 
     Args:
@@ -250,7 +251,7 @@ _Progress = Callable[[int, int], None]
 
 
 def export(
-    path: Any,
+    path: StrPath,
     out: Any,
     *,
     prefix: str = "",

@@ -7,6 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import trouble_link
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import BlockRange, runs
@@ -21,12 +22,13 @@ from fzero.checkpoint._shared_memory import SharedMemory
 from fzero.checkpoint._tensor_bytes import is_direct, view_bytes
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
+from fzero.tree import Tree
 
 __all__ = ["ReadRequest", "load", "load_files", "read_blocks", "read_requests"]
 
 
 @api_boundary
-def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False) -> Any:
+def load(path: StrPath, like: Tree, mesh: Mesh | None = None, *, partial: bool = False) -> Tree:
     """Read a checkpoint into a tree, in any layout, on any number of ranks. All ranks of the mesh call it.
 
     Each rank reads its own ranges of the files into the memory of `like`. A load needs 4 MiB of memory beyond that.
@@ -62,7 +64,7 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
     return load_files(files_at(path), like, mesh, partial)
 
 
-def load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool = False) -> Any:
+def load_files(files: Files, like: Tree, mesh: Mesh | None, partial: bool = False) -> Any:
     """Read a checkpoint as `load` does. Start again if another save replaced the checkpoint meanwhile."""
     while True:
         read = _try_manifest(files)

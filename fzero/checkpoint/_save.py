@@ -13,6 +13,7 @@ import torch
 
 from fzero._notice import warn_once
 from fzero._torch import wait_for_device
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import StoreChannel, agree, all_or_none
 from fzero.checkpoint._error import CheckpointError
@@ -33,6 +34,7 @@ from fzero.checkpoint._ranges import TreeLayout
 from fzero.checkpoint._shared_memory import SharedMemory
 from fzero.checkpoint._tensor_bytes import chunks, view_or_chunks
 from fzero.ranks import Mesh, all_gather_numbers, checksum
+from fzero.tree import Tree
 
 __all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]
 
@@ -101,7 +103,7 @@ class Staging:
 
 @api_boundary
 def save(
-    path: Any, values: Any, mesh: Mesh | None = None, *, background: bool = False, timeout: float = TIMEOUT
+    path: StrPath, values: Tree, mesh: Mesh | None = None, *, background: bool = False, timeout: float = TIMEOUT
 ) -> SaveHandle:
     """Save a tree, in any layout, to a folder. All ranks of the mesh call it.
 

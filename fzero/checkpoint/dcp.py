@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fzero import tree
 from fzero._torch import load_metadata, pytree
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import rectangles
@@ -45,6 +46,7 @@ from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
 from fzero.sharding import slice_elements
+from fzero.tree import Tree
 
 __all__ = ["load", "save"]
 
@@ -324,7 +326,7 @@ _LONGEST = 1 << 30  # bytes of it
 
 
 @api_boundary
-def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: _Name | None = None) -> None:
+def save(path: StrPath, values: Tree, mesh: Mesh | None = None, *, name: _Name | None = None) -> None:
     """Save a tree, in any layout, in the format of torch.distributed.checkpoint (DCP). All ranks of the mesh call it.
 
     Any program that uses DCP reads the leaves by their paths: `{"model": params}` as `{"model": module.state_dict()}`.
@@ -367,7 +369,9 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: _Name | None
 
 
 @api_boundary
-def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: _Name | None = None) -> Any:
+def load(
+    path: StrPath, like: Tree, mesh: Mesh | None = None, *, partial: bool = False, name: _Name | None = None
+) -> Tree:
     """Read a checkpoint of torch.distributed.checkpoint (DCP) into a tree, in any layout. All ranks call it.
 
     Only DCP's own classes and values that `torch.load(weights_only=True)` accepts are unpickled: no code in files runs.
@@ -417,7 +421,7 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
-def _folder(path: Any) -> str:
+def _folder(path: StrPath) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "://" in text:
         raise TypeError(f"path={path!r}: expected the path of a folder on a file system")

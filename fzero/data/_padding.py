@@ -10,6 +10,7 @@ import torch
 
 from fzero._arguments import check_int
 from fzero._tracebacks import api_boundary
+from fzero.tree import Tree
 
 __all__ = ["Padding", "padding"]
 
@@ -102,7 +103,7 @@ class Padding:
         """Return the length that the examples of a global batch are padded to."""
         return self.buckets[bisect_left(self.buckets, max(self.lengths[i] for i in indices))]
 
-    def example(self, example: Any, length: int) -> Any:
+    def example(self, example: Tree, length: int) -> Tree:
         """Pad one example. In a dict, sequences as long as the first one are padded, and other values are kept.
 
         Args:

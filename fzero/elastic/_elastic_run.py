@@ -21,6 +21,7 @@ from torch.distributed import DistError, destroy_process_group
 from fzero._arguments import check_int
 from fzero._liveness import LostRankError, current_heart
 from fzero._notice import warn_once
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
 from fzero.checkpoint import Checkpoints, checkpoints
@@ -28,6 +29,7 @@ from fzero.data import BatchPlan, batch_plan
 from fzero.elastic._shape import ShapeRequest, choose_shape
 from fzero.ranks import TIMEOUT, Mesh, World, check_axes, connect_store, find_world
 from fzero.ranks import mesh as make_mesh
+from fzero.tree import Tree
 
 __all__ = ["ElasticRun", "run"]
 
@@ -50,7 +52,7 @@ class ElasticRun:
 
     def __init__(
         self,
-        root: Any,
+        root: StrPath,
         mesh: Mesh,
         steps: int,
         plan: BatchPlan,
@@ -96,7 +98,7 @@ class ElasticRun:
         return saved["state"]
 
     @api_boundary
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Tree) -> None:
         """Save the state after each step: each `copy_every`-th in memory, each `save_every`-th and the last on disk.
 
         The state may be donated to the next step at once.
@@ -145,7 +147,7 @@ class ElasticRun:
 @api_boundary
 def run(
     train: Callable[[ElasticRun], _T],
-    root: Any,
+    root: StrPath,
     *,
     steps: int,
     global_batch: int,

@@ -1,11 +1,11 @@
 """Checkpoints of replicas that train apart: a folder for each replica, and one for their shared state."""
 
 import os
-from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero._torch.types import StrPath
 from fzero.checkpoint import CheckpointError, load, read, save
 from fzero.local_sgd._outer_step import OuterStep
 from fzero.local_sgd._parts import parts_of, select
@@ -16,7 +16,7 @@ __all__ = ["load_replicas", "save_replicas"]
 
 
 def save_replicas(
-    path: Any, outer_step: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState
+    path: StrPath, outer_step: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> None:
     """Save each replica in a folder of its own, and then their shared state: only then is the save complete."""
     groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
@@ -38,7 +38,7 @@ def save_replicas(
 
 
 def load_replicas(
-    path: Any, groups: ReplicaGroups, schedule: SyncSchedule, params: Replicas, state: LocalState
+    path: StrPath, groups: ReplicaGroups, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> tuple[Replicas, LocalState]:
     """Load a save of `save_replicas` into the tensors of `params` and `state`."""
     folder = _folder(path, "shared")
@@ -73,5 +73,5 @@ def load_replicas(
     return Replicas(tuple([p for p, _ in trees])), loaded
 
 
-def _folder(path: Any, name: str) -> str:
+def _folder(path: StrPath, name: str) -> str:
     return f"{os.fspath(path).rstrip('/')}/{name}"

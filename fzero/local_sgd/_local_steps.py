@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fzero import tree
 from fzero._liveness import step_place
 from fzero._torch import is_tracing
+from fzero._torch.types import StrPath
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.codecs import Codec
 from fzero.collectives import wait_tensor
@@ -19,6 +20,7 @@ from fzero.local_sgd._sync_schedule import SyncSchedule
 from fzero.optim import OptimizerLike, as_optimizer, sgd
 from fzero.ranks import Mesh, check_equal
 from fzero.sharding import Shard, is_box, spaces
+from fzero.tree import Tree
 from fzero.zero import ShardedStep
 
 __all__ = ["LocalSteps", "local_steps"]
@@ -52,7 +54,7 @@ class LocalSteps:
         return f"LocalSteps({self.step!r}, over={self.groups.over!r}, {self.schedule!r})"
 
     @api_boundary
-    def init(self, params: Any, opt: Any) -> tuple[Replicas, LocalState]:
+    def init(self, params: Any, opt: OptimizerLike) -> tuple[Replicas, LocalState]:
         """Put parameters into the stage's layout on each replica, and make the optimizers' states.
 
         Args:
@@ -184,7 +186,7 @@ class LocalSteps:
         return replace(state, anchor=anchor, outer_states=tuple(outer_states), pending_sums=tuple(sums))
 
     @api_boundary
-    def gather(self, values: Any) -> Any:
+    def gather(self, values: Tree) -> Tree:
         """Gather a tree that all replicas share, such as `state.anchor`, into full tensors, outside the step.
 
         All ranks must call it.
@@ -200,7 +202,7 @@ class LocalSteps:
         return self.outer_step.step.gather(values)
 
     @api_boundary
-    def save(self, path: Any, params: Replicas, state: LocalState) -> None:
+    def save(self, path: StrPath, params: Replicas, state: LocalState) -> None:
         """Save the replicas, and the state that they share, to folders within `path`. All ranks call it.
 
         Save each time to another path. A save is complete when its last folder, `shared`, is.
@@ -217,7 +219,7 @@ class LocalSteps:
         save_replicas(path, self.outer_step, self.schedule, params, state)
 
     @api_boundary
-    def load(self, path: Any, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
+    def load(self, path: StrPath, params: Replicas, state: LocalState) -> tuple[Replicas, LocalState]:
         """Load what `save` saved. All ranks call it.
 
         The mesh within a replica and the stage may differ from those of the save. The number of replicas, and `every`,

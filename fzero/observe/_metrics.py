@@ -12,8 +12,10 @@ import torch
 from fzero import tree
 from fzero._arguments import check_int
 from fzero._notice import trouble_link, warn_once
+from fzero._torch.types import StrPath
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import is_box
+from fzero.tree import Tree
 
 __all__ = ["MetricsLog", "Rows", "jsonl", "log", "progress", "tensorboard"]
 
@@ -68,7 +70,7 @@ class MetricsLog:
         self._last_flush = math.nan  # the time of the last wait, in seconds
         self._reported: set[str] = set()  # the metrics that were reported as not finite
 
-    def __call__(self, step: int, values: Any) -> None:
+    def __call__(self, step: int, values: Tree) -> None:
         """Keep the metrics of a step, and first write the pending ones if there are `every` steps.
 
         A second call with the same number adds metrics to the step.
@@ -213,7 +215,7 @@ class _Progress:
             self._bar.stop()
 
 
-def tensorboard(folder: Any) -> "_TensorBoard":
+def tensorboard(folder: StrPath) -> "_TensorBoard":
     """Make a writer for TensorBoard. A run that resumes hides the earlier values of the steps that it repeats.
 
     Args:
@@ -259,7 +261,7 @@ class _TensorBoard:
             self._writer.close()
 
 
-def jsonl(path: Any) -> "_JsonLines":
+def jsonl(path: StrPath) -> "_JsonLines":
     """Make a writer of JSON lines, one for each step. `pandas.read_json(path, lines=True)` reads the file.
 
     A run that resumes removes the lines of the steps that it repeats. NaN and infinities become null.

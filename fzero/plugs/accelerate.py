@@ -16,6 +16,7 @@ from fzero.plugs._engine import Backend, Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import param_groups
 from fzero.ranks import mesh as make_mesh
+from fzero.tree import Tree
 
 __all__ = ["Step", "full_model", "shard_loop"]
 
@@ -39,7 +40,7 @@ class Step:
         self._accelerator, self._engine, self._precision = accelerator, engine, precision
         self._micro_batches: list[dict[str, Any]] = []
 
-    def __call__(self, batch: Any) -> torch.Tensor | None:
+    def __call__(self, batch: Tree) -> torch.Tensor | None:
         """Take a micro-batch of this process; with the last one of a step, update the parameters.
 
         Call it within `accelerator.accumulate()`, which tells the last micro-batch.
@@ -59,7 +60,7 @@ class Step:
         self.optimizer.optimizer.step()  # it has no gradients, and tells schedulers that it was called
         return metrics["loss"] * (self._accelerator.gradient_accumulation_steps / len(batches))
 
-    def evaluate(self, f: Callable[[Any, Any], Any], batch: Any) -> Any:
+    def evaluate(self, f: Callable[[Any, Any], Any], batch: Tree) -> Any:
         """Run `f(model, batch)` in evaluation mode without gradients, and return this process's result.
 
         All processes call it. Pass results on to `accelerator.gather_for_metrics`.

@@ -263,9 +263,9 @@ class Mesh:
     @overload
     def split(self, batch: _T, axis: tuple[()]) -> _T: ...
     @overload
-    def split(self, batch: Any, axis: AxisName = None) -> PerRank: ...
+    def split(self, batch: Tree, axis: AxisName = None) -> PerRank: ...
     @api_boundary
-    def split(self, batch: Any, axis: AxisName = None) -> Any:
+    def split(self, batch: Tree, axis: AxisName = None) -> Any:
         """Split a global batch along dimension 0 into one equal part per rank, in rank order, on the mesh's device.
 
         A part that lies elsewhere is copied there through pinned memory, and the host does not wait for the copy.
@@ -319,7 +319,7 @@ class Mesh:
         return None if ordered == self.axis_names else ordered
 
     @api_boundary
-    def local(self, batch: Any, axis: AxisName = None) -> PerRank:
+    def local(self, batch: Tree, axis: AxisName = None) -> PerRank:
         """Wrap a batch that each rank loaded itself, and bring it to the mesh's device as `split` does.
 
         Args:

@@ -1,7 +1,7 @@
 """layouts: show the layout of each leaf of a tree, as a table."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +9,7 @@ from fzero import tree
 from fzero._report import Report
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
 from fzero.sharding._spec import Split, item_of
+from fzero.tree import Tree
 
 __all__ = ["Layouts", "layouts"]
 
@@ -43,7 +44,7 @@ class Layouts(Report):
     __repr__ = __str__
 
 
-def layouts(values: Any) -> Layouts:
+def layouts(values: Tree) -> Layouts:
     """List the layout of each leaf of a tree: replicated, sharded in a unit over axes, or different by rank.
 
     Args:

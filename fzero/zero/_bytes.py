@@ -14,6 +14,7 @@ from fzero._format import format_bytes
 from fzero.optim import Optimizer
 from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
+from fzero.tree import Tree
 
 __all__ = ["check_host_memory", "state_bytes"]
 
@@ -21,7 +22,7 @@ __all__ = ["check_host_memory", "state_bytes"]
 # state_bytes: the bytes of a tree that one rank holds.
 
 
-def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
+def state_bytes(values: Tree, mesh: Mesh, space: str | None = None) -> int:
     """Count the bytes that one rank of a mesh holds of a tree, in any layout; tied leaves count once.
 
     Args:

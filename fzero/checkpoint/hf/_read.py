@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
 from fzero.checkpoint._blocks import BlockRange, full_block, runs
@@ -21,6 +22,7 @@ from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._tensor_bytes import is_direct, view_bytes
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements, slice_elements
+from fzero.tree import Tree
 
 __all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "named_leaves", "read"]
 
@@ -242,13 +244,13 @@ _CHUNK = 1 << 22  # bytes that are cast or compared at a time
 
 @api_boundary
 def read(
-    folder: Any,
-    like: Any,
+    folder: StrPath,
+    like: Tree,
     mesh: Mesh | None = None,
     *,
     name: Callable[[str], str] = lambda path: path,
     partial: bool = False,
-) -> Any:
+) -> Tree:
     """Read a folder of safetensors, as `save_pretrained` writes it, into a tree in any layout. All ranks call it.
 
     Each rank reads its own ranges of the files into the memory of `like`. A read needs 4 MiB of memory beyond that.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._arguments import check_int
+from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import BlockRange, full_block, runs
@@ -22,6 +23,7 @@ from fzero.checkpoint._tensor_bytes import chunks, view_bytes
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements
+from fzero.tree import Tree
 
 __all__ = ["write"]
 
@@ -48,8 +50,8 @@ class _SafetensorsFile(NamedTuple):
 
 @api_boundary
 def write(
-    folder: Any,
-    params: Any,
+    folder: StrPath,
+    params: Tree,
     mesh: Mesh | None = None,
     *,
     name: Callable[[str], str] = lambda path: path,
@@ -104,7 +106,7 @@ def write(
         all_or_none(task, lambda: _commit(files, plan, nonce) if leads else None, mesh)
 
 
-def _local(folder: Any) -> LocalFolder:
+def _local(folder: StrPath) -> LocalFolder:
     """Return the files of a local folder, and refuse a URL before fsspec is imported."""
     scheme, separator, _ = str(folder).partition("://")
     files = None if separator and scheme not in ("file", "local") else files_at(folder)

@@ -27,6 +27,7 @@ from fzero.collectives import NO_AXIS, check_dim
 from fzero.collectives import all_gather as all_gather_in_rank_order
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, axes_of, is_box
+from fzero.tree import Tree
 
 __all__ = [
     "all_gather",
@@ -201,7 +202,7 @@ _Dims = int | Mapping[str, int | None]
 @api_boundary
 def split(
     mesh: Mesh,
-    batch: Any,
+    batch: Tree,
     *,
     axis: str = "cp",
     dims: _Dims = 1,

@@ -36,6 +36,7 @@ from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.schedules import schedule as schedule_by_name
 from fzero.ranks import Mesh
 from fzero.transforms import gather
+from fzero.tree import Tree
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -159,7 +160,7 @@ class Pipeline:
             raise ValueError(f"fzero.pipeline: depth={self.depth}, but the parameters have {depth} blocks")
         return counts
 
-    def stack(self, params: Any, mesh: Mesh | None = None) -> Any:
+    def stack(self, params: Tree, mesh: Mesh | None = None) -> Tree:
         """Stack the blocks of a model by rank, as a step's `init` takes them.
 
         Args:
@@ -184,7 +185,7 @@ class Pipeline:
 
         return map_blocks(stack_blocks, params, self.blocks)
 
-    def unstack(self, params: Any, mesh: Mesh | None) -> Any:
+    def unstack(self, params: Tree, mesh: Mesh | None) -> Tree:
         """Undo `stack`: return the list of all blocks, for example from the result of `step.gather`.
 
         Args:
@@ -233,7 +234,7 @@ class Pipeline:
 
     @api_boundary
     def __call__(
-        self, params: Mapping[str, Any], batch: Any, key: torch.Tensor | None = None
+        self, params: Mapping[str, Any], batch: Tree, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of this rank's batch, and the sum of their weights.
 

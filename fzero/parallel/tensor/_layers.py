@@ -18,6 +18,7 @@ from fzero.parallel.tensor._tensor_plan import (
     resolve_plan,
     style_tied_layers,
 )
+from fzero.tree import Tree
 
 __all__ = ["Layers", "layers", "of_block", "outside"]
 
@@ -111,7 +112,7 @@ class Layers:
         """
         return {name: self.param_splits[name].pack(x) if name in self.param_splits else x for name, x in params.items()}
 
-    def check_shared(self, inputs: Any) -> None:
+    def check_shared(self, inputs: Tree) -> None:
         """Check that the ranks along the axis receive the same examples.
 
         Raises:
