@@ -34,6 +34,7 @@ def codes_to_float32(step: Any, precision: fzero.Precision, state: Any) -> Any:
     return [step.gather(x) for x in trees_]
 
 
+@pytest.mark.slow
 @examples(1, 40)
 @given(
     params=trees(dtypes=[torch.float32]),

@@ -77,6 +77,7 @@ WORLDS = ((2, 1), (3, 4), (8, 2))
 SOME = [(HALF[0], None, 2, 1), (HALF[1], torch.float32, 3, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "half,reduce,n,k", cases(SOME, [(h, r, *w) for h in HALF for r in (None, torch.float32) for w in WORLDS])
 )
@@ -130,6 +131,7 @@ def test_inductor_follows_eager():
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
@@ -316,6 +318,7 @@ def test_ties_stay_tied(stage):
     assert torch.equal(whole["a"], whole["b"]) and not torch.equal(whole["a"].float(), w)
 
 
+@pytest.mark.slow
 def test_split_and_hybrid_units_have_a_precision_too():
     """Tensor parallel leaves, and copies along a replica axis: the policy's dtypes on every collective of a unit."""
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)

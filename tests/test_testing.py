@@ -39,6 +39,7 @@ def test_a_good_step_passes_at_every_stage_and_world_size():
     assert_equivalent(GOOD, PARAMS, OPT, batches_of(), world_sizes=(1, 2, 3, 4))
 
 
+@pytest.mark.slow
 def test_a_good_step_passes_with_micro_batches_units_and_other_results():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         def loss(params: Any, x: torch.Tensor) -> Any:
@@ -55,6 +56,7 @@ def test_a_good_step_passes_with_micro_batches_units_and_other_results():
     assert_equivalent(train_step, PARAMS, OPT, batches_of(size=16), units=units)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "opt",
     [
@@ -101,6 +103,7 @@ def test_results_of_each_rank_are_compared_along_the_batch():
     assert_equivalent(train_step, PARAMS, OPT, batches_of(), world_sizes=(1, 3))
 
 
+@pytest.mark.slow
 def test_its_arguments_are_left_as_they_were():
     params, batches = copy.deepcopy(PARAMS), batches_of()
     assert_equivalent(GOOD, params, OPT, batches)
@@ -108,6 +111,7 @@ def test_its_arguments_are_left_as_they_were():
     assert_trees_close(batches, batches_of(), 0.0)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_the_callers():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)

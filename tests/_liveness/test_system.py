@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fzero._liveness._system import ProcessMonitor, _tcp_sockets
+from tests.helpers import cases
 
 PROGRAMS = {
     "sleeps": "import time; time.sleep(100)",
@@ -21,7 +22,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
+@pytest.mark.parametrize("what", cases(["sleeps", "polls", "has a child that computes"], PROGRAMS))
 def test_a_process_that_works_is_told_from_one_that_sleeps(what):
     process = subprocess.Popen([sys.executable, "-c", PROGRAMS[what]], start_new_session=True)
     try:

@@ -179,6 +179,7 @@ def test_the_state_of_torch_is_restored_however_a_run_ends(name, end):
     assert state() == BASE and states_of_ranks() == [BASE] * 6
 
 
+@pytest.mark.slow
 def test_two_threads_may_each_run_ranks():
     """Forward-mode levels and settings are the process's: the runs share them, and leave none."""
     x = torch.linspace(0, 1, 4)

@@ -40,6 +40,7 @@ def folder_of(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(path.iterdir())}
 
 
+@pytest.mark.slow
 @examples(6, 40)
 @given(
     params=params_of(), source=LAYOUTS, target=LAYOUTS, max_file=st.sampled_from([1, 200, 1 << 30]), seed=st.integers()

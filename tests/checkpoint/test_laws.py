@@ -74,6 +74,7 @@ def test_the_ranks_write_each_leaf_once(params, layout):
     assert all(x.eq(1).all() for x in bits)
 
 
+@pytest.mark.slow
 @examples(8, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):

@@ -93,6 +93,7 @@ def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str,
     return {**state, **parts}
 
 
+@pytest.mark.slow
 @examples(3, 20)
 @given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "none", "offload"]))
 def test_another_pipeline_loads_a_save(tmp_path_factory, depth, source, target, tied, name):

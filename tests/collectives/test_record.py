@@ -32,6 +32,7 @@ def expected_elements(stage: int, k: int, exact: int, padded: int) -> int:
 SOME = [("gpt", 3, 1), ("odd sizes", 8, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model,n,k", cases(SOME, itertools.product(("gpt", "odd sizes"), (1, 2, 3, 8), (1, 4))))
 def test_elements_moved_are_the_tables(model, n, k):
     if model == "gpt":
@@ -72,6 +73,7 @@ def test_state_bytes_are_the_tables(model, n):
         assert step.state_bytes(*step.init(params, optim.adam(1e-3))) == expected + 8
 
 
+@pytest.mark.slow
 @examples(25, 50)
 @given(trees(), world_sizes(), st.integers(0, 3))
 def test_state_bytes_count_the_shards_of_any_tree(params, n, stage):

@@ -146,6 +146,7 @@ def step_on(stage: int, n: int, **options: Any) -> Any:
     return step, step.init({"w": W.clone()}, optim.sgd(0.1))[0]
 
 
+@pytest.mark.slow
 @examples(20, 100)
 @given(cases(), st.integers(0, 3), st.booleans())
 def test_a_mean_over_ranks_is_the_mean_over_examples(case, stage, weighted):

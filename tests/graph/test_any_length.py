@@ -137,6 +137,7 @@ def test_a_length_that_is_decided_otherwise_is_told(caplog):
     assert "further lengths need no trace" in text and "otherwise for length 20 than for others" in text
 
 
+@pytest.mark.slow
 def test_a_step_says_why_each_length_is_traced(caplog):
     caplog.set_level(logging.INFO, "fzero.jit")
     for name, why in (("half", "no polynomial of the length"), ("python", "differ by more than sizes")):

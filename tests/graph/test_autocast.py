@@ -51,6 +51,7 @@ def trained(around: bool, remat: bool, micro_batches: int, stage: int, simulate:
     return step.gather(state[0]), loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [False, True], ids=["within", "around"])
 @pytest.mark.parametrize(
     "remat,micro_batches,stage", cases([(True, 1, 2), (False, 4, 0)], [(False, 1, 3), (True, 4, 1)])

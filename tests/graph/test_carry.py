@@ -81,6 +81,7 @@ def test_a_bucket_is_carried_whole():
     assert loop.carried_count > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
 
 
+@pytest.mark.slow
 def test_the_same_collectives_run_as_often():
     traced = entry(3).traced.graph
     (one,), (other,) = [loops(scheduled(traced, 1, across)) for across in (False, True)]
@@ -108,6 +109,7 @@ def test_a_plan_counts_reductions_in_flight():
     assert peak_bytes(graph) == max(live_bytes(live_ranges(graph), len(graph.nodes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_with_more_ranks_their_parts_are_counted_too(ranks):
     graph = scheduled(entry(2, world=(("dp", ranks),)).traced.graph, 1)
@@ -118,6 +120,7 @@ def test_with_more_ranks_their_parts_are_counted_too(ranks):
     assert sorted(held) == sorted([shard, ranks * shard + (ranks - 2) * shard])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_reduction_behind_the_loop_is_not_carried(stage):
     assert [loop.carried_count for loop in loops(scheduled(entry(stage).traced.graph, 1))] == [0]
@@ -169,6 +172,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_iteratio
     assert [loop.carried_count for loop in loops(_loops.carry(graph, 1))] == [0]
 
 
+@pytest.mark.slow
 def test_the_faster_of_those_that_fit_is_kept():
     """A large embedding, whose gradient is the last, has no computation left in its own iteration to run beside."""
     lean, fast = [plan_of(entry(2, vocab=20_000), memory_budget=budget) for budget in (None, 10**9)]
@@ -196,6 +200,7 @@ def test_nothing_is_carried_where_nothing_may_be_on_its_way():
     assert "across_iterations" not in str(plan_of(entry(2), memory_budget=10**9, in_flight=0).rejected)
 
 
+@pytest.mark.slow
 def test_schedules_that_carry_nothing_are_no_candidates():
     found = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
     assert not any("across_iterations" in r.settings for r in found.rejected)

@@ -95,6 +95,7 @@ def test_a_compiled_step_writes_parts_between_its_segments():
     assert all(len(nodes) == 1 for nodes in subgraphs if any(n.target is write_part for n in nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_gradient_of_a_head_exists_once(backend):
     tokens, width, classes, chunk = 8, 64, 1024, 64

@@ -383,6 +383,7 @@ def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypat
     assert runs_of(jitted).runs.fast.uncompiled == 1
 
 
+@pytest.mark.slow
 def test_what_workers_leave_is_compiled_here(monkeypatch):
     pretended = Pretended(monkeypatch)
     pretended.are_done = lambda: True

@@ -71,6 +71,7 @@ def check_timeline(found: list[Interval], seconds: float) -> None:
     assert sum(limits_of(found).values()) == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage,k", [(3, 1), (3, 4), (1, 4)])
 def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k):
     opt = optim.adam(1e-3)
@@ -134,6 +135,7 @@ def planned_seconds(f: Any, *args: torch.Tensor, hardware: Hardware = FUSING, ba
     return fzero.plan(fzero.jit(f, backend=backend), *args, hardware=hardware).seconds
 
 
+@pytest.mark.slow
 @examples(15, 60)
 @given(st.lists(st.sampled_from((torch.sin, torch.exp, torch.abs)), min_size=1, max_size=5), st.integers(1, 3))
 def test_a_fused_kernel_reads_each_operand_once_and_writes_its_result(chain, operands):

@@ -98,6 +98,7 @@ def test_sam_jits(stage):
     bitwise(eager, fast)
 
 
+@pytest.mark.slow
 def test_batch_norm_buffers_jit():
     module = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(inplace=True))
     apply, params, buffers = fzero.nn.functional(module.double())
@@ -132,6 +133,7 @@ def transformers_model(name: str) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["gpt2"], ["llama"]))
 def test_models_of_transformers_jit(name):
     """They branch on values, unless torch.compiler.is_compiling() says that they are traced."""
@@ -425,6 +427,7 @@ def test_a_compile_error_names_the_segment_and_its_lines():
         f(torch.ones(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), (1, 2)))
 def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
     """The parts of a batch are arguments of the pieces, so all micro-batches after the first have equal ones."""

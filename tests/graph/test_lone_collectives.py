@@ -57,6 +57,7 @@ def test_a_plan_over_one_rank_has_no_collectives(stage):
     assert fzero.plan(fzero.jit(step), *args, world_size=2).collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 def test_experts_that_no_other_rank_has_are_not_sent(stage):
     mesh = fzero.mesh(dp=1, ep=2)

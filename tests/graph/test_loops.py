@@ -56,7 +56,7 @@ def step_of(name: str, opt: Any, k: int) -> Any:
     return train_step
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", cases(["aux", "drawn"], LOSSES))
 @examples(0, 2)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(4), k=st.integers(3, 5))
 @example(params={"a": torch.ones(()), "b": [torch.linspace(-1, 1, 5).double()]}, opt=CLIPPED, stage=3, n=2, k=3)
@@ -86,6 +86,7 @@ def test_a_sum_of_negative_zeros_is_negative():
     assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), (0, 2)))
 def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
     precision = fzero.Precision(param=torch.float16, grad=torch.float32)

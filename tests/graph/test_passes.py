@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,7 @@ def test_a_view_of_a_donated_argument_is_handed_on_as_a_copy():
     check_results(sample, donate(graph, [], [0]), True, False, expected)
 
 
+@pytest.mark.slow
 @examples(13, 50)
 @given(samples(), settings_of_passes(), st.integers(0, 2))
 def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):

@@ -76,6 +76,7 @@ def test_memory_of_a_larger_model_never_grows_with_the_stage():
     assert peaks == sorted(peaks, reverse=True), peaks
 
 
+@pytest.mark.slow
 def test_stage_3_adds_little_to_its_arguments():
     """No more than the prototype, whose floor is a block's weights and gradients and the saved activations."""
     assert planned("B", 3).added_bytes <= 62e6
@@ -180,6 +181,7 @@ def test_the_schedule_options_are_obeyed():
 # ---------------------------------------------------------------- what a plan tells
 
 
+@pytest.mark.slow
 def test_collectives_are_those_that_the_recorder_counts():
     """Without re-gathers and buckets: what the eager step sends, in elements and by unit."""
     for stage in range(4):
@@ -193,6 +195,7 @@ def test_collectives_are_those_that_the_recorder_counts():
         assert sorted((c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives) == eager
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_world_that_is_not_there():
     few, many = planned("A", 3), planned("A", 3, world_size=1024)
     assert many.argument_bytes < few.argument_bytes / 100
@@ -268,6 +271,7 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches,stage", cases([(2, 3)], itertools.product((1, 2), range(4))))
 def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
     """As they are when the step is traced: the last product of the loss is forward, and the first of a gradient not."""
@@ -327,6 +331,7 @@ def test_a_plan_covers_meshes_of_several_axes_and_of_other_sizes():
         fzero.plan(step, *args, world_size=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_plan_of_another_size_is_that_of_a_mesh_of_it(stage):
     """Also where the axis splits leaves: each rank has another part of the experts then."""
@@ -349,6 +354,7 @@ def arranged(name: str, stage: int) -> Any:
     return step, (*step.init(parallel_params(), opt), mesh.split(batch, step.axis))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["all three", *[pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "tensor parallel")]]
 )
@@ -360,6 +366,7 @@ def test_memory_never_grows_with_the_stage_on_several_axes(name):
     assert peaks == sorted(peaks, reverse=True), peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["experts over dp, the rest over both"], ["hybrid", "tensor parallel"]))
 def test_a_jitted_world_of_several_axes_equals_the_eager_one(name):
     step, args = arranged(name, 3)

@@ -48,6 +48,7 @@ def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
         return [looped, fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_loop_takes_no_more_memory_than_the_iterations_one_by_one(stage):
     looped, flat = with_and_without_a_loop(stage)
@@ -71,6 +72,7 @@ def test_rows_are_in_the_plan():
     assert plan.added_bytes == peak_bytes(lambda: step(w, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_collectives_are_counted_with_their_iterations(stage):
     """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every iteration."""
@@ -85,6 +87,7 @@ def test_collectives_are_counted_with_their_iterations(stage):
     assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.events)
 
 
+@pytest.mark.slow
 def test_a_unit_stays_from_iteration_to_iteration_where_it_may():
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
     traced = entry_of(step, *step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)), world_size=4)
@@ -104,6 +107,7 @@ def test_a_unit_stays_from_iteration_to_iteration_where_it_may():
     assert set(gathers(max_reuse_bytes=limit - 1).values()) == {4}
 
 
+@pytest.mark.slow
 def test_a_unit_that_an_iteration_gathers_twice_stays_once():
     """`remat` gathers it for the forward pass, and again for the backward pass."""
     block = fzero.remat(lambda w, x: torch.tanh(x @ fzero.gather(w)["w"]))
@@ -150,6 +154,7 @@ def test_schedules_look_into_loops():
     assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [1, 2]))
 def test_sums_of_gradients_are_gradients_in_the_plan(stage):
     """At stage 1 they are whole."""
@@ -164,6 +169,7 @@ def test_sums_of_gradients_are_gradients_in_the_plan(stage):
     assert not any("full" in r.label and r.bytes > 1000 for r in plan.ranges if r.kind == "activations")
 
 
+@pytest.mark.slow
 def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     """A budget of little more than what the schedule takes that gathers ahead everywhere leaves it as it is."""
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2), check=False)
@@ -226,6 +232,7 @@ def test_values_gathered_from_an_iterations_part_stay_in_the_iteration(what):
     assert gathers == [("w", 1), ("w", 3)]  # the parameter's, and that of what it is applied to
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
 def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     step = [

@@ -158,6 +158,7 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
         assert clipped.peak_bytes <= _SLACK * (without.peak_bytes + unit)
 
 
+@pytest.mark.slow
 def test_recast_is_kept_where_the_peak_is_smaller():
     few, many = planned(2, 2, True), planned(2, 256, True)
     assert few.settings["recast"] is True

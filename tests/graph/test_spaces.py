@@ -59,6 +59,7 @@ ROWS_AND_UPDATES = [
 cases = pytest.mark.parametrize("name,update", ROWS_AND_UPDATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,update,stage",
     few([("masters", "device", 2)], [(*r, s) for r in ROWS_AND_UPDATES for s in (0, 2, 3)]),
@@ -74,6 +75,7 @@ def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update,
         assert abs(bytes_ - ratio * state) <= 12 * _ALIGN, (ratio, bytes_, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,update", few([("clip before", "host")], ROWS_AND_UPDATES))
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -87,6 +89,7 @@ def test_each_element_crosses_once_a_step(name, update, stage, k):
             assert wanted - width <= crossed <= wanted + width * _ALIGN, (ratio, kind, crossed, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([3], [1, 2]))
 def test_without_a_share_of_the_host_the_plan_is_that_of_the_optimizer(stage):
     for update in ("host", "device"):

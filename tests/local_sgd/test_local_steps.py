@@ -296,6 +296,7 @@ def test_a_codec_rounds_each_pseudo_gradient_once_alike_on_any_mesh(codec):
             torch.testing.assert_close(anchor[name], start()[name] - means[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_path):
     opt, mesh = optim.sgd(0.01), fzero.mesh(replica=2, dp=2)
     sent, saved = {}, {}
@@ -322,6 +323,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
     assert not torch.equal(saved["int8"]["first.w"], saved["float32"]["first.w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), (0, 2)))
 def test_replicas_with_split_matrices_learn_as_whole_ones(stage):
     """Replicas of 2 x 2 ranks, over two of which matrices are split, learn what replicas of 2 ranks learn."""

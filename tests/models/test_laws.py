@@ -29,10 +29,10 @@ def models(which: Callable[[Model], bool] = lambda model: True, always: Containe
 def runs(
     which: Callable[[Model], bool] = lambda model: True, stages: Sequence[int] = range(4), first: int = 0
 ) -> list[Any]:
-    """List these models, each at each stage. Every other model, from the `first` on, always runs: at stage 1 or 3."""
+    """List these models, each at each stage. Every fourth model, from the `first` on, always runs: at stage 1 or 3."""
     found = []
     for i, name in enumerate([k for k, m in MODELS.items() if which(m)]):
-        always = () if MODELS[name].slow or i % 2 != first else (3 if i % 4 > 1 else 1,)
+        always = () if MODELS[name].slow or i % 4 != first else (3 if i % 8 > 3 else 1,)
         found += [pytest.param(name, s, marks=[pytest.mark.slow] * (s not in always)) for s in stages]
     return found
 
@@ -63,6 +63,7 @@ def test_where_vmap_cannot_the_error_advises_lockstep(name):
     assert 'simulate="lockstep"' in "".join(caught.value.__notes__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", models(lambda m: not m.vmap and m.per_rank == "dropout", always=("gpt2, dropout", "vit, dropout"))
 )

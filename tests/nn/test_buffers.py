@@ -16,6 +16,7 @@ from tests.helpers import LEAST, cases
 from tests.nn.modules import IMAGES, Norms, built, randn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, stage):

@@ -64,6 +64,7 @@ def in_float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     "name,stage", cases([("Gemma2ForCausalLM", 3)], [(name, s) for name in list(MODELS)[:4] for s in (0, 3)])
@@ -94,6 +95,7 @@ def test_loss_and_gradients_are_the_models_own(name, options):
     torch.testing.assert_close((loss, grads), (wanted, expected), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["LlamaForCausalLM"], list(MODELS)[:4]))
 def test_the_plan_holds_a_few_chunks_of_logits(name):
     vocab = "vocab_size", 16_384

@@ -4,6 +4,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,6 +44,7 @@ def test_a_plan_leaves_no_stand_in_behind():
     assert all(type(x) is torch.Tensor for x in tree.tensors(step.gather(state[0])))
 
 
+@pytest.mark.slow
 def test_a_submodule_at_two_places_keeps_no_weights_alive():
     """torch's functional_call leaves what it was given in such a module."""
     shared = nn.Linear(5, 5)

@@ -90,6 +90,7 @@ def test_second_derivatives_are_those_of_the_whole_logits():
     torch.testing.assert_close(hvp(linear_cross_entropy, chunk=4), hvp(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @examples(4, 8)
 @given(st.sampled_from([1, 2, 4]), OPTIONS, LABELS, st.sampled_from([2, 3, 9]), st.booleans())
@@ -154,6 +155,7 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(CLASSES, (size, 3), generator=generator) for name in ("x", "y")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sharded_training_with_a_tied_head_is_exact(micro_batches):
     opt = optim.adamw(1e-2)
@@ -164,6 +166,7 @@ def test_sharded_training_with_a_tied_head_is_exact(micro_batches):
 TOKENS, MANY, CHUNK = 64, 4096, 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 def test_a_jitted_step_holds_a_few_chunks_of_logits(stage):
     """The parts of softmax and its gradient are a chunk each. All logits would be 16 of them, in each pass."""

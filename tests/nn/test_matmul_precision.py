@@ -129,6 +129,7 @@ def test_layers_may_be_split_over_an_axis(scaling):
     assert abs(loss - exact) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", cases((True,), [False]))
 def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     """Rowwise scales belong to a token, so ranks with different tokens have the scales of one rank with all of them."""
@@ -151,6 +152,7 @@ def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
     assert abs(loss - exact) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", cases(["rowwise"], ["tensorwise"]))
 def test_a_plan_counts_the_work_of_the_exact_step(scaling):
     """The same floating-point operations and collectives; the products of blocks are of float8."""

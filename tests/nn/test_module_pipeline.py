@@ -129,6 +129,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
         fzero.checkpoint.hf.write(tmp_path / "tuned", {"params": read}, mesh, name=piped.name)
 
 
+@pytest.mark.slow
 def test_examples_are_evaluated_by_a_function_of_the_output():
     model = built("gpt2").eval()
     batch = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in batch_for("gpt2").items()}
@@ -166,6 +167,7 @@ def test_masks_and_tables_have_the_dtype_of_half_precision(name):
     assert got.equal(model.bfloat16()(**inputs(batch)).logits.float().sum())
 
 
+@pytest.mark.slow
 def test_dropout_by_key_is_the_same_on_any_mesh():
     model, batch = built("gpt2").train(), batch_for("gpt2")
     loss, params, _ = pipeline(model, losses, inputs=inputs, micro_batches=2)

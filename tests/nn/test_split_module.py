@@ -59,6 +59,7 @@ def kinds(name: str) -> list[list[int]]:
     return _kinds(made._run_block, {}, params["blocks"][0], made.block_constants, x, given, index)
 
 
+@pytest.mark.slow
 def test_blocks_that_call_the_same_functions_are_of_one_kind():
     assert (
         kinds("llama") == kinds("gemma2") == kinds("bert") == [[0, 1, 2, 3]]

@@ -52,6 +52,7 @@ def test_tiles_compute_what_the_whole_computes(chunk, tokens, dim, second):
     assert_trees_close(found(params_of(), x), expected(params_of(), x))
 
 
+@pytest.mark.slow
 def test_the_activations_of_one_tile_are_alive():
     """By the plan: those of the hidden layer, which is 16 times as wide, shrink with the tile."""
     mesh = fzero.mesh(dp=2)

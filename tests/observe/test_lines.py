@@ -57,6 +57,7 @@ def test_each_micro_batch_goes_forward_and_back(micro_batches):
     assert passes == micro_batches * ["forward", "backward"] + ["update"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_operation_of_a_graph_is_noted_once(backend):
     """The spans of a loop are those of its iterations, not also the loop's."""

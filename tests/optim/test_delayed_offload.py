@@ -35,6 +35,7 @@ def one_late(optimizer: Any, path_is_late: Any) -> optim.Optimizer:
     return optim.Optimizer(init, update)
 
 
+@pytest.mark.slow
 @examples(0, 12)
 @given(
     name=st.sampled_from(["adamw", "momentum", "lion", "a schedule", "clip before"]),

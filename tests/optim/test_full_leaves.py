@@ -39,6 +39,7 @@ def test_a_muon_of_ones_own_equals_its_unsharded_self():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opt", [optim.on_full_leaves(optim.lamb(1e-2, eps=1e-3)), EXACT], ids=["whole", "muon"])
 @pytest.mark.parametrize("micro_batches", cases((3,), [1]))
 def test_micro_batches_and_masters_equal_the_unsharded_optimizer(opt, micro_batches):
@@ -47,6 +48,7 @@ def test_micro_batches_and_masters_equal_the_unsharded_optimizer(opt, micro_batc
     assert_equivalent(step, params_of(), opt, batches_of(2), world_sizes=(2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "opt", [pytest.param(optim.on_full_leaves(WHITE), marks=pytest.mark.slow), EXACT], ids=["whole", "muon"]
 )
@@ -143,6 +145,7 @@ def test_ten_steps_equal_torch_muon(options, dtype):
     assert_trees_close(params, [p.detach() for p in theirs], RTOL[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", cases((5,), range(1, 6)))
 def test_muon_equals_its_unsharded_self(n):
     batches = [normal((12 if 12 % n == 0 else 10, 5), i) for i in range(2)]

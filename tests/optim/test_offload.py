@@ -70,11 +70,13 @@ def test_every_optimizer_is_exact_on_the_host(name):
     check_bitwise(Way(3, 2, units=RULES["one unit"]), POINTWISE[name], small_params(), 0.37, "host")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases([*ON_DEVICE_ONLY][::2], ON_DEVICE_ONLY))
 def test_every_optimizer_that_reads_leaves_is_updated_on_the_device(name):
     check_bitwise(Way(2, 2), ON_DEVICE_ONLY[name], small_params(), 0.37, "device")
 
 
+@pytest.mark.slow
 @examples(0, 4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(0, 3))
 @example("masters, clip before", 0.37, 2, 2)

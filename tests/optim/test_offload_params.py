@@ -89,6 +89,7 @@ def test_bytes_are_counted_by_memory(params, ratio, n, low):
         step.state_bytes(*state, space="disk")
 
 
+@pytest.mark.slow
 def test_parameters_on_the_host_are_kept_and_loaded():
     row, params = POINTWISE["masters, clip before"], small_params()
 

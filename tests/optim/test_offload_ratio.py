@@ -46,6 +46,7 @@ def on(step: fzero.zero.ShardedStep, state: Any, batches: list[Any]) -> Any:
 CHANGES = st.sampled_from([(0.3, 0.7), (1, 0), (0, 0.5), (0.37, by_path), (by_path, 1), (0.6, 0.6)])
 
 
+@pytest.mark.slow
 @examples(0, 6)
 @given(
     name=st.sampled_from(["adamw", "masters, clip before", "a mask", "muon", "adafactor", "third party"]),
@@ -72,6 +73,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
         assert same_bits(other.partition(step.gather(tuple(state)), like=got), got)
 
 
+@pytest.mark.slow
 @examples(0, 5)
 @given(
     name=st.sampled_from(["adamw", "masters", "a mask", "muon", "third party", "a loss scale around"]),

@@ -182,6 +182,7 @@ def test_units_without_full_leaves_communicate_nothing_in_the_update():
         assert len(log.events) == messages
 
 
+@pytest.mark.slow
 def test_a_plan_holds_one_unit_in_float32():
     """Of 4 bytes an element that a rank saves between steps, its peak keeps 2.5: it updates unit by unit."""
 

@@ -80,6 +80,7 @@ def test_leaf_norms_sum_in_float32_at_least(n, dtype):
             )
 
 
+@pytest.mark.slow
 def test_leaf_norms_lose_no_small_addends():
     """Added one by one, float32 would stop at 2^24 of the 5 x 2^22 ones."""
     norms = fzero.mesh(dp=1).spmd(lambda t: optim.leaf_norms(fzero.partition(t)))({"w": torch.ones(5 * 2**22)})

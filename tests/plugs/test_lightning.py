@@ -71,6 +71,7 @@ class SkipsUpdates(Regression):
         optimizer.step(closure=optimizer_closure)
 
 
+@pytest.mark.slow
 def test_a_module_may_decide_about_updates(tmp_path):
     plain, sharded = [train(tmp_path, s, SkipsUpdates, max_epochs=1, max_steps=-1) for s in ("auto", plug.Strategy(3))]
     assert_alike(plain, sharded)
@@ -103,6 +104,7 @@ class Normalized(Regression):
         return {"optimizer": opt, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_statistics_metrics_frozen_and_tied_weights_are_those_of_lightning(tmp_path, stage):
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1}
@@ -235,6 +237,7 @@ def test_a_module_that_is_too_large_for_the_host(tmp_path):
 TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", TRUE)
 def test_a_true_precision_trains_in_its_dtype(tmp_path, precision):
     make, options = functools.partial(Regression, 0.0), {"max_steps": 8, "precision": precision}
@@ -293,6 +296,7 @@ class LanguageModel(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_language_model_of_transformers_trains_alike(tmp_path, stage):
     results = []

@@ -43,6 +43,7 @@ def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backe
     assert_trains_alike(tmp_path, stage, backend, dropout=0.1, max_grad_norm=0.5, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
 def test_dropout_goes_on_after_an_evaluation(tmp_path, backend):
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
@@ -54,6 +55,7 @@ def test_inductor_has_trainers_numbers(tmp_path):
     assert_trains_alike(tmp_path, 3, "inductor", gradient_accumulation_steps=3)
 
 
+@pytest.mark.slow
 def test_the_last_step_of_an_epoch_has_fewer_micro_batches(tmp_path):
     # 20 batches an epoch: 6 steps of 3, and one of 2
     assert_trains_alike(tmp_path, 3, either(None, "fx"), gradient_accumulation_steps=3, max_steps=either(7, 9))
@@ -72,6 +74,7 @@ def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
 def test_micro_batches_of_different_lengths_train_alike(tmp_path, backend):
     assert_trains_alike(tmp_path, 3, backend, data_collator=pad, gradient_accumulation_steps=2)
@@ -100,6 +103,7 @@ class ReadsNumbers(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_numbers_runs_at_each_step(tmp_path):
     sharded = plug.shard_trainer(make_trainer(tmp_path, ReadsNumbers), stage=3)
     assert not sharded._fzero.engine.is_jitted
@@ -129,6 +133,7 @@ class AppliesOldFunction(Trainer):
         return (OldFunction.apply(loss[0]), loss[1]) if isinstance(loss, tuple) else OldFunction.apply(loss)
 
 
+@pytest.mark.slow
 def test_a_loss_with_an_old_autograd_function_trains_alike(tmp_path):
     assert_trains_alike(tmp_path, 3, None, kind=AppliesOldFunction, max_grad_norm=0.0)
 
@@ -211,6 +216,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
     torch.testing.assert_close(logged(resumed, "loss"), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_keeps_master_weights(tmp_path):
     plain = make_trainer(tmp_path)
     sharded = plug.shard_trainer(make_trainer(tmp_path, bf16=True), stage=3, backend=either(None, "fx"))
@@ -251,6 +257,7 @@ class Normalized(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels.flatten()), "logits": logits}
 
 
+@pytest.mark.slow
 def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
     plain = make_trainer(tmp_path, model=Normalized(), gradient_accumulation_steps=2)
     sharded = plug.shard_trainer(
@@ -307,6 +314,7 @@ class ShortStream(torch.utils.data.IterableDataset[Any]):
         return iter(documents(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, pytest.param("fx", marks=pytest.mark.slow)])
 def test_a_stream_that_ends_within_a_step_leaves_gradients_for_the_next(tmp_path, backend):
     # Trainer does not know its length: 4 batches by 3, and the fourth one's gradients go into the next epoch's step
@@ -326,6 +334,7 @@ class StopsWithinStep(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, pytest.param("fx", marks=pytest.mark.slow)])
 def test_a_run_after_a_stop_within_a_step_begins_afresh(tmp_path, backend):
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}

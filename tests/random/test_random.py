@@ -384,6 +384,7 @@ def test_a_draw_without_a_size_is_torchs_error(untouched):
 DRAWS_OF_NOTHING = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo 2.11 hides torch.rand from modes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "f",
     [
@@ -423,6 +424,7 @@ def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
 MESHES = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes,k", cases(zip(MESHES, (3, 1, 3), strict=True), itertools.product(MESHES, (1, 3))), ids=str
 )
@@ -449,6 +451,7 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
     assert not found[0][0][0].equal(found[0][0][1])  # the next step's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_parameters_are_made_by_key(simulate, untouched):
     for stage in range(4):

@@ -311,6 +311,7 @@ def test_derivatives_of_gradients_are_exact(stage):
 # ---------------------------------------------------------------- bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_codes_take_few_bytes_on_the_wire(k):
     """A gather by int8 takes at most 0.27 of float32's bytes, and a sum by int4 at most 0.15; the plan counts them."""

@@ -165,6 +165,7 @@ def test_a_rule_prints_its_table():
 # ---------------------------------------------------------------- the model of DeepSpeed's pull request
 
 
+@pytest.mark.slow
 def test_granularity_tells_no_layer_from_the_root():
     """An expert has 96, a layer 101 and the root 101: layers cannot be asked for."""
     layers = either(12, 48)

@@ -47,6 +47,7 @@ def gradient_peaks() -> dict[tuple[str, int], float]:
 FEW = 20  # units: a gradient of each rank, their sum, activations (in all 79 and 102; 110 if reduced at the end)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_as_the_backward_pass_goes(gradient_peaks):
     """The parameters' shards, the gradients' shards and a few units; never the whole gradients."""
     assert gradient_peaks["each", 1] < 2 * SHARDS + FEW < SHARDS + WHOLE

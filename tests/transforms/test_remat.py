@@ -224,6 +224,7 @@ def test_a_compiled_step_computes_the_same():
     assert_trees_close(step(p, x), grad(loss_of(block))(p, x))
 
 
+@pytest.mark.slow
 def test_nested_blocks_collect_no_garbage(monkeypatch):
     """An outer block holds what an inner one has computed; a collection takes a second where there are many objects."""
     monkeypatch.setattr("gc.collect", None)

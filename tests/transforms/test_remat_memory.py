@@ -42,6 +42,7 @@ def growth(peak: Any) -> float:
     return (large - small) / 8 / UNIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_a_plan_holds_one_input_a_layer(backend):
     def peak(f):

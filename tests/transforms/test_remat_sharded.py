@@ -53,6 +53,7 @@ def test_a_sharded_step_computes_what_the_plain_one_does(sim, stage, n, k, whole
     assert_trees_close(step.gather(state), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage,whole", cases([(0, True), (2, True), (3, False)], itertools.product(range(4), (True, False)))
 )

@@ -55,7 +55,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("name,config,share", cases(PLANS, [*PLANS, *MORE]), ids=str)
+@pytest.mark.parametrize("name,config,share", cases(PLANS[1:3], [*PLANS, *MORE]), ids=str)
 def test_no_plan_is_faster_or_smaller_than_its_bounds(name, config, share):
     make_step = ModelStep(TINY[name], 16, False)
     bounds, row = make_step.bounds(config, MACHINE), ConfigurationPlanner(make_step, MACHINE)(config)

@@ -157,6 +157,7 @@ def test_costs_are_those_by_hand():
 # ---------------------------------------------------------------- steps by their plans
 
 
+@pytest.mark.slow
 def test_a_plans_work_is_the_formulas():
     layers, width, ranks, tokens = 12, 128, 4, 64
     make_step = maker(layers, width, clip=True)

@@ -54,6 +54,7 @@ def test_the_formulas_time_between_saves_loses_least(save):
     assert tuning.save_interval(mtbf, save) == pytest.approx(best, rel=0.03, abs=10)
 
 
+@pytest.mark.slow
 def test_a_save_that_is_not_complete_is_lost():
     """A failure before its end falls back to the save before, so each failure loses that much more."""
     what_fails = Reliability(1e7, save=1, detection=0, restart=0)
@@ -82,6 +83,7 @@ def test_a_run_goes_on_without_a_lost_host():
     assert spare.share.median > 0.999
 
 
+@pytest.mark.slow
 def test_a_repaired_host_loses_no_work():
     """Its return costs a restart, and no steps: each failure loses as many as with a spare host."""
     what_fails = Reliability(160 * HOUR, save=10, restart=60, devices_lost=2)

@@ -70,6 +70,7 @@ def test_a_model_trains_alike_however_it_is_split(name, split):
     assert losses(shape, SPLIT[split], length) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_along_tp_hold_parts_of_the_tokens_between_layers():
     """So what a block keeps is divided by tp, and not only what its heads and hidden units keep."""
     shape = ModelShape("wide", 64, 1, 4, 64, 64, gated=True, norm="rms", biases="")
@@ -109,6 +110,7 @@ def test_explicit_attention_is_not_split():
         tuning.model_step("gpt2", length=16, explicit=True)(Configuration(1, 1, 1, ranks=2, cp=2))
 
 
+@pytest.mark.slow
 def test_the_table_and_the_lines_to_paste_name_the_axis():
     make_step = tuning.model_step("gpt2", length=64)
     options = {"world_size": 8, "global_batch": 8, "machine": "h100", "stages": (1,), "remat": (True,), "cp": (1, 4)}

@@ -207,6 +207,7 @@ def test_a_wrong_configuration_is_refused(text, message, tmp_path):
         tuning.model_step(str(path), length=16)
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_planned_and_pasted():
     """Codes on the wire and moments in 8 bits, with the bytes that they save, and their lines in the recipe."""
     make_step = tuning.model_step("gpt2", length=64)

@@ -74,6 +74,7 @@ def ranks_of(config: Configuration) -> list[fzero.graph.Plan]:
     return [fzero.plan(step, *args, hardware=CPU.as_hardware(), rank=at) for at in places]
 
 
+@pytest.mark.slow
 def test_a_row_is_the_plan_of_the_fullest_rank(table):
     """Peak, kinds and bytes by axis are its own; the seconds are those of the slowest."""
     assert len(table.rows) == 8 and not table.skipped

@@ -47,6 +47,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
     assert len(asked) <= 5
 
 
+@pytest.mark.slow
 @examples(0, 4)
 @given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
 @example((2, False, "host"), 8, 0.0)
@@ -85,6 +86,7 @@ def test_a_step_and_its_arguments_are_planned_for_any_world():
     assert at[8][0] < at[2][0]
 
 
+@pytest.mark.slow
 def test_a_jitted_step_keeps_its_schedule_options():
     def make_step(ratio: float) -> Any:
         step, *args = maker(stage=3)(ratio)

@@ -62,6 +62,7 @@ class Processes:
             future.set_result(row(self.running.pop(future)))
 
 
+@pytest.mark.slow
 @examples(8, 100)
 @given(budget=st.floats(0, 200), workers=st.integers(2, 6), data=st.data())
 def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
@@ -118,6 +119,7 @@ def test_a_cached_result_needs_no_process(monkeypatch):
         assert start(2).result() == "known"
 
 
+@pytest.mark.slow
 def test_a_second_table_starts_no_process(monkeypatch, cache):
     make_step = Counted()
     table, _ = tuned(make_step)

@@ -88,6 +88,7 @@ def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
             assert a.peak_bytes >= b.min_peak_bytes or not a.config.holds_no_less_than(b.config), (a.config, b.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage,remat,depth",
     cases(((3, True, 15),), ((1, False, 18), (1, True, 15), (3, False, 40))),
@@ -295,6 +296,7 @@ def test_unknown_hardware_is_refused():
         fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), hardware="tpu")
 
 
+@pytest.mark.slow
 def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
     at = H100.as_hardware()
     times = []

@@ -200,6 +200,7 @@ def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, cli
     assert_trees_close(step.gather(list(state)), list(ref))
 
 
+@pytest.mark.slow
 @examples(4, 30)
 @given(
     trees(),
@@ -251,6 +252,7 @@ def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
     assert total <= held[0][0] - 8 <= total + padding  # and a count
 
 
+@pytest.mark.slow
 def test_masks_see_whole_leaves():
     """A mask by size or shape decays the same leaves however they are split."""
     masks = {

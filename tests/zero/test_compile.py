@@ -80,6 +80,7 @@ def test_a_result_that_differs_by_rank_is_an_error_while_compiling():
         assert any(isinstance(error, fzero.errors.DiffersByRankError) for error in chain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, *[pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3)]])
 def test_a_training_loop_compiles_once(stage):
     """Each step's parameters are new tensors: nothing may depend on which they are."""

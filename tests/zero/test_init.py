@@ -43,6 +43,7 @@ def random_like(values: Any) -> Any:
     return tree.map_with_path(draw, values)
 
 
+@pytest.mark.slow
 @examples(8, 60)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.sampled_from(MESHES), st.integers(0, 9))
 def test_an_init_function_gives_what_an_ordinary_call_gives(values, stage, axes, seed):
@@ -188,6 +189,7 @@ def test_a_modules_constructor_is_an_init_function():
     assert_trees_close(step.gather(step.init(init, optim.sgd(0.1))[0]), expected, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_module_on_the_meta_device_fills_itself():
     with torch.device("meta"):
         module = Model()

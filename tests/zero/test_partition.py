@@ -51,6 +51,7 @@ def assert_inverse(step: fzero.zero.ShardedStep, params: Any, opt_state: Any) ->
         assert_same(step.partition(step.gather(x), like=x), x, step)
 
 
+@pytest.mark.slow
 @examples(4, 30)
 @given(st.sampled_from(sorted(OPTIMIZERS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
 def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_unit):
@@ -69,6 +70,7 @@ def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_u
     assert_same(step.partition(step.gather(state), like=like[1]), state, step)
 
 
+@pytest.mark.slow
 @examples(1, 15)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.sampled_from(["vmap", "lockstep"]))
 def test_partition_inverts_gather_on_any_axes(name, stage, simulate):

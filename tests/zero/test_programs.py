@@ -36,6 +36,7 @@ def test_outside_any_mesh_it_is_torch_funcs_own(argnums):
     assert_trees_close((got_value, got_aux, got), (value, aux, grads), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", cases([2], [1]))
 def test_sam_takes_two_gradients(k):
     """Sharpness-aware minimisation (arXiv:2010.01412): two gradients, the second at perturbed parameters."""
@@ -53,6 +54,7 @@ def test_sam_takes_two_gradients(k):
     assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((3,), (1, 2, 3)), rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_an_optimizer_keeps_an_ema_of_parameters():
     base = optim.adam(1e-2, eps=1e-3)
 
@@ -114,6 +116,7 @@ def test_a_gan_trains_two_parameter_trees(stage, n):
         assert all(type(x) is torch.Tensor for x in tree.tensors(out[:2])) and "Shard" not in repr(out[:2])
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_normalised_by_the_user():
     """Token-weighted mean with unequal counts: reduce="sum" and a psum of the counts is exact, the mean is not."""
     opt = optim.sgd(0.1)

@@ -25,6 +25,7 @@ def flip(x: torch.Tensor, bit: int) -> None:
     x.detach().numpy().reshape(-1).view("uint8")[bit // 8] ^= 1 << bit % 8
 
 
+@pytest.mark.slow
 @examples(5, 100)
 @given(
     params=trees(),
@@ -140,6 +141,7 @@ def test_a_rank_that_always_makes_the_same_mistake_is_found_if_ranks_swap_their_
         step(*state, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"replica": 2, "shard": 3}, {"shard": 2, "replica": 2}])
 def test_replicas_swap_at_any_number_of_shards(axes):
     mesh = fzero.mesh(**axes)

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from tests.graph.passes.helpers import REUSES, members
 from tests.helpers import examples
 
 
+@pytest.mark.slow
 @examples(13, 50)
 @given(samples(), st.sampled_from(REUSES))
 def test_regather_only_adds_gathers_of_inputs(make, reuse):

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from torch.fx import Graph, Node
@@ -25,6 +26,7 @@ def test_live_bytes_are_what_a_run_holds(make, how):
     assert expected[count - 1 :] == measured(graph, sample.args(), sample.n)[count - 1 :]
 
 
+@pytest.mark.slow
 @examples(13, 50)
 @given(samples(), settings_of_passes())
 def test_arguments_are_alive_throughout(make, how):

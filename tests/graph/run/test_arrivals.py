@@ -63,6 +63,7 @@ MASTERS, PLAIN = ROWS
 SOME = [(MASTERS, "parameters, too", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))
 def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
     def wrap(optimizer: Any) -> Any:

@@ -109,6 +109,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
     return Code(graph, fakes, output_forms, name_of_code(_key(graph))), args
 
 
+@pytest.mark.slow
 @examples(4, 200)
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
@@ -257,6 +258,7 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
         fzero.jit(lambda x: x, dynamic=1)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(monkeypatch):
     _, run = train("fx", (12, 40))
     first, later = run._entries.values()

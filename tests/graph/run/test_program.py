@@ -92,6 +92,7 @@ def test_a_register_is_free_right_after_its_last_use(make, how):
     assert freed == {s: i for s, i in last.items() if s not in kept}
 
 
+@pytest.mark.slow
 @examples(3, 12)
 @given(chains(stages=[0, 3], sam=False))
 def test_segments_to_compile_do_not_grow_with_the_blocks(chain):

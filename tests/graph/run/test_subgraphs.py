@@ -179,6 +179,7 @@ def test_the_last_reader_of_a_larger_value_stays_with_it():
 TENSORS = "adamw, hyperparameters as tensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,stage", cases([(TENSORS, 2)], [(TENSORS, 0), ("lion, clipped", 0), ("lion, clipped", 2)])
 )

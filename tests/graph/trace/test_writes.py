@@ -164,6 +164,7 @@ X, T = torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 2, 1])
 W = torch.linspace(-2, 1, 9).view(3, 3)
 
 
+@pytest.mark.slow
 def test_hessians_of_each_example_jit():
     def loss(w: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy((x @ w)[None], t[None])

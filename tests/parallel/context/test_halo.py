@@ -55,6 +55,7 @@ def test_a_halo_has_the_tokens_around_each_part(n, half, before, after, dim, sim
             assert torch.equal(part[r], padded.narrow(dim, start, before + size + after))
 
 
+@pytest.mark.slow
 @examples(12, 120)
 @given(
     *[st.integers(1, 8), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from([1, 2])],
@@ -112,6 +113,7 @@ def defined(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.
     return (windows * w.unsqueeze(1)).sum(-1) + b.unsqueeze(-1)
 
 
+@pytest.mark.slow
 @examples(2, 60)
 @given(st.integers(1, 8), st.integers(3, 4), st.booleans(), SIMULATIONS, st.integers(0, 9))
 def test_a_causal_convolution_is_that_of_whole_sequences(n, half, has_documents, simulate, seed):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
@@ -69,6 +70,7 @@ def test_activations_are_a_share_of_the_whole(cp, method, width, layers, tokens,
     assert mine >= 0.97 * whole / cp + stated or remat
 
 
+@pytest.mark.slow
 def test_capped_scores_are_in_memory_by_tiles():
     """Up to 8,192 tokens of a block the peak grows as the tokens, where whole scores grow as their square."""
 

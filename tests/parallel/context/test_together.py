@@ -64,6 +64,7 @@ def test_a_capacity_of_a_sequence_that_no_rank_holds_is_refused(jit):
 # ---------------------------------------------------------------- checkpoints and offload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_files_do_not_know_how_sequences_were_split(tmp_path, stage):
     """Saved at cp=4, read at any other, and trained on: whole sequences throughout."""
@@ -93,6 +94,7 @@ def test_files_do_not_know_how_sequences_were_split(tmp_path, stage):
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio,stage,jit", [(0.4, 3, True), (1, 2, False)])
 def test_a_step_with_optimizer_state_in_host_memory_is_exact(ratio, stage, jit):
     opt = optim.offload(OPT, ratio)

@@ -43,6 +43,7 @@ def test_training_with_split_sequences_is_training_with_whole_ones(mesh, stage, 
     assert_trains_as_whole(train_step, params, step, batches)
 
 
+@pytest.mark.slow
 @examples(3, 12)
 @given(MESHES, st.integers(0, 3), st.integers(1, 2), st.booleans())
 def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, has_documents):

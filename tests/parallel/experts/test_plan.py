@@ -25,6 +25,7 @@ def loss_of(capacity: float | None) -> Any:
     return loss_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage,k,capacity",
     cases(

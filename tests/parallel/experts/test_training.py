@@ -55,6 +55,7 @@ def test_experts_may_outnumber_the_tokens(mesh, capacity):
     check(loss_for(3, capacity), mesh, (1, 3), count=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 0.25])
 def test_starved_experts_train_on_their_own_ranks(capacity):
     """All tokens go to one rank's expert; the other ranks' experts have none, and with little room most are dropped."""
@@ -80,6 +81,7 @@ def test_a_rank_whose_tokens_go_nowhere():
         assert_equivalent(train_step, params_of(), OPT, [batch], (0, 3), meshes=[mesh], split=SPLIT)
 
 
+@pytest.mark.slow
 def test_a_layer_of_tensor_parallel_experts_trains_like_the_unsharded_one():
     """dp x ep x tp: the experts are split over ep, and their hidden units over tp."""
 
@@ -126,6 +128,7 @@ def jittered(loss_fn: Any) -> Any:
     return lambda params, batch: loss_fn(params, {**batch, "x": moe.jitter(batch["x"], key, 0.1)})
 
 
+@pytest.mark.slow
 def test_jitter_is_that_of_dense_training():
     for mesh in (fzero.mesh(dp=2, ep=2), fzero.mesh(ep=2, simulate="lockstep")):
         check(jittered(loss_for(2, 0.5)), mesh, (0, 3))
@@ -165,6 +168,7 @@ def test_what_gather_gives_is_the_dense_model():
 # ---------------------------------------------------------------- jit and plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacity):
     mesh = fzero.mesh(dp=2, ep=2)

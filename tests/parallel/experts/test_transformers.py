@@ -57,6 +57,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{name: torch.randint(37, (4, 7), generator=g) for name in ("input_ids", "targets")} for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MODELS])
 def test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name):
     assert moe.transformers.register() == "fzero"

@@ -27,6 +27,7 @@ from tests.parallel.pipeline.helpers import (
 from tests.parallel.pipeline.model import OPT, step_of
 
 
+@pytest.mark.slow
 @examples(2, 6)
 @given(
     st.sampled_from([(2, 2, 2), (1, 2, 2), (1, 4, 2), (2, 2, 1)]),
@@ -52,6 +53,7 @@ def test_a_mean_over_tp_is_refused_and_the_pipelines_axis_stays_in_it():
         step(*state, mesh.split(batch_of(8, 0), "dp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases([2], [0, 3]))
 def test_a_pipeline_of_experts_equals_unsharded_training(stage):
     """Their balance loss travels with the tokens, and is added at the end."""
@@ -66,6 +68,7 @@ def test_a_pipeline_of_experts_with_tensor_parallelism_equals_unsharded_training
     check(fzero.mesh(ep=2, pp=2, tp=2, simulate="lockstep"), 3, loss, params_of(2, experts=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "simulate,sequence",
     cases([("vmap", True)], itertools.product(("vmap", "lockstep"), (False, True))),

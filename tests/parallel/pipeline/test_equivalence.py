@@ -83,6 +83,7 @@ def test_a_loss_without_a_mesh_is_the_models():
     close(loss(params, batch), (total, weight))
 
 
+@pytest.mark.slow
 def test_depth_may_be_said_stage_by_stage():
     params = params_of(6)
     for depth in ((1, 2, 3), (3, 0, 3), (0, 0, 6)):
@@ -111,6 +112,7 @@ def _through(params: Any, batch: Any) -> torch.Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
     """As a mixture's blocks do, which add to a loss of their own along the way."""
 
@@ -196,6 +198,7 @@ def test_what_comes_first_and_the_first_block_draw_masks_of_their_own():
     assert 0.15 < left < 0.35
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(simulate):
     key, params = fzero.random.key(3), params_of(4)
@@ -220,6 +223,7 @@ def test_a_factor_of_the_loss_is_one_of_its_gradients():
     close(loss.unstack(step.gather(grads), mesh), fzero.tree.map(lambda g: 3 * g, expected))
 
 
+@pytest.mark.slow
 def test_half_precision_with_masters_trains_as_without_a_pipeline():
     policy = fzero.Precision(param=torch.bfloat16)
     opt = optim.master_weights(optim.adamw(1e-2), policy)
@@ -244,6 +248,7 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
         assert_trees_close(found, expected, 3e-2)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_keeps_small_gradients_in_float16():
     """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
     expected = moved_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
@@ -360,6 +365,7 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
             assert [e.elements for e in log.events if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
     """Along the axes of data, at every stage of ZeRO; and by each action where parameters are gathered there."""
     params = params_of(4)
@@ -374,6 +380,7 @@ def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
         assert counts[0] == counts[1] and counts[0]
 
 
+@pytest.mark.slow
 def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
     """The most backward passes that a rank holds is what the schedule says is in flight."""
     from fzero.parallel.pipeline._row_executor import RowExecutor

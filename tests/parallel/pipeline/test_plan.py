@@ -107,6 +107,7 @@ def test_a_plan_is_of_the_rank_that_is_asked_for():
         fzero.plan(lambda x: x, torch.ones(2), rank=1)
 
 
+@pytest.mark.slow
 def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
     loss, mesh = loss_of(4), fzero.mesh(dp=1, pp=2)
     step = fzero.shard(step_of(loss), 2, mesh, axis=("dp", "pp"), split=loss.split)
@@ -191,6 +192,7 @@ def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the
     assert loop.sends_early
 
 
+@pytest.mark.slow
 def test_a_stage_computes_again_one_block_at_a_time():
     """Gradients of weights that waited for those of all activations would hold every block that remat computes."""
     wide = {"ranks": 2, "remat": True, "block": wide_block}

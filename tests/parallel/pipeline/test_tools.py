@@ -67,6 +67,7 @@ def test_a_jitted_pipeline_is_profiled():
     assert any("block" in line.function for line in found.lines)
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_on_numbered_batches():
     examples = [{name: x[i] for name, x in batch_of(32).items()} for i in range(32)]
     loss, params, losses = loss_of(4), params_of(4), []

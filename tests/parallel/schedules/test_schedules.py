@@ -140,6 +140,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b_for_its_shortest_step():
     assert greedy(4, 8, cap=4, split=True).timing().makespan == 29
 
 
+@pytest.mark.slow
 def test_twenty_stages_reach_ninety_percent_with_171_micro_batches():
     m = 171
     assert schedule("1f1b", 20, m - 1).timing().efficiency < 0.9 <= schedule("1f1b", 20, m).timing().efficiency

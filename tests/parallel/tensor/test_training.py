@@ -49,6 +49,7 @@ def test_adafactor_on_parts_of_leaves_is_adafactor_on_whole_leaves(mesh, stage):
     assert {tuple(x.shape) for x in tree.tensors(rows)} == {tuple(x.shape) for x in tree.tensors(opt.init(params).rows)}
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_layers_whose_activations_are_summed():
     """And not the loss, which is a number."""
     mesh, params = fzero.mesh(dp=2, tp=2), params_of(False)

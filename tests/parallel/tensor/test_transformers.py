@@ -60,6 +60,7 @@ def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
     assert not whole & set(layers.param_splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 def test_a_model_with_tied_embeddings_trains_with_remat(sequence):
     model = model_of("llama", tie_word_embeddings=True)
@@ -90,6 +91,7 @@ def test_query_heads_that_do_not_divide_are_refused():
         check(model, tp.layers(model), fzero.mesh(dp=1, tp=2), 0)
 
 
+@pytest.mark.slow
 def test_a_loss_takes_logits_that_nobody_gathers():
     model = model_of("llama")
     layers = tp.layers(model, {"lm_head": "colwise"})
@@ -161,6 +163,7 @@ def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
         assert kinds.count("all_reduce") == (2 if sequence else 2 * blocks + 2)
 
 
+@pytest.mark.slow
 def test_dropout_by_a_key_leaves_one_value_one():
     """Ranks along tp draw alike, or the residual stream would part; in a simulation that is an error by type."""
     model = model_of("gpt2", dropout=0.2).train()
