@@ -1,16 +1,18 @@
 """Check a change while it is made: lint and types of the changed files, and the tests that mirror them. `make check`.
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
-faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. Changed files of tests run first, then
-the mirrors, then the tests of the structure and of the reference. Laws try few examples. 40 seconds are shared by the
-files, so that some tests of each run: a file's tests stop when its share is over, and what it saves goes to the later
-files. A warning names each file whose tests were left out: `make test` runs all.
+faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`; an `__init__.py` has no
+mirror. The tests of the structure and of the reference run first, and always. Then 30 seconds are shared by the other
+files, those that changed before the mirrors, so that some tests of each run: a file's tests stop when its share is
+over, and what it saves goes to the later files. Laws try few examples. A warning names each file whose tests were left
+out: `make test` runs all.
 """
 
 import argparse
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
 
 ROOT = pathlib.Path(__file__).parents[1]
-SECONDS = 40.0
+SECONDS = 30.0
 TYPED = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"])
 
 
@@ -48,7 +50,7 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
     folder = root / "tests" / within.parent
     own = [folder / f"test_{name}.py"]
     catching = [root / test for m in faults if m.file == str(within) for test in m.tests[:1]]
-    of_folder = sorted(folder.glob("test_*.py")) if within.parent.name else []
+    of_folder = sorted(folder.glob("test_*.py")) if within.parent.name and path.stem != "__init__" else []
     choices = ([x for x in some if x.is_file()] for some in (own, catching, of_folder))
     return [str(x.relative_to(root)) for x in dict.fromkeys(next(filter(None, choices), []))]
 
@@ -61,21 +63,20 @@ def whole_project() -> list[str]:
 
 
 def ordered(files: Iterable[str]) -> list[str]:
-    """List the tests of changed files: those that changed, the mirrors, those of the whole project."""
+    """List the tests of changed files: those of the whole project, those that changed, the mirrors."""
     tests = [test for file in files for test in mirrored(file)]
     own = [test for test in tests if test in files]
-    chosen = dict.fromkeys([*own, *tests, *whole_project()])
+    chosen = dict.fromkeys([*whole_project(), *own, *tests])
     return [test for test in chosen if test in own or test.split("::")[0] not in own]
 
 
 def warnings(files: Iterable[str], left: Sequence[str]) -> list[str]:
-    """Tell of which changed files, and of the whole project, some tests were left out, and how to run them."""
-    groups = {file: mirrored(file) for file in files} | {"the whole project": whole_project()}
+    """Tell of which changed files some tests were left out, and how to run them."""
     messages = []
-    for name, tests in groups.items():
-        skipped = [test for test in tests if any(item.startswith(test) for item in left)]
+    for file in files:
+        skipped = [test for test in mirrored(file) if any(item.startswith(test) for item in left)]
         if skipped:
-            messages.append(f"warning: not all tests of {name} have run: python -m pytest -n0 {' '.join(skipped)}")
+            messages.append(f"warning: not all tests of {file} have run: python -m pytest -n0 {' '.join(skipped)}")
     return messages
 
 
@@ -83,15 +84,17 @@ class Deadline:
     """A plugin of pytest that shares a time among the files of tests; pages run also if they are slow.
 
     Attributes:
-        until: when the time is over, by `time.monotonic()`.
+        seconds: the time for all files but those of `always`.
+        always: the files and tests that run whatever they take.
         left: the tests that were not run.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.until = time.monotonic() + seconds
+    def __init__(self, seconds: float, always: Sequence[str] = ()) -> None:
+        self.seconds = seconds
+        self.always = tuple(always)
         self.left: list[str] = []
         self._files: list[str] = []  # whose tests have not begun, in their order
-        self._until_next = self.until
+        self._until = self._until_next = 0.0  # by time.monotonic(), from the first test that is not `always` run
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -102,18 +105,24 @@ class Deadline:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Learn which files there are, without those whose tests are all slow."""
-        self._files = [*dict.fromkeys([_file_of(item) for item in session.items])]
+        self._files = [*dict.fromkeys([_file_of(item) for item in session.items if not self._always_runs(item)])]
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Leave a test out when the share of its file is over."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip a test when the share of its file is over: pytest then tears down what earlier tests have set up."""
+        if self._always_runs(item):
+            return
         now, file = time.monotonic(), _file_of(item)
+        self._until = self._until or now + self.seconds
         if file in self._files:
-            self._until_next = now + (self.until - now) / len(self._files)
+            self._until_next = now + (self._until - now) / len(self._files)
             self._files.remove(file)
-        if now < self._until_next:
-            return None
-        self.left.append(item.nodeid)
-        return True
+        if now >= self._until_next:
+            self.left.append(item.nodeid)
+            pytest.skip("the share of its file is over")
+
+    def _always_runs(self, item: pytest.Item) -> bool:
+        return item.nodeid.startswith(self.always)
 
 
 def _file_of(item: pytest.Item) -> str:
@@ -141,7 +150,7 @@ def main() -> int:
         return 0
     started = lint_and_types(files)
     os.environ["HYPOTHESIS_PROFILE"] = "check"  # few examples
-    chosen, deadline = ordered(files), Deadline(SECONDS)
+    chosen, deadline = ordered(files), Deadline(SECONDS, whole_project())
     print("tests:", *chosen, sep="\n  ")
     code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *chosen], plugins=[deadline])
     failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
@@ -150,6 +159,8 @@ def main() -> int:
         print(f"{len(deadline.left)} tests were left out, since {SECONDS:g} s had passed: make test runs them")
     for warning in warnings(files, deadline.left):
         print(warning)
+    for command in wrong:
+        print(f"error: {shlex.join(map(str, command))}: its complaints stand above the tests")  # pyright: ignore
     if not any(map(mirrored, files)):
         print("no test mirrors these files: make test runs all")
     return int(failed or bool(wrong))

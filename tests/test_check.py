@@ -1,13 +1,11 @@
 """check: the tests that mirror a change, and no more than fit into its time."""
 
 import pathlib
-import time
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 
-from tests.check import Deadline, mirrored, ordered, warnings
+from tests.check import mirrored, ordered, warnings, whole_project
+from tests.distributed.launch import python
 from tests.helpers import examples
 from tests.mutants.changes import never
 from tests.mutants.mutant import Mutant
@@ -49,21 +47,21 @@ def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
     assert mirrored("fzero/f.py", tmp_path, [fault]) == []
 
 
-def test_changed_tests_run_first_and_those_of_the_whole_project_last():
-    found = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
-    assert found[:3] == ["tests/test_errors.py", "tests/graph/test_any_length.py", "tests/test_structure.py"]
-    assert {test.split("::")[0] for test in found[3:]} == {"tests/docs/test_docs.py"} and len(found) > 5
+def test_those_of_the_whole_project_run_first_and_then_changed_tests():
+    *of_all, changed, mirror = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
+    assert of_all == whole_project() and of_all[0] == "tests/test_structure.py" and len(of_all) > 2
+    assert (changed, mirror) == ("tests/test_errors.py", "tests/graph/test_any_length.py")
     of_page = ordered(["docs/jit.md", "tests/docs/test_docs.py"])
-    assert of_page == ["tests/docs/test_docs.py", "tests/test_structure.py"], "a file and its tests are the same tests"
+    assert of_page == ["tests/test_structure.py", "tests/docs/test_docs.py"], "a file and its tests are the same tests"
+    assert mirrored("fzero/optim/__init__.py") == [], "the tests of the structure check what a folder shows"
 
 
 def test_a_changed_file_whose_tests_were_left_out_is_named():
     files = ["fzero/graph/_any_length.py", "tests/test_errors.py"]
     assert warnings(files, []) == [] == warnings(files, ["tests/test_optim.py::test_a"])
-    of_file, of_all = warnings(files, ["tests/test_structure.py::test_a", "tests/graph/test_any_length.py::test_b[1]"])
+    (of_file,) = warnings(files, ["tests/graph/test_any_length.py::test_b[1]"])
     assert of_file.startswith("warning: not all tests of fzero/graph/_any_length.py have run")
     assert of_file.endswith("python -m pytest -n0 tests/graph/test_any_length.py")
-    assert of_all.startswith("warning: not all tests of the whole project have run")
 
 
 def test_nearly_every_file_has_tests():
@@ -72,24 +70,34 @@ def test_nearly_every_file_has_tests():
     assert len(without) < len(files) / 20, without
 
 
-class Item(NamedTuple):
-    """In the place of a test of pytest."""
+TESTS = """
+import time
+import pytest
 
-    nodeid: str
+@pytest.fixture(scope="module")
+def torn_down(): yield; print("down", __name__)
+
+@pytest.mark.parametrize("i", range(3))
+def test(i, torn_down): time.sleep(SECONDS)
+"""
 
 
-def test_each_file_has_a_share_of_the_time(monkeypatch):
-    """Three files share 30 s: the first takes 20, the second none, so the last has the 10 that are left."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    deadline: Any = Deadline(30)
-    items = [Item(f"{file}::{i}") for file in "abc" for i in range(3)]
-    deadline.pytest_collection_finish(SimpleNamespace(items=items))
-    seconds = {"a": 20.0, "b": 0.0, "c": 6.0}
-    for item in items:
-        if deadline.pytest_runtest_protocol(item) is None:
-            now += seconds[item.nodeid[0]]
-    assert deadline.left == ["a::1", "a::2", "c::2"]
+def test_each_file_has_a_share_of_the_time_and_some_always_run(tmp_path):
+    """Three files share 3 s: one test of the first takes 2, the second none, so the last has the rest."""
+    for name, seconds in {"0": 1.1, "a": 2.0, "b": 0.0, "c": 0.3}.items():
+        (tmp_path / f"test_{name}.py").write_text(TESTS.replace("SECONDS", str(seconds)))
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    script = f"""
+import pytest
+from tests.check import Deadline
+deadline = Deadline(3, ["test_0.py"])
+code = pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-c", {str(tmp_path / "pytest.ini")!r}, {str(tmp_path)!r}],
+    plugins=[deadline])
+print(code, *deadline.left)
+"""
+    done = python("-c", script)
+    assert done.stdout.splitlines()[-1] == "0 test_a.py::test[1] test_a.py::test[2]", done.stdout
+    assert done.stdout.count("down test_") == 4 and "error" not in done.stdout
 
 
 def test_a_law_tries_few_examples(monkeypatch):
