@@ -302,6 +302,8 @@ def sort_graph(graph: Graph) -> Graph:
         stack = [node]
         while stack:
             missing = [a for a in stack[-1].all_input_nodes if a not in order]
+            if len(stack) > len(index):
+                raise RuntimeError(f"{node} needs its own result: a pass joined nodes of which one depends on another")
             if missing:
                 stack.append(min(missing, key=index.__getitem__))
             else:

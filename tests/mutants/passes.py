@@ -19,6 +19,7 @@ LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
 LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
 
+
 MUTANTS = [
     *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
         Fault(
@@ -147,7 +148,6 @@ MUTANTS = [
             "a bucket joins a collective with one that depends on it",
             "bucket.may_join",
             dropped("not A(B, C, D)"),
-            GRAPH,
         ),
         Fault(
             "every member of a bucket gets the first member's result",
