@@ -11,6 +11,7 @@ import types
 import pytest
 
 import fzero
+from tests.cuda.faults import FAULTS
 from tests.mutants import MUTANTS
 from tests.mutants.places import Place, symbols, tree_of
 
@@ -405,6 +406,9 @@ def test_mutants_still_find_their_lines():
         text = (ROOT / file).read_text()
         for mutant in [m for m in MUTANTS if m.file == file]:
             assert mutant.planted(text) != text
+    for fault in FAULTS.values():
+        text = (ROOT / fault.file).read_text()
+        assert fault.change.planted(text, fault.symbol) != text, fault
 
 
 def test_a_class_has_a_name_of_its_own():

@@ -72,7 +72,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, hardware: Hardware) -> float:
-    """As `fzero.graph.planning._cost.work_seconds`; causal attention computes half of all pairs."""
+    """As `fzero.graph.planning._cost.work_of`; causal attention computes half of all pairs."""
     packet, flops = f.overloadpacket, 0.0
     if packet in flop_formulas():
         flops = flop_formulas()[packet](*with_query_heads(packet, args), **kwargs, out_val=out)

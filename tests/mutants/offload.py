@@ -16,6 +16,7 @@ OFFLOAD_PARAMS = ("tests/optim/test_offload_params.py",)
 OFFLOAD_RATIO = ("tests/optim/test_offload_ratio.py",)
 OFFLOAD_DELAY = ("tests/optim/test_delayed_offload.py",)
 
+
 MUTANTS = [
     *File("collectives/_spaces.py", MOVES).faults(
         Fault("the transpose of to_host is to_host", "", constant("to_device", "to_host", at="2 of 4")),
@@ -160,7 +161,7 @@ MUTANTS = [
     *File("optim/_adam.py", OFFLOAD).faults(
         Fault("lamb does not declare that it is not elementwise", "scale_by_trust_ratio", constant(False, None)),
     ),
-    *File("optim/_loss_scaling.py", OFFLOAD).faults(
+    *File("optim/_loss_scaling.py", OFFLOAD_PARAMS).faults(
         Fault(
             "an overflow does not skip the host's part of an update",
             "_select",
