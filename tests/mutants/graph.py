@@ -14,7 +14,22 @@ from tests.mutants.changes import (
     skipped,
     swapped,
 )
-from tests.mutants.mutant import DONATION, IN_PLACE, JIT, OPS, PASS_MANAGER, Fault, File, on_processes
+from tests.mutants.mutant import (
+    DONATION,
+    IN_PLACE,
+    JIT,
+    LENGTHS,
+    LIVE_RANGES,
+    LOOP_PLANS,
+    LOOPS,
+    OPS,
+    PASS_MANAGER,
+    SLICE_OF_GATHER,
+    UNROLLED,
+    Fault,
+    File,
+    on_processes,
+)
 
 LONE_COLLECTIVES = ("tests/graph/test_lone_collectives.py",)
 FUSED = ("tests/graph/test_fused.py",)
@@ -23,11 +38,8 @@ COLLECTOR = ("tests/graph/test_collector.py",)
 CARRY = ("tests/graph/test_carry.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 PLAN = ("tests/graph/test_plan.py",)
-LOOPS = ("tests/graph/test_loops.py",)
-SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
 SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
-LENGTHS = ("tests/graph/run/test_lengths.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
@@ -35,10 +47,7 @@ WORKSPACE = ("tests/graph/test_workspace.py",)
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
-LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
-UNROLLED = ("tests/graph/test_unrolled.py",)
-LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
 
 JIT_DONATION = ("tests/graph/test_jit_donation.py",)
 

@@ -1,23 +1,27 @@
 """Faults in fzero/graph/passes."""
 
 from tests.mutants.changes import always, bare, becomes, before, constant, dropped, never, skipped, swapped
-from tests.mutants.mutant import GRAPH, PASS_MANAGER, Fault, File, on_processes
+from tests.mutants.mutant import (
+    GRAPH,
+    LIVE_RANGES,
+    LOOP_PLANS,
+    PASS_MANAGER,
+    SLICE_OF_GATHER,
+    Fault,
+    File,
+    on_processes,
+)
 
 LONE_COLLECTIVES = ("tests/graph/test_lone_collectives.py",)
 FUSED = ("tests/graph/test_fused.py",)
 RECAST = ("tests/graph/test_recast.py",)
 CARRY = ("tests/graph/test_carry.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
-LOOPS = ("tests/graph/test_loops.py",)
-SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
 REMATERIALIZE = ("tests/graph/passes/test_rematerialize.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
-LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
-
-LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
 
 
 MUTANTS = [

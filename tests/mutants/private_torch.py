@@ -1,7 +1,7 @@
 """Faults in fzero/_torch, where the graph uses it."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, never, skipped, swapped
-from tests.mutants.mutant import DONATION, IN_PLACE, JIT, Fault, File
+from tests.mutants.mutant import DONATION, IN_PLACE, JIT, LENGTHS, Fault, File
 
 RECORDER = ("tests/_torch/test_recorder.py",)
 GRAPHS = ("tests/_torch/test_graphs.py",)
@@ -9,7 +9,6 @@ BUFFERS = ("tests/_torch/test_buffers.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
 DECISIONS = ("tests/_torch/test_decisions.py",)
-LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 
 MUTANTS = [

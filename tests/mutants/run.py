@@ -1,22 +1,17 @@
 """Faults in fzero/graph/run."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
-from tests.mutants.mutant import JIT, Fault, File, on_processes
+from tests.mutants.mutant import JIT, LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UNROLLED, Fault, File, on_processes
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 COMPILE = ("tests/graph/test_compile.py",)
-LOOPS = ("tests/graph/test_loops.py",)
-SLICE_OF_GATHER = ("tests/graph/test_slice_of_gather.py",)
 SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
-LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 FALLBACK = ("tests/graph/run/test_fallback.py",)
 
 PROGRAM = ("tests/graph/run/test_program.py",)
 
-UNROLLED = ("tests/graph/test_unrolled.py",)
-LOOP_PLANS = ("tests/graph/test_plans_of_loops.py",)
 
 MUTANTS = [
     *File("graph/run/_subgraphs.py", SUBGRAPHS).faults(

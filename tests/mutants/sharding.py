@@ -1,12 +1,10 @@
 """Faults in fzero/sharding."""
 
 from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
-from tests.mutants.mutant import AXES, HALF, LAWS, WRITES, Fault, File
+from tests.mutants.mutant import AXES, HALF, LAWS, LIVE_RANGES, WRITES, Fault, File
 
 FLAT = ("tests/sharding/test_flat.py",)
 RECORDER = ("tests/_torch/test_recorder.py",)
-
-LIVE_RANGES = ("tests/graph/planning/test_live_ranges.py",)
 
 
 MUTANTS = [
