@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 DOCS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
-from tests.graph.test_recast import of_the_pull_request  # noqa: E402
+from tests.graph.passes.test_recast import of_the_pull_request  # noqa: E402
 
 WAYS = {
     "with a clip, all copies in float32 wait (recast=False)": (True, False),

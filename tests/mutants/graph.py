@@ -31,18 +31,18 @@ from tests.mutants.mutant import (
     on_processes,
 )
 
-LONE_COLLECTIVES = ("tests/graph/test_lone_collectives.py",)
-FUSED = ("tests/graph/test_fused.py",)
-RECAST = ("tests/graph/test_recast.py",)
+LONE_COLLECTIVES = ("tests/graph/passes/test_lone_collectives.py",)
+FUSED = ("tests/graph/passes/test_fused.py",)
+RECAST = ("tests/graph/passes/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
-CARRY = ("tests/graph/test_carry.py",)
+CARRY = ("tests/graph/passes/test_carry.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 PLAN = ("tests/graph/test_plan.py",)
 SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
-WORKSPACE = ("tests/graph/test_workspace.py",)
+WORKSPACE = ("tests/graph/planning/test_workspace.py",)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)

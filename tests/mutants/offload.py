@@ -10,7 +10,7 @@ SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
 HOST_MEMORY = ("tests/zero/test_host_memory.py",)
 ARENA = ("tests/optim/test_arena.py",)
-COST = ("tests/graph/test_cost.py",)
+COST = ("tests/graph/planning/test_cost.py",)
 
 OFFLOAD_PARAMS = ("tests/optim/test_offload_params.py",)
 OFFLOAD_RATIO = ("tests/optim/test_offload_ratio.py",)

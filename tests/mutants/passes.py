@@ -12,10 +12,10 @@ from tests.mutants.mutant import (
     on_processes,
 )
 
-LONE_COLLECTIVES = ("tests/graph/test_lone_collectives.py",)
-FUSED = ("tests/graph/test_fused.py",)
-RECAST = ("tests/graph/test_recast.py",)
-CARRY = ("tests/graph/test_carry.py",)
+LONE_COLLECTIVES = ("tests/graph/passes/test_lone_collectives.py",)
+FUSED = ("tests/graph/passes/test_fused.py",)
+RECAST = ("tests/graph/passes/test_recast.py",)
+CARRY = ("tests/graph/passes/test_carry.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
@@ -164,7 +164,7 @@ MUTANTS = [
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
         Fault("an item of a tuple counts as live while another item is", "_viewed", becomes("A(B) and not C", "A(B)")),
     ),
-    *File("graph/passes/_cat_into.py", ("tests/graph/test_cat_into.py",)).faults(
+    *File("graph/passes/_cat_into.py", ("tests/graph/passes/test_cat_into.py",)).faults(
         Fault("a part that is read elsewhere is written too", "_are_exclusive", never("len(made.users) > 1 or A")),
         Fault("all parts are written at the start", "_write_parts", becomes("A[x]", "0", at="2 of 2")),
         Fault("parts are written where memory is fuller before", "cat_into", dropped("_lowers_peak(A, B, C)")),
