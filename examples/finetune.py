@@ -41,8 +41,8 @@ step = fzero.jit(fzero.shard(train_step, stage=3, mesh=mesh))
 with fzero.checkpoint.checkpoints(f"{OUT}/run", mesh) as runs, observe.log(observe.progress(STEPS), mesh=mesh) as log:
     params, opt_state, done = runs.restore(like=(*step.init(params, opt), 0))
     for i, batch in data.steps(done, STEPS):
-        params, opt_state, found = step(params, opt_state, buffers, batch)
-        log(i + 1, found)
+        params, opt_state, metrics = step(params, opt_state, buffers, batch)
+        log(i + 1, metrics)
         if (i + 1) % 50 == 0:
             runs.save(i + 1, (params, opt_state, i + 1))
 fzero.checkpoint.hf.write(OUT, optim.master_params(params, opt_state), mesh)

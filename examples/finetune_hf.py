@@ -106,8 +106,8 @@ runs, key = fzero.checkpoint.checkpoints(f"{args.out}/checkpoints", mesh), rando
 params, opt_state, done = runs.restore(like=(params, opt_state, 0))
 with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/log.jsonl"), mesh=mesh) as log:
     for i, batch in train.steps(done, args.steps):
-        params, opt_state, found = step(params, opt_state, buffers, batch, random.fold_in(key, i))
-        log(i + 1, found)
+        params, opt_state, metrics = step(params, opt_state, buffers, batch, random.fold_in(key, i))
+        log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             held_out = data.once(documents[: 8 * args.batch], mesh, global_batch=args.batch, collate=collate)

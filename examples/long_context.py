@@ -105,8 +105,8 @@ params, opt_state, done = runs.restore(like=(*step.init(params, opt), 0))
 step = fzero.jit(step, backend=args.backend)
 with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/log.jsonl"), mesh=mesh) as log:
     for i, windows in train.steps(done, args.steps):
-        params, opt_state, found = step(params, opt_state, buffers, windows)
-        log(i + 1, found)
+        params, opt_state, metrics = step(params, opt_state, buffers, windows)
+        log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             batches = data.once(test, mesh, global_batch=args.batch, collate=torch.stack, axis="dp")

@@ -78,17 +78,17 @@ def forward(params: Any, windows: torch.Tensor) -> tuple[torch.Tensor, list[Any]
 def loss_fn(params: Any, windows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss with the routers' own; beside it the plain one, and the last layer's drops and loads."""
     losses, routings = forward(params, windows)
-    found = {"loss": fzero.collectives.pmean(losses.detach().mean())}
+    results = {"loss": fzero.collectives.pmean(losses.detach().mean())}
     if routings:
         seen = moe.stats(routings[-1], args.capacity or None)
-        found |= {"dropped": seen["dropped"], "least": seen["load"].min(), "most": seen["load"].max()}
-    return losses.mean() + sum([0.01 * moe.balance_loss(r) + 0.001 * moe.z_loss(r) for r in routings]), found
+        results |= {"dropped": seen["dropped"], "least": seen["load"].min(), "most": seen["load"].max()}
+    return losses.mean() + sum([0.01 * moe.balance_loss(r) + 0.001 * moe.z_loss(r) for r in routings]), results
 
 
 def train_step(params: Any, opt_state: Any, windows: torch.Tensor) -> Any:
-    (_, found), grads = fzero.value_and_grad(loss_fn, has_aux=True)(params, windows)
+    (_, actual), grads = fzero.value_and_grad(loss_fn, has_aux=True)(params, windows)
     updates, opt_state = opt.update(grads, opt_state, params)
-    return optim.apply_updates(params, updates), opt_state, found
+    return optim.apply_updates(params, updates), opt_state, actual
 
 
 mesh = fzero.mesh(dp=-1, ep=args.ep, simulated_ranks=args.dp * args.ep)
@@ -110,8 +110,8 @@ params, opt_state, done = runs.restore(like=(*step.init(init(), opt), 0))
 step = fzero.jit(step, backend=args.backend)
 with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/log.jsonl"), mesh=mesh) as log:
     for i, batch in train.steps(done, args.steps):
-        params, opt_state, found = step(params, opt_state, batch)
-        log(i + 1, found)
+        params, opt_state, metrics = step(params, opt_state, batch)
+        log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
             batches = data.once(test, mesh, global_batch=train.global_batch)

@@ -32,8 +32,10 @@ TYPED = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyri
 def changed(base: str) -> list[str]:
     """List the files that differ from a revision, those that git does not know yet among them."""
     commands = (["diff", "--name-only", "--diff-filter=d", base], ["ls-files", "--others", "--exclude-standard"])
-    found = [subprocess.run(["git", *c], cwd=ROOT, capture_output=True, text=True, check=True).stdout for c in commands]
-    return sorted({line for text in found for line in text.splitlines()})
+    results = [
+        subprocess.run(["git", *c], cwd=ROOT, capture_output=True, text=True, check=True).stdout for c in commands
+    ]
+    return sorted({line for text in results for line in text.splitlines()})
 
 
 def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MUTANTS) -> list[str]:

@@ -222,13 +222,13 @@ def test_a_fault_without_a_place_is_told(tmp_path):
         Fault("lost", "h", returns("0")),
     ]
     mutants = [*File("a.py").faults(*rows), *File("b.py").faults(Fault("no file", "f", returns("0")))]
-    found = not_applicable(mutants, tmp_path)
-    assert [(v.mutant.name, v.outcome) for v in found] == [
+    result = not_applicable(mutants, tmp_path)
+    assert [(v.mutant.name, v.outcome) for v in result] == [
         (name, NOT_APPLICABLE) for name in ("gone", "lost", "no file")
     ]
-    assert "fzero/a.py has no 'h'" in found[1].by and "b.py" in found[2].by
-    found += [Verdict(mutants[0], KILLED, "a test"), Verdict(mutants[0], SURVIVED, "exit code 0")]
-    assert summary(found) == "5 faults: 1 killed, 1 survived, 3 not applicable"
+    assert "fzero/a.py has no 'h'" in result[1].by and "b.py" in result[2].by
+    result += [Verdict(mutants[0], KILLED, "a test"), Verdict(mutants[0], SURVIVED, "exit code 0")]
+    assert summary(result) == "5 faults: 1 killed, 1 survived, 3 not applicable"
 
 
 def test_a_fault_whose_tests_fail_without_it_is_told():
@@ -238,9 +238,9 @@ def test_a_fault_whose_tests_fail_without_it_is_told():
     assert [m.tests for m in bare_runs] == [("x",), ("y",)] and all(m.planted(TEXT) == TEXT for m in bare_runs)
     for outcome, by in ((KILLED, "x::test_f"), (SURVIVED, "exit code 2: no such file")):
         healthy = Verdict(bare_runs[1], SURVIVED, "exit code 0: 3 passed")
-        found = with_failing_tests(mutants, [Verdict(bare_runs[0], outcome, by), healthy])
-        assert [(v.mutant.name, v.outcome) for v in found] == [("one", NOT_APPLICABLE), ("two", NOT_APPLICABLE)]
-        assert found[0].by == f"the tests fail without the fault: {by}"
+        result = with_failing_tests(mutants, [Verdict(bare_runs[0], outcome, by), healthy])
+        assert [(v.mutant.name, v.outcome) for v in result] == [("one", NOT_APPLICABLE), ("two", NOT_APPLICABLE)]
+        assert result[0].by == f"the tests fail without the fault: {by}"
 
 
 def test_each_fault_has_a_name_of_its_own():
@@ -253,8 +253,8 @@ FILES = sorted({mutant.file for mutant in MUTANTS})
 
 def defined(tree: ast.Module) -> set[str]:
     """List the private functions and classes that stand by themselves in a file."""
-    found = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    return {name for name in found if name.startswith("_")}
+    actual = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return {name for name in actual if name.startswith("_")}
 
 
 @functools.cache

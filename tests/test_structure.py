@@ -118,16 +118,16 @@ def layer_of(module: str) -> int:
 @functools.cache
 def imports(path: pathlib.Path) -> list[str]:
     """List the modules of fzero that a file imports, or imports names from."""
-    found = []
+    results = []
     for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fzero":
             for alias in node.names:
                 inner = ROOT.parent.joinpath(*node.module.split("."), alias.name)
                 deep = (inner / "__init__.py").is_file() or inner.with_suffix(".py").is_file()
-                found.append(f"{node.module}.{alias.name}" if deep else node.module)
+                results.append(f"{node.module}.{alias.name}" if deep else node.module)
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.startswith("fzero.")]
-    return [name.removeprefix("fzero.") for name in found if name != "fzero"]
+            results += [alias.name for alias in node.names if alias.name.startswith("fzero.")]
+    return [name.removeprefix("fzero.") for name in results if name != "fzero"]
 
 
 INSIDE = [
@@ -353,19 +353,19 @@ def titles(text: str) -> list[str]:
 
 def test_a_file_has_few_sections():
     for path in FILES:
-        found = titles(path.read_text())
-        assert len(found) <= 2, f"{path}: move a section to a file of its own, or leave out its title: {found}"
-        assert not [title for title in found if "---" in title], f"{path}: a title is a plain sentence"
+        result = titles(path.read_text())
+        assert len(result) <= 2, f"{path}: move a section to a file of its own, or leave out its title: {result}"
+        assert not [title for title in result if "---" in title], f"{path}: a title is a plain sentence"
     assert titles("a = 1\n\n# One.\n\nb = 2\n\n# of b\nc = 3\n") == ["# One."]
 
 
 def test_a_private_file_has_a_name_of_its_own():
     """So that a traceback, or an editor's tab, says which one it is. Public files are named by their packages."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for path in FILES:
         if path.name.startswith("_") and not path.name.startswith("__"):
-            found.setdefault(path.name, []).append(module_of(path))
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+            results.setdefault(path.name, []).append(module_of(path))
+    assert {name: modules for name, modules in results.items() if len(modules) > 1} == {}
 
 
 def test_a_statement_over_several_lines_is_one_assignment_with_its_comment_above():
@@ -413,12 +413,12 @@ def test_mutants_still_find_their_lines():
 
 def test_a_class_has_a_name_of_its_own():
     """The underscore of a private class is no difference: a reader who says the name must mean one class."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for path in FILES:
         for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+                results.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in results.items() if len(files) > 1} == {}
 
 
 def test_a_word_of_the_glossary_is_defined_once():

@@ -362,11 +362,11 @@ def test_an_optimizer_that_is_not_exact_on_shards_trains_wrongly_there(name):
 
 
 def is_drawn(strategy: Any, what: Callable[[Any], bool]) -> bool:
-    found(strategy, what)  # raises NoSuchExample
+    find_example(strategy, what)  # raises NoSuchExample
     return True
 
 
-def found(strategy: Any, what: Callable[[Any], bool]) -> Any:
+def find_example(strategy: Any, what: Callable[[Any], bool]) -> Any:
     return find(
         strategy, what, settings=settings(max_examples=100, phases=[Phase.generate], database=None)
     )  # any will do, not the least
@@ -432,7 +432,7 @@ def test_trees_repeat_from_their_seed():
     def spread(t: Any) -> bool:
         return any(x.numel() > 3 and x.std() > 0.1 for x in tree.tensors(t))
 
-    assert_trees_close(found(testing.trees(), spread), found(testing.trees(), spread), 0.0)
+    assert_trees_close(find_example(testing.trees(), spread), find_example(testing.trees(), spread), 0.0)
 
 
 @given(testing.stages())

@@ -85,8 +85,8 @@ def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
     """Half of the time it is, for instance where packets are lost. A long time without any answer is no work."""
     one, other = connection()
     with one, other:
-        system, found = ProcessMonitor(os.getpid(), 300.0), _tcp_sockets()
-        first, tcp = system.sample(0.0).seconds, found[inode(one)]._replace(is_sending=True)
+        system, actual = ProcessMonitor(os.getpid(), 300.0), _tcp_sockets()
+        first, tcp = system.sample(0.0).seconds, actual[inode(one)]._replace(is_sending=True)
         monkeypatch.setattr("fzero._liveness._system._tcp_sockets", lambda: {inode(one): tcp})
         use = system.sample(100.0)
         assert use.seconds - first > 99 and use.silent == {tcp.link: 0.0}
@@ -103,8 +103,8 @@ def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
 def test_a_connection_has_the_same_link_from_both_ends():
     one, other = connection()
     with one, other:
-        found = _tcp_sockets()
-        link = found[inode(one)].link
+        result = _tcp_sockets()
+        link = result[inode(one)].link
         assert link == (*one.getsockname(), *one.getpeername())
-        assert found[inode(other)].link == link.turned()
+        assert result[inode(other)].link == link.turned()
         assert {link, link.turned()} <= ProcessMonitor(os.getpid(), 300.0).links()

@@ -8,22 +8,22 @@ from fzero._torch import allocations, profiling
 
 def test_the_peak_is_the_most_that_is_alive_at_once():
     kept = torch.ones(1000)
-    with allocations() as found:
+    with allocations() as memory:
         a = torch.empty(100_000)
         b = a + a
         del a
         c = torch.empty(50_000)
-    assert found.peak == 800_000 and kept.sum() == 1000
-    with allocations() as found:
+    assert memory.peak == 800_000 and kept.sum() == 1000
+    with allocations() as memory:
         del b, c
-    assert found.peak == 0
+    assert memory.peak == 0
 
 
 def test_a_backward_pass_counts():
     x = torch.ones(1000, 100, requires_grad=True)
-    with allocations() as found:
+    with allocations() as memory:
         x.exp().sum().backward()
-    assert found.peak is not None and 800_000 <= found.peak < 820_000
+    assert memory.peak is not None and 800_000 <= memory.peak < 820_000
 
 
 def test_what_fails_ends_it():
@@ -34,7 +34,7 @@ def test_what_fails_ends_it():
 
 def test_the_users_profiler_goes_on():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        with allocations() as found:
+        with allocations() as memory:
             torch.ones(10)
         assert profiling()
-    assert found.peak is None and any(e.key == "aten::ones" for e in profile.key_averages())
+    assert memory.peak is None and any(e.key == "aten::ones" for e in profile.key_averages())

@@ -31,8 +31,8 @@ def test_the_kernel_and_the_definition_agree(groups, kind, monkeypatch):
     assert keep is None or (bool((log_sum[:, :, 2] == -torch.inf).all()) and not out[:, :, 2].any())
 
     monkeypatch.setattr(attention, "_cpu_kernel", lambda q, v: False)
-    found = attention_block(*values, *options)
-    for x, y in zip((out, log_sum), found, strict=True):
+    result = attention_block(*values, *options)
+    for x, y in zip((out, log_sum), result, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     for x, y in zip(grads, attention_block_grad(grad, *values, keep, out, finite, *options[1:]), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

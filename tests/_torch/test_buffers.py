@@ -23,10 +23,10 @@ def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype
     xs, alone = laid(shapes, dtype), torch.ones(2)
     order = list(range(len(xs)))
     random.shuffle(order)
-    (found,) = buffers_of([alone, *[xs[i] for i in order]])
+    (actual,) = buffers_of([alone, *[xs[i] for i in order]])
     total = sum(x.numel() for x in xs)
-    assert found.numel == total and sorted(found.members) == list(range(1, len(xs) + 1))
-    for member, offset in zip(found.members, found.offsets, strict=True):
+    assert actual.numel == total and sorted(actual.members) == list(range(1, len(xs) + 1))
+    for member, offset in zip(actual.members, actual.offsets, strict=True):
         x = xs[order[member - 1]]
         assert x.numel() == 0 or x.flatten()[0] == torch.tensor(offset).to(dtype)
 

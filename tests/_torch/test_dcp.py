@@ -13,10 +13,10 @@ from fzero._torch import load_metadata
 def test_metadata_of_this_torch_is_read(tmp_path):
     values = {"a": {"w": torch.ones(2, 3)}, "l": [torch.zeros((), dtype=torch.bfloat16), 3], "n": None}
     torch_dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
-    found = load_metadata((tmp_path / ".metadata").read_bytes())
+    result = load_metadata((tmp_path / ".metadata").read_bytes())
     known = torch_dcp.FileSystemReader(tmp_path).read_metadata()
-    assert found.state_dict_metadata == known.state_dict_metadata and found.storage_data == known.storage_data
-    assert found.planner_data == {"a.w": ("a", "w"), "l.0": ("l", 0), "l.1": ("l", 1), "n": ("n",)}
+    assert result.state_dict_metadata == known.state_dict_metadata and result.storage_data == known.storage_data
+    assert result.planner_data == {"a.w": ("a", "w"), "l.0": ("l", 0), "l.1": ("l", 1), "n": ("n",)}
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps(3), pickle.dumps(print), pickle.dumps(torch.load)])

@@ -10,8 +10,8 @@ CPU = torch.device("cpu")
 
 
 def holds(f, shape=(20, 8), dims=(0,), sizes=(0, 1, 2, 10, 11, 300)):
-    found = _torch.decisions(f, [torch.zeros(shape)], [(0, d) for d in dims], CPU)
-    return [n for n in sizes if found(n)]
+    result = _torch.decisions(f, [torch.zeros(shape)], [(0, d) for d in dims], CPU)
+    return [n for n in sizes if result(n)]
 
 
 def test_a_function_that_decides_nothing_is_the_same_for_all_sizes_from_2_on():

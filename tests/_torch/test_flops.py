@@ -24,8 +24,8 @@ def attention(heads: int) -> Graph:
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_grouped_heads_count_as_all_heads(heads):
-    found = [flops(n) for n in attention(heads).nodes if flops(n)]
-    assert found == [2 * 2 * (2 * 4 * 8 * 8 * 16), 5 * 2 * (2 * 4 * 8 * 8 * 16)]
+    results = [flops(n) for n in attention(heads).nodes if flops(n)]
+    assert results == [2 * 2 * (2 * 4 * 8 * 8 * 16), 5 * 2 * (2 * 4 * 8 * 8 * 16)]
 
 
 def test_other_operations_keep_their_arguments():

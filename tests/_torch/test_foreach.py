@@ -25,9 +25,9 @@ def on_accelerator(monkeypatch):
     groups = foreach._groups
 
     def noted(rows):
-        found = list(groups(rows))
-        sizes.extend(len(keys) for keys in found)
-        return iter(found)
+        results = list(groups(rows))
+        sizes.extend(len(keys) for keys in results)
+        return iter(results)
 
     monkeypatch.setattr(foreach, "is_accelerator", lambda device: True)
     monkeypatch.setattr(foreach, "_groups", noted)

@@ -60,10 +60,10 @@ def test_raised_priority_runs_a_node_as_soon_as_its_gradient_exists(raised):
 
 
 def test_vmaps_are_known_with_their_randomness():
-    found = []
+    results = []
 
     def f(x):
-        found.append(levels.vmaps())
+        results.append(levels.vmaps())
         return x * 2
 
     f(torch.ones(2))
@@ -71,7 +71,7 @@ def test_vmaps_are_known_with_their_randomness():
         torch.ones(2, 2)
     )
     torch.vmap(f)(torch.ones(2))
-    assert found == [[], ["Different", "Same"], ["Error"]]
+    assert results == [[], ["Different", "Same"], ["Error"]]
 
 
 def test_a_trace_in_another_thread_is_not_ours():

@@ -18,16 +18,16 @@ from fzero._torch.watched import (
 
 
 def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, _CallSite]]:
-    found: list[tuple[WatchedOperation, _CallSite]] = []
+    results: list[tuple[WatchedOperation, _CallSite]] = []
     # code that is generated is nobody's, so that the line is that of `f`
     after = eval(
         "lambda operation, *_: found.append((operation, current_call_site()))",
-        {"found": found, "current_call_site": current_call_site},
+        {"found": results, "current_call_site": current_call_site},
     )
     with record_node_lines(), watch_operations(lambda operation: None, after):
         f(*args)
     assert not torch.is_anomaly_enabled()
-    return found
+    return results
 
 
 def test_operations_are_shown_with_what_they_write_and_their_numbers():
@@ -38,22 +38,24 @@ def test_operations_are_shown_with_what_they_write_and_their_numbers():
         torch.mul(x, y, out=y)
 
     x = torch.ones(2)
-    found = {operation.name: operation for operation, _ in shown(f, x)}
-    assert found["aten::masked_fill"].numbers == [-1.5] and not found["aten::masked_fill"].mutated_arguments
-    assert len(found["aten::add_"].mutated_arguments) == 1 and len(found["aten::_foreach_mul_"].mutated_arguments) == 2
-    assert len(found["aten::mul"].mutated_arguments) == 1 and len(found["aten::mul"].arguments) == 3
+    results = {operation.name: operation for operation, _ in shown(f, x)}
+    assert results["aten::masked_fill"].numbers == [-1.5] and not results["aten::masked_fill"].mutated_arguments
+    assert (
+        len(results["aten::add_"].mutated_arguments) == 1 and len(results["aten::_foreach_mul_"].mutated_arguments) == 2
+    )
+    assert len(results["aten::mul"].mutated_arguments) == 1 and len(results["aten::mul"].arguments) == 3
 
 
 def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
     def loss(x: torch.Tensor) -> torch.Tensor:
         return x.sqrt().sum()
 
-    found = [(operation.name, place) for operation, place in shown(torch.func.grad(loss), torch.ones(2))]
+    results = [(operation.name, place) for operation, place in shown(torch.func.grad(loss), torch.ones(2))]
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
-    places = {place._replace(sequence_number=-1) for _, place in found}
+    places = {place._replace(sequence_number=-1) for _, place in results}
     assert _CallSite(line, "SqrtBackward0", False) in places and _CallSite(line, "", False, forward=True) in places
-    forward = next(place for name, place in found if name == "aten::sqrt")
-    assert {p.sequence_number for _, p in found if p.backward == "SqrtBackward0"} == {forward.sequence_number}
+    forward = next(place for name, place in results if name == "aten::sqrt")
+    assert {p.sequence_number for _, p in results if p.backward == "SqrtBackward0"} == {forward.sequence_number}
 
 
 def test_memory_is_told_apart_by_bytes_and_not_kept():
@@ -72,9 +74,9 @@ def test_what_has_no_values_is_not_real():
 
 
 def test_what_runs_unwatched_is_not_shown():
-    found: list[str] = []
-    with watch_operations(lambda operation: found.append(operation.name), lambda *_: None):
+    results: list[str] = []
+    with watch_operations(lambda operation: results.append(operation.name), lambda *_: None):
         torch.ones(2).sin()
         with without_watchers():
             torch.ones(2).cos()
-    assert found == ["aten::ones", "aten::sin"]
+    assert results == ["aten::ones", "aten::sin"]

@@ -97,9 +97,9 @@ BASE = state()
 @pytest.fixture(autouse=True)
 def no_state_is_left():
     """A test that fails leaves the next one a clean process."""
-    found = settings()
+    result = settings()
     yield
-    write_settings(found)
+    write_settings(result)
 
 
 def meet() -> None:
@@ -193,21 +193,21 @@ def test_two_threads_may_each_run_ranks():
                 )
         return x
 
-    expected, found, count = lockstep().spmd(program)(x), [], either(4, 10)
+    expected, actual, count = lockstep().spmd(program)(x), [], either(4, 10)
 
     def work() -> None:
         for _ in range(count):
             try:
-                found.append(torch.equal(lockstep().spmd(program)(x), expected))
+                actual.append(torch.equal(lockstep().spmd(program)(x), expected))
             except Exception as error:
-                found.append(error)
+                actual.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [True] * 2 * count
+    assert actual == [True] * 2 * count
     assert state() == BASE and process_threads().runs == 0
     with torch.autograd.forward_ad.dual_level():  # no level is open
         pass

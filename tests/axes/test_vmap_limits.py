@@ -20,8 +20,8 @@ def test_spectral_norm_in_training_names_lockstep_which_runs_it():
     with pytest.raises(RuntimeError, match="Batching rule not implemented") as caught:
         on_ranks("vmap", lambda x: apply(params, buffers, x)[0].square().mean(), x)
     assert 'fzero.mesh(..., simulate="lockstep")' in "".join(caught.value.__notes__)
-    found = on_ranks("lockstep", lambda x: apply(params, buffers, x)[0].square().mean(), x)
-    torch.testing.assert_close(found, module(x).square().mean())
+    result = on_ranks("lockstep", lambda x: apply(params, buffers, x)[0].square().mean(), x)
+    torch.testing.assert_close(result, module(x).square().mean())
 
 
 def test_a_ctc_loss_of_simulated_ranks_is_that_of_lockstep():

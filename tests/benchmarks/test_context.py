@@ -18,8 +18,8 @@ def row(system: str, variant: str, seconds: float, processor: float, peak: int) 
 def test_goals_are_ratios_to_the_best_peer_of_each_kind():
     ours, quick = row("fzero", "ring", 2.0, 3.0, 60), row("Ulysses+FSDP2", "", 4.0, 3.0, 100)
     idle, lean = row("DeepSpeed", "Ulysses", 5.0, 2.0, 100), row("context_parallel", "alltoall", 8.0, 6.0, 80)
-    found = {v.goal: (v.ratio, v.met) for v in goals([ours, quick, idle, lean])}
-    assert found == {
+    results = {v.goal: (v.ratio, v.met) for v in goals([ours, quick, idle, lean])}
+    assert results == {
         "time: ring / Ulysses+FSDP2": (0.5, True),
         "processor: ring / DeepSpeed Ulysses": (1.5, False),
         "peak: ring / context_parallel alltoall": (0.75, True),

@@ -104,8 +104,8 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on():
         Case("c", has_no_room),
         Case("d", lambda: [{"holds": False}]),
     ]
-    found = ends_of(cases, seconds=60)
-    assert [(r["outcome"], r["reason"]) for r in found] == [
+    result = ends_of(cases, seconds=60)
+    assert [(r["outcome"], r["reason"]) for r in result] == [
         ("failed", "ValueError: a reason"),
         ("left out", "it is not installed"),
         ("left out", "the card has too little memory: 20 GB"),
@@ -118,8 +118,8 @@ def test_a_case_for_which_no_time_is_left_is_left_out():
         time.sleep(0.6)
         return []
 
-    found = ends_of([Case(name, sleeps) for name in "abc"], seconds=2.5)
-    assert [r["reason"] for r in found] == ["", "no time was left", "no time was left"]
+    result = ends_of([Case(name, sleeps) for name in "abc"], seconds=2.5)
+    assert [r["reason"] for r in result] == ["", "no time was left", "no time was left"]
 
 
 def ends_of(cases: list[Case], seconds: float) -> list[dict[str, Any]]:
@@ -162,10 +162,10 @@ def outcome_of(*parts: str, seconds: float = 60.0) -> tuple[Outcome, list[str]]:
 
 def test_a_process_that_dies_costs_one_case():
     outcome, said = outcome_of("dies", "lives", "unborn")
-    found = {(r.part, r.case): (r.outcome, r.reason) for r in outcome.results}
-    assert found["dies", "b"] == ("failed", "its process died: an illegal access")
-    assert found["unborn", "the part"] == ("failed", "it did not begin: no such module")
-    assert [x for name, x in found.items() if name not in (("dies", "b"), ("unborn", "the part"))] == [("ok", "")] * 5
+    results = {(r.part, r.case): (r.outcome, r.reason) for r in outcome.results}
+    assert results["dies", "b"] == ("failed", "its process died: an illegal access")
+    assert results["unborn", "the part"] == ("failed", "it did not begin: no such module")
+    assert [x for name, x in results.items() if name not in (("dies", "b"), ("unborn", "the part"))] == [("ok", "")] * 5
     assert outcome.card == "a card" and "2 of 3: b: failed" in said[2]
     assert exit_status(outcome, rehearse=False) == 1
 

@@ -17,14 +17,14 @@ def row(system: str, stage: int, variant: str, seconds: float, peak: int, loss: 
 def test_goals_are_ratios_to_the_best_of_a_peer():
     rows = [row("fzero", 3, "inductor", 2.0, 160), row("fzero", 3, "fx", 1.0, 1), row("FSDP2", 3, "reshard", 3.0, 300)]
     rows.append(row("FSDP2", 3, "reshard-compile", 2.5, 200))
-    found = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
-    assert found["peak: stage 3 / FSDP2"] == (0.8, True)
-    assert found["above state: stage 3 / FSDP2"] == (0.6, True)
-    assert found["time: stage 3 / FSDP2"] == (0.8, False)
-    assert len(found) == 3  # nothing is said of what was not measured
+    results = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
+    assert results["peak: stage 3 / FSDP2"] == (0.8, True)
+    assert results["above state: stage 3 / FSDP2"] == (0.6, True)
+    assert results["time: stage 3 / FSDP2"] == (0.8, False)
+    assert len(results) == 3  # nothing is said of what was not measured
     rows[0].life, rows[2].life, rows[3].life = 150, 400, 300
-    found = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
-    assert found["whole life: stage 3 / FSDP2"] == (0.5, True) and len(found) == 4
+    results = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
+    assert results["whole life: stage 3 / FSDP2"] == (0.5, True) and len(results) == 4
 
 
 def test_a_difference_below_the_spread_is_none():
@@ -37,9 +37,9 @@ def test_a_difference_below_the_spread_is_none():
         ([1.0, 1.0, 1.0, 1.1, 0.9], "met", True),
     ):
         ours.seconds = [r * t for r, t in zip(ratios, theirs.seconds, strict=True)]
-        (found,) = [v for v in verdicts([ours, theirs]) if v.goal == "time: stage 0 / DDP"]
-        assert (found.said, found.met) == (said, met), ratios
-        assert found.spread == pytest.approx(quartiles(ratios))
+        (actual,) = [v for v in verdicts([ours, theirs]) if v.goal == "time: stage 0 / DDP"]
+        assert (actual.said, actual.met) == (said, met), ratios
+        assert actual.spread == pytest.approx(quartiles(ratios))
     (peak,) = [v for v in verdicts([ours, theirs]) if v.goal.startswith("peak")]
     assert peak.spread is None and peak.said == "met"
 

@@ -27,18 +27,18 @@ def predicted(run: Run) -> float:
 
 
 def test_every_published_run_is_planned_or_left_out_with_a_reason():
-    found, left = runs()
-    assert len(found) == 216 + 8 + 3 and len(left) == 18 + 3
+    actual, left = runs()
+    assert len(actual) == 216 + 8 + 3 and len(left) == 18 + 3
     assert all("not built: " in line or line.endswith(": in benchmarks/published/parallel.md") for line in left)
-    assert all(run.config.depth == run.shape.depth for run in found)
-    assert all(not math.isnan(run.tokens) or not math.isnan(run.memory) for run in found)
+    assert all(run.config.depth == run.shape.depth for run in actual)
+    assert all(not math.isnan(run.tokens) or not math.isnan(run.memory) for run in actual)
 
 
 def test_a_half_is_decided_by_the_run_alone():
-    found = [r for r in runs()[0] if r.family == "llm-foundry"]
-    assert 0.4 < sum(r.is_held for r in found) / len(found) < 0.6
+    results = [r for r in runs()[0] if r.family == "llm-foundry"]
+    assert 0.4 < sum(r.is_held for r in results) / len(results) < 0.6
     names: dict[str, bool] = {}
-    assert all(names.setdefault(r.name, r.is_held) == r.is_held for r in found)
+    assert all(names.setdefault(r.name, r.is_held) == r.is_held for r in results)
 
 
 @pytest.mark.parametrize("card", PEAK)

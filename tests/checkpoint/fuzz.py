@@ -158,13 +158,13 @@ def json_of(r: random.Random, body: Any) -> bytes:
     """Mutate a JSON value, one to three times, and return its text."""
     body = copy.deepcopy(body)
     for _ in range(r.choice([1, 1, 2, 3])):
-        found = list(places(body)) if isinstance(body, dict | list) else []
-        if not found:
+        actual = list(places(body)) if isinstance(body, dict | list) else []
+        if not actual:
             break
         if r.random() < 0.4:  # the few places near the root as often as the many below
-            found = [(c, k) for c, k in found if c is body]
-        container, key = r.choice(found)
-        other, there = r.choice(found)
+            actual = [(c, k) for c, k in actual if c is body]
+        container, key = r.choice(actual)
+        other, there = r.choice(actual)
         kind = r.randrange(6)
         if kind < 2:
             container[key] = junk(r)
@@ -339,12 +339,12 @@ def read_hf(r: random.Random, path: Path) -> Any:
 
 def reference_hf(path: Path) -> Any:
     if (path / SINGLE).is_file():
-        found = safetensors.torch.load_file(path / SINGLE)
+        result = safetensors.torch.load_file(path / SINGLE)
     else:
         weights = json.loads((path / INDEX).read_bytes())["weight_map"]
-        found = {k: safetensors.torch.load_file(path / name)[k] for k, name in weights.items()}
+        result = {k: safetensors.torch.load_file(path / name)[k] for k, name in weights.items()}
     paths, like, structure = tree.flatten_with_paths(WHOLE)
-    return tree.unflatten(structure, [found[p].to(x.dtype) for p, x in zip(paths, like, strict=True)])
+    return tree.unflatten(structure, [result[p].to(x.dtype) for p, x in zip(paths, like, strict=True)])
 
 
 def make_dcp(path: Path) -> list[Folder]:
@@ -372,10 +372,10 @@ def fields(x: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
 def mutate_dcp(r: random.Random, folder: Folder) -> None:
     metadata = pickle.loads(folder[METADATA])
     for _ in range(r.choice([1, 1, 2])):
-        found = list(fields(metadata))
+        results = list(fields(metadata))
         if r.random() < 0.5:  # what says where in which file each part lies
-            found = list(fields(metadata.storage_data))
-        put, old = r.choice(found)
+            results = list(fields(metadata.storage_data))
+        put, old = r.choice(results)
         if isinstance(old, torch.Size):
             sizes = list(old) or [1]
             sizes[r.randrange(len(sizes))] = r.choice([0, 1, 2, 5, 1 << 31, 1 << 62, -1])
@@ -385,7 +385,7 @@ def mutate_dcp(r: random.Random, folder: Folder) -> None:
         elif isinstance(old, str) and r.random() < 0.7:
             put(r.choice([*NAMES, *folder, str(Path("..") / "outside" / old)]))
         else:
-            put(copy.deepcopy(r.choice([junk(r), r.choice(found)[1]])))
+            put(copy.deepcopy(r.choice([junk(r), r.choice(results)[1]])))
     with contextlib.suppress(Exception):  # not all that a field may be can be pickled
         folder[METADATA] = pickle.dumps(metadata)
 
@@ -444,12 +444,12 @@ class Watch:
             self.found.append(f"{event} {path!r}")
 
 
-def is_same(found: Any, expected: Any) -> bool:
+def is_same(actual: Any, expected: Any) -> bool:
     """Return whether what was read has the bits of the same keys of another tree; a value may be deep."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10 * limit)
     try:
-        return same_bits(found, {k: x for k, x in expected.items() if k in found})
+        return same_bits(actual, {k: x for k, x in expected.items() if k in actual})
     except (AssertionError, AttributeError):  # another structure, or a tensor in the place of a number
         return False
     finally:
@@ -475,10 +475,10 @@ def outcome(r: random.Random, form: Format, path: Path, watch: Watch, names: lis
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watch.folder = os.path.realpath(path)
     signal.setitimer(signal.ITIMER_REAL, HANG)
-    found: Any = None
+    result: Any = None
     error: BaseException | None = None
     try:
-        found = form.read(r, path)
+        result = form.read(r, path)
     except BaseException as e:
         error = e
     finally:
@@ -505,10 +505,10 @@ def outcome(r: random.Random, form: Format, path: Path, watch: Watch, names: lis
             where = where.tb_next
         line = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where is not None else ""
         return f"BAD: {type(error).__name__}: {str(error)[:150]} at {line}"
-    if is_same(found, WHOLE | VALUES):
+    if is_same(result, WHOLE | VALUES):
         return "the same"
     try:
-        same = is_same(found, form.reference(path))
+        same = is_same(result, form.reference(path))
     except Exception as e:
         return f"BAD: read, and the format's own library says {type(e).__name__}: {str(e)[:150]}"
     return "as the format says" if same else "BAD: other values"
@@ -520,7 +520,7 @@ def run(name: str, seed: int, cases: int, first: int = 0) -> dict[str, list[int]
     watch = Watch()
     signal.signal(signal.SIGALRM, on_alarm)
     warnings.simplefilter("ignore")
-    found: dict[str, list[int]] = collections.defaultdict(list)
+    result: dict[str, list[int]] = collections.defaultdict(list)
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=root) as top:
         folders = form.make(Path(top) / "made")
@@ -542,8 +542,8 @@ def run(name: str, seed: int, cases: int, first: int = 0) -> dict[str, list[int]
             folder = mutated(r, form, folders)
             written(folder, path)
             print(i, file=sys.stderr, end="\r", flush=True)
-            found[outcome(r, form, path, watch, [*folder])].append(i)
-    return dict(found)
+            result[outcome(r, form, path, watch, [*folder])].append(i)
+    return dict(result)
 
 
 if __name__ == "__main__":

@@ -219,14 +219,14 @@ class _Counted:
         self._world = world
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(os, name)
+        result = getattr(os, name)
         if name not in FILE_OPERATIONS or RANK.number < 0:
-            return found
+            return result
 
         def call(*args: Any, **options: Any) -> Any:
             self._world.moment()
             if name == "writev":  # a part, as a system may; the next operation may never come
                 return os.write(args[0], args[1][0][: len(args[1][0]) // 2 + 1])
-            return found(*args, **options)
+            return result(*args, **options)
 
         return call

@@ -49,7 +49,7 @@ def params_of(draw: Any) -> dict[str, Any]:
     """Parameters: blocks, some tied, 0-d and empty ones; those of even width can be split."""
     dtype = draw(DTYPES)
     leaves = {f"w{i}": torch.empty(shape, dtype=dtype) for i, shape in enumerate(draw(st.lists(SIZES, max_size=3)))}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "blocks": [
             {"tp": torch.empty(4 * (i + 1), 3, 8, dtype=dtype), **leaves} for i in range(draw(st.integers(0, 2)))
         ],
@@ -57,8 +57,8 @@ def params_of(draw: Any) -> dict[str, Any]:
         "other": torch.empty(draw(SIZES), dtype=draw(OTHERS)),
         "nothing": draw(st.sampled_from([{}, [], None])),
     }
-    found["head"] = found["table"] if draw(st.booleans()) else torch.empty(2, 3)
-    return tree.map(torch.clone, found)
+    results["head"] = results["table"] if draw(st.booleans()) else torch.empty(2, 3)
+    return tree.map(torch.clone, results)
 
 
 def sharded(layout: Layout) -> fzero.zero.ShardedStep:

@@ -16,15 +16,15 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 @given(shape=SHAPES, data=st.data())
 def test_rectangles_are_a_range_in_its_order(shape, data):
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
-    found = list(rectangles(shape, start, stop))
+    results = list(rectangles(shape, start, stop))
     x, elements = torch.arange(math.prod(shape)).view(shape), []
-    for r in found:
+    for r in results:
         part = x
         for dim, (offset, size) in enumerate(zip(r.offsets, r.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
         assert part.reshape(-1)[0] == r.flat and part.reshape(-1).diff().eq(1).all(), "not contiguous"
         elements += part.reshape(-1).tolist()
-    assert elements == [*range(start, stop)] and len(found) <= max(2 * len(shape) - 1, 1)
+    assert elements == [*range(start, stop)] and len(results) <= max(2 * len(shape) - 1, 1)
 
 
 @st.composite

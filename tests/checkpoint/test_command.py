@@ -103,9 +103,9 @@ def test_export_writes_one_file(run, tmp_path, capsys):
     path, whole = str(run[0] / "step-00000012"), run[1]["params"]
     assert main(["export", path, str(tmp_path / "all.safetensors"), "--prefix", "params"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'all.safetensors'}: 4 leaves\n"
-    found = safetensors.torch.load_file(tmp_path / "all.safetensors")
-    assert sorted(found) == ["b", "n", "tied", "w"]
-    for name, x in found.items():
+    result = safetensors.torch.load_file(tmp_path / "all.safetensors")
+    assert sorted(result) == ["b", "n", "tied", "w"]
+    for name, x in result.items():
         assert torch.equal(x.view(torch.uint8), whole[name].contiguous().view(torch.uint8)), name
     assert main(["export", path, str(tmp_path / "folder"), "--prefix", "params", "--dtype", "bfloat16"]) == 0
     cast = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")

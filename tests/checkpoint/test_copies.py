@@ -100,17 +100,17 @@ def test_a_death_at_every_moment_leaves_one_whole_step(tmp_path, hosts):
 
     In `make test` every third moment has one death, of a rank and of a host in turn.
     """
-    found = set[int]()
+    result = set[int]()
     for moment in range(1, 1000, either(3, 1)):
         for host in either((moment % 2 == 0,), (True, False)):
             root = tmp_path / f"{moment}-{host}"
             world, last = run_and_lose(root, [*hosts], 1, (Death(host, moment),), moment, range(1, 3))
             if not world.dead:
-                assert moment > 70 and found == {0, 1, 2}
+                assert moment > 70 and result == {0, 1, 2}
                 return
             step = restored(root, world.lose(root / "memory"), 1)
             assert last <= step <= last + 1, f"{world.deaths}: step {last} was saved, and step {step} is there"
-            found.add(step)
+            result.add(step)
     raise AssertionError("the world never ends")
 
 

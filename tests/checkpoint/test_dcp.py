@@ -79,9 +79,9 @@ def test_any_layout_is_read_into_any(source, saved):
 def test_torch_reads_each_leaf_whole(source, saved, tmp_path):
     path, whole = saved(source)
     dcp_to_torch_save(path, tmp_path / "all.pt")
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert same_bits(found["params"], whole["params"])
-    assert same_bits({k: found[k] for k in ("key", "step", "data")}, {k: whole[k] for k in ("key", "step", "data")})
+    result = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert same_bits(result["params"], whole["params"])
+    assert same_bits({k: result[k] for k in ("key", "step", "data")}, {k: whole[k] for k in ("key", "step", "data")})
     flat = dict(zip(*tree.flatten_with_paths({"params": whole["params"]})[:2], strict=True))
     like = {"params": tree.map(torch.zeros_like, whole["params"]), "step": 0, "data": {"epoch": 0, "files": [""]}}
     mine = torch_loaded(path, like)

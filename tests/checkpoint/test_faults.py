@@ -11,7 +11,7 @@ from tests.distributed.launch import python
 def test_faults_lose_nothing_that_was_committed():
     done = python("-m", "tests.faults", "--cycles", "7", "--json")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["cycles"] == 7 and min(found["faults"].values()) > 0
-    assert (found["hangs"], found["wrong"], found["bitwise"]) == (0, [], True)
-    assert found["resumed"] >= 3 and found["reached"] > 15
+    result = json.loads(done.stdout)
+    assert result["cycles"] == 7 and min(result["faults"].values()) > 0
+    assert (result["hangs"], result["wrong"], result["bitwise"]) == (0, [], True)
+    assert result["resumed"] >= 3 and result["reached"] > 15

@@ -30,9 +30,9 @@ def test_a_mutated_folder_is_refused_or_read_right(names, number):
     command = [sys.executable, "-m", "tests.checkpoint.fuzz", *names, "--cases", str(number)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, found in json.loads(done.stdout).items():
-        assert sum(map(len, found.values())) == number and len(found["refused"]) > number // 2 and found["the same"]
-        assert {kind: numbers for kind, numbers in found.items() if kind.startswith("BAD")} == {}, name
+    for name, actual in json.loads(done.stdout).items():
+        assert sum(map(len, actual.values())) == number and len(actual["refused"]) > number // 2 and actual["the same"]
+        assert {kind: numbers for kind, numbers in actual.items() if kind.startswith("BAD")} == {}, name
 
 
 def refused(text: str, f: Any, *args: Any) -> None:

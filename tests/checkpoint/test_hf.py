@@ -56,10 +56,10 @@ def test_any_layout_is_written_alike_and_read_into_any(tmp_path_factory, params,
     theirs: dict[str, Any] = {}
     for name in os.listdir(path):
         if name != INDEX:
-            found = safetensors.torch.load_file(path / name)
-            assert not theirs.keys() & found.keys(), "a tensor is there twice"
-            assert len(found) == 1 or sum(x.nbytes for x in found.values()) <= max_file
-            theirs |= found
+            result = safetensors.torch.load_file(path / name)
+            assert not theirs.keys() & result.keys(), "a tensor is there twice"
+            assert len(result) == 1 or sum(x.nbytes for x in result.values()) <= max_file
+            theirs |= result
     paths, leaves, _ = tree.flatten_with_paths(whole)
     ours = {id(x): (p, x) for p, x in reversed(list(zip(paths, leaves, strict=True))) if isinstance(x, torch.Tensor)}
     assert same_bits(dict(sorted(theirs.items())), dict(sorted(ours.values())))
@@ -188,8 +188,8 @@ def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
 
     def zeros(**shapes: Any) -> Any:
         whole = {"a": (2, 3), "b": (4,), "c": (5,)} | shapes
-        found = {name: torch.zeros(shape) for name, shape in whole.items() if shape is not None}
-        return {"n": torch.zeros(3, dtype=torch.int64)} | found
+        results = {name: torch.zeros(shape) for name, shape in whole.items() if shape is not None}
+        return {"n": torch.zeros(3, dtype=torch.int64)} | results
 
     refused(r"tensor 'a' is float32 \[2, 3\] there, and leaf 'a' is float32 \[3, 2\]$", zeros(a=(3, 2)))
     refused(r"another tree: it has no tensor 'd' \(float32 \[1\]\)$", zeros(d=(1,)))
@@ -489,5 +489,5 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
 def test_leaves_that_share_memory_are_read_apart(tmp_path):
     fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(4), "b": torch.ones(2, 2)})
     x = torch.zeros(4)
-    found = fzero.checkpoint.hf.read(tmp_path, {"a": x, "b": x.view(2, 2)})
-    assert found["a"].sum() == 0 and found["b"].sum() == 4
+    result = fzero.checkpoint.hf.read(tmp_path, {"a": x, "b": x.view(2, 2)})
+    assert result["a"].sum() == 0 and result["b"].sum() == 4

@@ -285,5 +285,5 @@ def test_names_in_dcp_are_one_for_each_value(tmp_path):
 def test_differences_of_integers_are_exact(tmp_path):
     for name, x in (("one", 2**60), ("other", 2**60 + 1)):
         fzero.save(tmp_path / name, {"n": torch.tensor([5, x])})
-    (found,) = differences(tmp_path / "one", tmp_path / "other")
-    assert (found.count, found.largest) == (1, 1.0)
+    (actual,) = differences(tmp_path / "one", tmp_path / "other")
+    assert (actual.count, actual.largest) == (1, 1.0)

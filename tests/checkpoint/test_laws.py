@@ -84,7 +84,7 @@ def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target
     for rank in range(mine.ranks):
         for piece in mine.local_pieces(rank):
             i = saved.leaf_index[mine.leaves[piece.leaf].path]
-            found = [(r, at, run) for r, at, here in saved.writers(i, piece.range) for run in runs(here, piece.range)]
+            results = [(r, at, run) for r, at, here in saved.writers(i, piece.range) for run in runs(here, piece.range)]
             wanted = []
             for r in range(saved.ranks):
                 at = {g: saved.starts(r)[g] for g in range(len(saved.groups))}
@@ -92,7 +92,7 @@ def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target
                     if other.leaf == i:
                         wanted += [(r, at[other.group], run) for run in runs(other.range, piece.range)]
                     at[other.group] += other.numel * saved.leaves[other.leaf].dtype.itemsize
-            assert sorted(found) == sorted(wanted)
+            assert sorted(results) == sorted(wanted)
 
 
 def test_a_state_is_as_large_on_the_disk_as_it_is(tmp_path):

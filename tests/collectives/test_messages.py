@@ -25,20 +25,20 @@ def test_messages_arrive_by_their_tag_in_any_order(n, data):
     wanted = data.draw(st.permutations(range(len(messages))))  # in which they are received
 
     def program() -> PerRank:
-        found = torch.zeros(len(messages) + 1)
+        actual = torch.zeros(len(messages) + 1)
         for i, (sender, step, tag) in enumerate(messages):
             if here() == sender:
                 fzero.collectives.send(torch.tensor([10.0 + i]), (sender + step) % n, "pp", tag=3 * i + tag)
         for i in wanted:
             sender, step, tag = messages[i]
             if here() == (sender + step) % n:
-                found[i] = fzero.collectives.receive(torch.empty(1), sender, "pp", tag=3 * i + tag)[0]
-        return PerRank(found)
+                actual[i] = fzero.collectives.receive(torch.empty(1), sender, "pp", tag=3 * i + tag)[0]
+        return PerRank(actual)
 
-    found = lockstep(n).spmd(program)().value
+    actual = lockstep(n).spmd(program)().value
     for i, (sender, step, _) in enumerate(messages):
-        assert found[(sender + step) % n, i] == 10.0 + i
-    assert (found != 0).sum() == len(messages)
+        assert actual[(sender + step) % n, i] == 10.0 + i
+    assert (actual != 0).sum() == len(messages)
 
 
 def test_messages_of_one_tag_arrive_in_their_order():
@@ -73,11 +73,11 @@ def test_send_and_receive_are_each_others_transposes(dtype, shape):
             ticket, pull = torch.func.vjp(lambda v: fzero.collectives.send(v, 1, "pp"), x)
             (back,) = pull(torch.ones_like(ticket))
             return PerRank((x * back).sum())
-        found, pull = torch.func.vjp(
+        actual, pull = torch.func.vjp(
             lambda t: fzero.collectives.receive(x, 0, "pp", ticket=t), torch.zeros((), dtype=dtype)
         )
         pull(y)
-        return PerRank((found * y).sum())
+        return PerRank((actual * y).sum())
 
     there, back = lockstep(2).spmd(program)().value
     torch.testing.assert_close(there, back)

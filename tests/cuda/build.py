@@ -22,35 +22,35 @@ FLAGS = ["-std=c++17", "-O2", "-fPIC", "-w"]  # torch's headers differ between v
 def libraries(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Build the libraries into a folder, if they are older than their sources, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"driver": folder / "libcuda.so.1", "runtime": folder / "libcudart_log.so"}
-    found["management"] = folder / "libnvidia-ml.so.1"
+    results = {"driver": folder / "libcuda.so.1", "runtime": folder / "libcudart_log.so"}
+    results["management"] = folder / "libnvidia-ml.so.1"
     sources = [pathlib.Path(__file__), *SOURCES.iterdir()]
     newest = max(source.stat().st_mtime for source in sources)
-    if all(path.exists() and path.stat().st_mtime > newest for path in found.values()):
-        return found
+    if all(path.exists() and path.stat().st_mtime > newest for path in results.values()):
+        return results
     wanted = undefined()
     driver = {name for name in wanted if OF_DRIVER.match(name)}
     management = {name for name in wanted if name.startswith("nvml")}
     runtime = ["cudart.cpp", "cublas.cpp", "nccl.cpp"]
     return {
-        "driver": library(found["driver"], ["driver.cpp"], driver),
-        "runtime": library(found["runtime"], runtime, wanted - driver - management),
-        "management": library(found["management"], ["nvml.cpp"], management),
+        "driver": library(results["driver"], ["driver.cpp"], driver),
+        "runtime": library(results["runtime"], runtime, wanted - driver - management),
+        "management": library(results["management"], ["nvml.cpp"], management),
     }
 
 
 def undefined() -> set[str]:
     """Name the functions that the libraries of torch and Triton expect from CUDA's."""
-    found: set[str] = set()
+    results: set[str] = set()
     for pattern in ("lib*cuda*.so", "*nvrtc*.so", "libtorch_python.so"):
         for path in SITE.glob(f"torch/lib/{pattern}"):
             symbols = _output("nm", "-D", "--undefined-only", str(path))
-            found |= set(WANTED.findall(re.sub(r"@.*", "", symbols)))
+            results |= set(WANTED.findall(re.sub(r"@.*", "", symbols)))
     for path in SITE.glob("torch/lib/libc10_cuda.so"):  # the allocator looks functions of the driver up by name
-        found |= {name.decode() for name in re.findall(rb"\0((?:cu|nvml)[A-Z]\w+)(?=\0)", path.read_bytes())}
+        results |= {name.decode() for name in re.findall(rb"\0((?:cu|nvml)[A-Z]\w+)(?=\0)", path.read_bytes())}
     for path in SITE.glob("triton/backends/nvidia/*.c"):
-        found |= set(re.findall(r"\b(cu[A-Z]\w+)\b", path.read_text()))
-    return found
+        results |= set(re.findall(r"\b(cu[A-Z]\w+)\b", path.read_text()))
+    return results
 
 
 def library(path: pathlib.Path, sources: list[str], wanted: set[str]) -> pathlib.Path:

@@ -41,7 +41,7 @@ def places(values: Any) -> list[str]:
 
 def state(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     """Where parameters, state, results and gathered parameters lie at each stage, and what `init` takes of the GPU."""
-    found = {}
+    results = {}
     for stage in range(4):
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
         torch.cuda.synchronize()
@@ -51,20 +51,20 @@ def state(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() - before
         held = step.state_bytes(params, opt_state) * (mesh.size if mesh.simulated else 1)
         out = step(params, opt_state, mesh.local(mesh_batch(mesh)))
-        found[stage] = {"places": places((params, opt_state, out, step.gather(params))), "peak": peak, "held": held}
-    return found
+        results[stage] = {"places": places((params, opt_state, out, step.gather(params))), "peak": peak, "held": held}
+    return results
 
 
 def cached(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     """What the allocator holds, and what tensors use of it, after `init` of 16 leaves of 12 MB in half precision."""
     opt = optim.master_weights(optim.adam(0.1), optim.Precision(torch.bfloat16))
-    found = {}
+    results = {}
     for stage in range(4):
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
         kept = step.init(lambda: {f"w{i}": torch.ones(3, 1024, 1024) for i in range(16)}, opt)
-        found[stage] = {"reserved": torch.cuda.memory_reserved(), "used": torch.cuda.memory_allocated()}
+        results[stage] = {"reserved": torch.cuda.memory_reserved(), "used": torch.cuda.memory_allocated()}
         del kept
-    return found
+    return results
 
 
 def mesh_batch(mesh: fzero.ranks.Mesh) -> dict[str, torch.Tensor]:
@@ -76,12 +76,12 @@ def batches(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     """What a batch's way to the GPU does: pageable, pinned already, on the GPU already."""
     host = mesh_batch(mesh)
     kinds = {"pageable": host, "pinned": {"x": host["x"].pin_memory()}, "there": mesh.device_put(host)}
-    found = {}
+    results = {}
     for kind, batch in kinds.items():
         mesh.local(batch)
         _, events = log.record(lambda batch=batch: mesh.local(batch))
-        found[kind] = {"waits": log.waits(events), "copies": [e.name for e in events if e.kind == "copy"]}
-    return found
+        results[kind] = {"waits": log.waits(events), "copies": [e.name for e in events if e.kind == "copy"]}
+    return results
 
 
 def prefetch(mesh: fzero.ranks.Mesh) -> dict[str, Any]:

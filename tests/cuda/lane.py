@@ -107,8 +107,8 @@ def peer(*, compiled: bool) -> dict[str, Any]:
 
 def targets(card: str) -> dict[str, int]:
     """Count what ptxas made for a card that was shown, by architecture."""
-    found = [path for path in COMPILED.joinpath(card).rglob("*.ptx") if path.with_suffix(".cubin").exists()]
-    return dict(Counter(re.findall(r"^\.target (\w+)", path.read_text(), re.M)[0] for path in found))
+    results = [path for path in COMPILED.joinpath(card).rglob("*.ptx") if path.with_suffix(".cubin").exists()]
+    return dict(Counter(re.findall(r"^\.target (\w+)", path.read_text(), re.M)[0] for path in results))
 
 
 def run(

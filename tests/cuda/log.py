@@ -111,12 +111,12 @@ def _profiled(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
         out = run()
         torch.profiler.record_function("end of the run").__enter__().__exit__(None, None, None)
         torch.cuda.synchronize()
-    found = []
+    results = []
     for event in profile.events():
         if event.name == "end of the run":
             break
-        found += _translated(event)
-    return out, found
+        results += _translated(event)
+    return out, results
 
 
 def _translated(event: Any) -> list[Event]:
@@ -142,8 +142,8 @@ def is_flash_attention(kernel: str) -> bool:
 
 def waits(events: Sequence[Event]) -> list[str]:
     """Name the calls in which the host waits, and the copies from or to pageable memory, which wait, too."""
-    found = [e.kind for e in events if e.kind in WAITS]
-    return found + [e.name for e in events if e.kind == "copy" and "pageable" in e.name and "device" in e.name]
+    results = [e.kind for e in events if e.kind in WAITS]
+    return results + [e.name for e in events if e.kind == "copy" and "pageable" in e.name and "device" in e.name]
 
 
 def counts(events: Sequence[Event]) -> dict[str, int]:

@@ -59,6 +59,6 @@ def run(page: pathlib.Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    found = pathlib.Path(sys.argv[1]).resolve()
+    page = pathlib.Path(sys.argv[1]).resolve()
     os.chdir(tempfile.mkdtemp())
-    print("\nFACTS", json.dumps(run(found)))
+    print("\nFACTS", json.dumps(run(page)))

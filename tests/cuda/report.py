@@ -67,10 +67,10 @@ def _is_plain(row: dict[str, Any]) -> bool:
 
 def _first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what another process measured already."""
-    found: dict[Any, dict[str, Any]] = {}
+    results: dict[Any, dict[str, Any]] = {}
     for r in rows:
-        found.setdefault(_key(r), r)
-    return [*found.values()]
+        results.setdefault(_key(r), r)
+    return [*results.values()]
 
 
 def _launches(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
@@ -89,11 +89,11 @@ def _timelines(rows: list[dict[str, Any]]) -> str:
     head = ["model", "backend", "step ms", "collectives ms", "waited for ms", "hidden"]
     lines = []
     for r in rows:
-        found = Timeline.of(r["timeline"])
-        seconds = (found.seconds, found.communication, found.exposed)
-        lines.append([r["task"], r["backend"], *(f"{1e3 * x:,.0f}" for x in seconds), f"{found.hidden:.1%}"])
-        title = f"{r['task']}, rank 0 of {r['ranks']}: {found.hidden:.1%} of the collectives' time is hidden"
-        draw(found, title, lane.ROOT / "benchmarks" / "results" / "timeline.png")
+        result = Timeline.of(r["timeline"])
+        seconds = (result.seconds, result.communication, result.exposed)
+        lines.append([r["task"], r["backend"], *(f"{1e3 * x:,.0f}" for x in seconds), f"{result.hidden:.1%}"])
+        title = f"{r['task']}, rank 0 of {r['ranks']}: {result.hidden:.1%} of the collectives' time is hidden"
+        draw(result, title, lane.ROOT / "benchmarks" / "results" / "timeline.png")
     return table(head, lines)
 
 
@@ -133,16 +133,16 @@ def _hidden(rows: list[dict[str, Any]]) -> str:
 
 def _laws() -> str:
     """List each law with the number of cases that hold, and the reason where it does not hold yet."""
-    found: dict[str, Counter[str]] = {}
+    results: dict[str, Counter[str]] = {}
     reasons: dict[str, set[str]] = {}
     for row in json.loads(lane.LAWS.read_text()):
         name = row["law"].partition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
-        found.setdefault(name, Counter())[row["outcome"]] += 1
+        results.setdefault(name, Counter())[row["outcome"]] += 1
         reasons.setdefault(name, set()).update({row["reason"]} - {""})
     head = ["law", "cases that hold", "that do not hold yet", "why"]
     lines = [
         [name, n["passed"], n["xfailed"] + n["failed"] or "", "; ".join(sorted(reasons[name]))]
-        for name, n in found.items()
+        for name, n in results.items()
     ]
     return table(head, lines)
 

@@ -14,7 +14,7 @@ GPU = "cuda:0"
 
 
 @functools.cache
-def found(name: str) -> dict[str, Any]:
+def read_facts(name: str) -> dict[str, Any]:
     output = lane.run([sys.executable, "-m", "tests.cuda.devices", name])
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     return {row.pop("kind"): row for row in rows}
@@ -22,27 +22,27 @@ def found(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_and_state_lie_on_the_gpu(kind):
-    for stage, facts in found("state")[kind].items():
+    for stage, facts in read_facts("state")[kind].items():
         assert facts["places"] == [GPU], f"stage {stage}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_takes_little_more_of_the_gpu_than_it_leaves_there(kind):
     """One leaf more, at stages 1 and 2 one unit, and the allocator's blocks."""
-    for stage, facts in found("state")[kind].items():
+    for stage, facts in read_facts("state")[kind].items():
         assert facts["peak"] <= facts["held"] + 2 * 256 * 257 * 4 + 4096, f"stage {stage}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_leaves_no_memory_in_the_allocator_that_only_full_leaves_needed(kind):
     """For want of it a ViT-g reserved 22.0 GB on an H200, for a peak of 13.9."""
-    for stage, facts in found("cached")[kind].items():
+    for stage, facts in read_facts("cached")[kind].items():
         assert facts["reserved"] <= 1.1 * facts["used"] + 2 * 20 * 2**20, f"stage {stage}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_brought_through_pinned_memory_and_nobody_waits(kind):
-    facts = found("batches")[kind]
+    facts = read_facts("batches")[kind]
     for source, copies in {"pageable": 1, "pinned": 1, "there": 0}.items():
         assert facts[source]["waits"] == [], source
         assert [c for c in facts[source]["copies"] if "device" in c] == ["pinned to device"] * copies, source
@@ -50,14 +50,14 @@ def test_a_batch_is_brought_through_pinned_memory_and_nobody_waits(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_is_taken_ahead_has_a_stream_of_its_own(kind):
-    facts = found("prefetch")[kind]
+    facts = read_facts("prefetch")[kind]
     assert facts["waits"] == [] and facts["first"] and facts["left"] == 3
     assert len(facts["copies"]) == 1 and facts["copies"][0] not in facts["kernels"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_leaf_on_the_cpu_is_named(kind):
-    messages = found("elsewhere")[kind]
+    messages = read_facts("elsewhere")[kind]
     for name, leaf in {
         "params": "argument 0, leaf 'w'",
         "state": "argument 1, leaf '1",

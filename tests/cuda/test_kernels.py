@@ -16,17 +16,17 @@ def kernels(backend: str, card: str) -> list[str]:
 @pytest.mark.parametrize("card", ARCHITECTURES)
 @pytest.mark.parametrize("backend", ("fx", "inductor"))
 def test_attention_is_flash(backend, card):
-    found = kernels(backend, card)
-    assert any(is_flash_attention(name) for name in found)
-    assert not any("softmax" in name.lower() or "fmha" in name for name in found)
+    result = kernels(backend, card)
+    assert any(is_flash_attention(name) for name in result)
+    assert not any("softmax" in name.lower() or "fmha" in name for name in result)
 
 
 @pytest.mark.skipif("has_gpu()", reason="a GPU's own names do not tell the dtype of a product")
 @pytest.mark.parametrize("card", ARCHITECTURES)
 @pytest.mark.parametrize("backend", ("fx", "inductor"))
 def test_half_precision_products_are_computed_in_half_precision(backend, card):
-    found = {name for name in kernels(backend, card) if name.startswith("cublas")}
-    assert found and found <= HALF_PRODUCTS
+    results = {name for name in kernels(backend, card) if name.startswith("cublas")}
+    assert results and results <= HALF_PRODUCTS
 
 
 @pytest.mark.skipif("has_gpu()", reason="a GPU's own names do not tell the dtype of a product")
@@ -38,14 +38,14 @@ def test_float8_products_are_float8_kernels(task, backend):
 
     torch checks the form of the operands on the way to cuBLAS, as on a card.
     """
-    found = facts(task, backend, 3, card="H100")[3]
-    assert {name for name in found["kernels"] if name.startswith("cublas")} == {"cublasLtMatmul of float8"}
-    assert found["counts"]["product"] == 4 * 4 * 3 and not {*WAITS} & found["counts"].keys()
+    actual = facts(task, backend, 3, card="H100")[3]
+    assert {name for name in actual["kernels"] if name.startswith("cublas")} == {"cublasLtMatmul of float8"}
+    assert actual["counts"]["product"] == 4 * 4 * 3 and not {*WAITS} & actual["counts"].keys()
 
 
 @pytest.mark.skipif("has_gpu()", reason="a GPU has one architecture, and its step runs in other tests")
 @pytest.mark.parametrize("card", ARCHITECTURES)
 def test_triton_compiles_for_the_card(card):
     """Inductor asks torch for the card, Triton writes PTX for it, and the ptxas of its wheel makes it code."""
-    found = [name for name in kernels("inductor", card) if name.startswith("triton_")]
-    assert len(found) > 10 and set(targets(card)) == {ARCHITECTURES[card]}
+    results = [name for name in kernels("inductor", card) if name.startswith("triton_")]
+    assert len(results) > 10 and set(targets(card)) == {ARCHITECTURES[card]}

@@ -125,14 +125,14 @@ def _collective_seconds(e: Event, hardware: Hardware, ranks: int) -> float:
     )
 
 
-def draw(found: Timeline, title: str, path: Any) -> None:
+def draw(actual: Timeline, title: str, path: Any) -> None:
     """Draw the whole step, and below it a twentieth from its forward and from its backward pass."""
     figure = new_figure(11, 5.5)
     whole, forward, backward = figure.subplots(3, 1)
     for axes, around in ((whole, None), (forward, 0.15), (backward, 0.6)):
-        _draw_rows(axes, found)
+        _draw_rows(axes, actual)
         if around is not None:
-            axes.set_xlim(1e3 * found.seconds * around, 1e3 * found.seconds * (around + 0.05))
+            axes.set_xlim(1e3 * actual.seconds * around, 1e3 * actual.seconds * (around + 0.05))
     whole.set_title(title, fontsize=10)
     backward.set_xlabel("milliseconds")
     figure.savefig(path, dpi=110)
@@ -141,9 +141,9 @@ def draw(found: Timeline, title: str, path: Any) -> None:
 COLORS = {"all_gather": "#1f77b4", "reduce_scatter": "#d62728", "all_reduce": "#9467bd"}
 
 
-def _draw_rows(axes: Any, found: Timeline) -> None:
+def _draw_rows(axes: Any, actual: Timeline) -> None:
     for y, row in enumerate(("collectives", "compute")):
-        spans = [span for span in found.spans if span.row == row]
+        spans = [span for span in actual.spans if span.row == row]
         colors = [COLORS.get(span.name.removesuffix(" in place"), _color_of_work(span.name)) for span in spans]
         axes.broken_barh([(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans], (y - 0.4, 0.8), facecolors=colors)
     axes.set_yticks([0, 1], ["collectives", "compute"])

@@ -53,26 +53,26 @@ def test_a_batch_is_a_function_of_its_number(case, shuffle, i):
 @given(cases(), st.booleans(), st.integers(0, 3))
 def test_an_epoch_has_each_example_at_most_once(case, shuffle, epoch):
     _, batch, length, seed = case
-    found = data.batches(Squares(length), fzero.mesh(dp=1), global_batch=batch, seed=seed, shuffle=shuffle)
-    assert found.per_epoch == length // batch
-    seen = [j for i in range(epoch * found.per_epoch, (epoch + 1) * found.per_epoch) for j in found.indices(i)]
-    assert len(set(seen)) == len(seen) == found.per_epoch * batch
+    result = data.batches(Squares(length), fzero.mesh(dp=1), global_batch=batch, seed=seed, shuffle=shuffle)
+    assert result.per_epoch == length // batch
+    seen = [j for i in range(epoch * result.per_epoch, (epoch + 1) * result.per_epoch) for j in result.indices(i)]
+    assert len(set(seen)) == len(seen) == result.per_epoch * batch
     if not shuffle:
         assert seen == list(range(len(seen)))
 
 
 def test_orders_differ_by_epoch_and_seed():
     def order(seed: int, epoch: int) -> tuple[int, ...]:
-        found = data.batches(range(50), fzero.mesh(dp=1), global_batch=50, seed=seed)
-        return tuple(found.indices(epoch))
+        result = data.batches(range(50), fzero.mesh(dp=1), global_batch=50, seed=seed)
+        return tuple(result.indices(epoch))
 
     assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
     assert order(1, 1) == order(1, 1)
 
 
 def test_the_dropped_examples_of_epochs_differ():
-    found = data.batches(range(5), fzero.mesh(dp=2), global_batch=4)
-    assert len({(set(range(5)) - set(found.indices(i))).pop() for i in range(20)}) > 1
+    result = data.batches(range(5), fzero.mesh(dp=2), global_batch=4)
+    assert len({(set(range(5)) - set(result.indices(i))).pop() for i in range(20)}) > 1
 
 
 def test_axes_that_share_examples():
@@ -82,10 +82,10 @@ def test_axes_that_share_examples():
 
 
 def test_workers_load_the_same_and_nobody_draws_from_the_users_generator():
-    found = data.batches(Squares(9), fzero.mesh(dp=2), global_batch=4)
+    result = data.batches(Squares(9), fzero.mesh(dp=2), global_batch=4)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    alone = [rows(x) for _, x in found.steps(0, 4)]
+    alone = [rows(x) for _, x in result.steps(0, 4)]
     ahead = data.batches(Squares(9), fzero.mesh(dp=2), global_batch=4, num_workers=2)
     assert [rows(x) for _, x in ahead.steps(0, 4)] == alone
     assert torch.equal(torch.get_rng_state(), before)
@@ -97,17 +97,17 @@ def test_examples_come_together_as_the_user_says():
     def collate(examples: list[str]) -> torch.Tensor:
         return torch.tensor([len(x) for x in examples])
 
-    found = data.batches(words, fzero.mesh(dp=2), global_batch=4, shuffle=False, collate=collate)
-    assert found[0].value.tolist() == [[1, 3], [2, 1]]
-    assert repr(found) == "Batches(4 examples, 4 a batch, 1 batches an epoch, in order)"
+    result = data.batches(words, fzero.mesh(dp=2), global_batch=4, shuffle=False, collate=collate)
+    assert result[0].value.tolist() == [[1, 3], [2, 1]]
+    assert repr(result) == "Batches(4 examples, 4 a batch, 1 batches an epoch, in order)"
 
 
 @given(cases())
 def test_once_is_each_example_once(case):
     n, batch, length, _ = case
-    found = list(data.once(Squares(length - batch + 1), fzero.mesh(dp=n), global_batch=batch))
-    assert {len(rows(x)) for x, _ in found} == {batch}
-    assert [i for x, real in found for i in rows(x)[: int(real)]] == list(range(length - batch + 1))
+    results = list(data.once(Squares(length - batch + 1), fzero.mesh(dp=n), global_batch=batch))
+    assert {len(rows(x)) for x, _ in results} == {batch}
+    assert [i for x, real in results for i in rows(x)[: int(real)]] == list(range(length - batch + 1))
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
@@ -158,12 +158,12 @@ def test_a_mean_over_ranks_is_the_mean_over_examples(case, stage, weighted):
         return (values, batch["i"] % 3 + 1) if weighted else values
 
     program = fzero.evaluate(step, f, weighted=weighted)
-    found = data.mean(program(*x) for x in on(params, length, step, batch))
+    result = data.mean(program(*x) for x in on(params, length, step, batch))
     whole = torch.utils.data.default_collate([Squares(length)[i] for i in range(length)])
     weights = (whole["i"] % 3 + 1).double() if weighted else torch.ones(length).double()
     for name, values in errors({"w": W}, whole).items():
         wanted = values.double().sum() / weights.sum()
-        assert found[name] == pytest.approx(wanted.item(), rel=1e-5)
+        assert result[name] == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def on(params: Any, length: int, step: Any, batch: int) -> list[tuple[Any, ...]]:
@@ -175,8 +175,8 @@ def on(params: Any, length: int, step: Any, batch: int) -> list[tuple[Any, ...]]
 def test_predictions_are_in_order(stage, options):
     step, params = step_on(stage, 3, **options)
     program = fzero.predict(step, lambda params, batch: {"y": batch["x"] @ params["w"], "i": batch["i"]})
-    found = [program(p, x) for p, x, _ in on(params, 8, step, 6)]
-    i, y = [torch.cat([x[name] for x in found])[:8] for name in "iy"]
+    results = [program(p, x) for p, x, _ in on(params, 8, step, 6)]
+    i, y = [torch.cat([x[name] for x in results])[:8] for name in "iy"]
     assert i.tolist() == list(range(8))
     torch.testing.assert_close(y, torch.stack([Squares(8)[j]["x"] for j in range(8)]) @ W)
 

@@ -78,27 +78,27 @@ def texts(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_ranks_have_one_length_and_all_meshes_one_batch(ranks, workers):
-    found = texts(24)
-    pad = data.padding([len(x["input_ids"]) for x in found], global_batch=4, buckets=3)
-    numbered = data.batches(found, fzero.mesh(dp=ranks), global_batch=4, seed=3, pad=pad, num_workers=workers)
+    result = texts(24)
+    pad = data.padding([len(x["input_ids"]) for x in result], global_batch=4, buckets=3)
+    numbered = data.batches(result, fzero.mesh(dp=ranks), global_batch=4, seed=3, pad=pad, num_workers=workers)
     for i, batch in numbered.steps(0, 8):
         indices = numbered.indices(i)
-        longest = max(len(found[j]["input_ids"]) for j in indices)
+        longest = max(len(result[j]["input_ids"]) for j in indices)
         tokens = batch.value["input_ids"].flatten(0, 1)
         assert tokens.shape == (4, rounded(longest, pad.buckets))
         for row, j in zip(tokens, indices, strict=True):
-            assert torch.equal(row[: len(found[j]["input_ids"])], found[j]["input_ids"])
+            assert torch.equal(row[: len(result[j]["input_ids"])], result[j]["input_ids"])
     assert "3 lengths, " in repr(numbered) and "% padded" in repr(numbered)
 
 
 def test_evaluation_pads_too():
-    found = texts(5)
-    pad = data.padding([len(x["input_ids"]) for x in found], global_batch=2, buckets=2)
+    result = texts(5)
+    pad = data.padding([len(x["input_ids"]) for x in result], global_batch=2, buckets=2)
     got = [
         (batch.value["attention_mask"].sum().item(), int(rows))
-        for batch, rows in data.once(found, fzero.mesh(dp=2), global_batch=2, pad=pad)
+        for batch, rows in data.once(result, fzero.mesh(dp=2), global_batch=2, pad=pad)
     ]
-    sizes = [len(x["input_ids"]) for x in found]
+    sizes = [len(x["input_ids"]) for x in result]
     assert got == [(sizes[0] + sizes[1], 2), (sizes[2] + sizes[3], 2), (2 * sizes[4], 1)]
 
 
@@ -123,8 +123,8 @@ def mixing_loss(params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("stage", cases((3,), [0, 2]))
 def test_padding_changes_no_loss_and_no_gradient(stage):
     """Training on padded batches is training on each example by itself, weighted by its tokens."""
-    found = texts(12)
-    pad = data.padding([len(x["input_ids"]) for x in found], global_batch=4, buckets=2)
+    actual = texts(12)
+    pad = data.padding([len(x["input_ids"]) for x in actual], global_batch=4, buckets=2)
     opt, mesh = optim.sgd(0.5), fzero.mesh(dp=2)
 
     def train_step(params: Any, state: Any, batch: Any) -> Any:
@@ -135,14 +135,14 @@ def test_padding_changes_no_loss_and_no_gradient(stage):
     def one_by_one(params: Any, indices: list[int]) -> Any:
         parts = []
         for j in indices:
-            x = {name: value[None] for name, value in found[j].items()}
+            x = {name: value[None] for name, value in actual[j].items()}
             x["attention_mask"] = torch.ones_like(x["input_ids"])
             parts.append(mixing_loss(params, x))
         return sum(p for p, _ in parts) / sum(n for _, n in parts)
 
     step = fzero.shard(train_step, stage, mesh)
     jitted = fzero.jit(step, backend="fx")
-    numbered = data.batches(found, mesh, global_batch=4, pad=pad)
+    numbered = data.batches(actual, mesh, global_batch=4, pad=pad)
     params, state = step.init(EMBED, opt)
     whole = EMBED
     for i, batch in numbered.steps(0, 6):
@@ -174,15 +174,15 @@ def test_bad_choices_are_refused(options, message):
 
 
 def test_a_padding_of_another_data_set_is_refused():
-    found, mesh = texts(6), fzero.mesh(dp=2)
-    pad = data.padding([len(x["input_ids"]) for x in found], global_batch=2)
+    actual, mesh = texts(6), fzero.mesh(dp=2)
+    pad = data.padding([len(x["input_ids"]) for x in actual], global_batch=2)
     with pytest.raises(ValueError, match="pad has the lengths of 6 examples, but the data set has 5"):
-        data.batches(found[:5], mesh, global_batch=2, pad=pad)
+        data.batches(actual[:5], mesh, global_batch=2, pad=pad)
     with pytest.raises(ValueError, match="pad was made for global_batch=2, not for global_batch=4"):
-        data.once(found, mesh, global_batch=4, pad=pad)
+        data.once(actual, mesh, global_batch=4, pad=pad)
     wrong = data.padding([1] * 6, global_batch=2, multiple=1)
     with pytest.raises(ValueError, match=r"input_ids has \d+ tokens, more than the 1 of its batch"):
-        data.batches(found, mesh, global_batch=2, pad=wrong)[0]
+        data.batches(actual, mesh, global_batch=2, pad=wrong)[0]
     with pytest.raises(ValueError, match=re.escape("an example has no sequence to pad: ['x']")):
         pad.example({"x": 1}, 3)
 

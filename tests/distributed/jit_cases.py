@@ -191,8 +191,8 @@ def reductions_go_on_from_iteration_to_iteration(mesh: fzero.ranks.Mesh) -> None
     """The numbers are the eager step's, and the peak is the plan's, uncompiled and in pieces."""
     lowering, opt = importlib.import_module("fzero.graph.run._backends"), optim.adamw(1e-2)
 
-    def across(found: Any, budget: Any, name: str) -> int:
-        return next(i for i, c in enumerate(found) if c.pass_settings.across_iterations)
+    def across(actual: Any, budget: Any, name: str) -> int:
+        return next(i for i, c in enumerate(actual) if c.pass_settings.across_iterations)
 
     few = ((3, 4, 2, "fx"),)
     for stage, k, in_flight, backend in either(few, (*few, (2, 4, 2, "inductor"), (2, 3, 1, "fx"))):
@@ -262,7 +262,7 @@ def an_own_part_is_updated_where_it_lies(mesh: fzero.ranks.Mesh) -> None:
                 torch.testing.assert_close(loss, other, rtol=tolerance, atol=tolerance)
             for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-            assert [len(found) for found in own_parts(jitted)] == [2]
+            assert [len(actual) for actual in own_parts(jitted)] == [2]
             assert [x.data_ptr() for x in tree.tensors(fast[0]["blocks"])] == at
             (entry,) = jitted._entries.values()
             if backend == "fx":
@@ -282,7 +282,7 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
     opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)), precision)
     for stage in (2, 3):
         step = fzero.shard(train_step_for(mlp_loss, opt, precision=precision), stage=stage, mesh=mesh, check=False)
-        batch, found = mesh.split(mlp_batch(2 * mesh.size, dtype=torch.bfloat16, width=160)), []
+        batch, actual = mesh.split(mlp_batch(2 * mesh.size, dtype=torch.bfloat16, width=160)), []
         for recast in (False, True):
             jitted = fzero.jit(step, backend="fx", recast=recast)
             state = list(jitted.init(mlp_params(torch.float32, width=160), opt))
@@ -299,8 +299,8 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
             assert (
                 abs((plan.argument_bytes + peak_bytes(run)) / plan.peak_bytes - 1) < 0.01
             )  # products in bfloat16 pack
-            found.append((tree.tensors(held[0]), plan.peak_bytes))
-        (plain, most), (again, least) = found
+            actual.append((tree.tensors(held[0]), plan.peak_bytes))
+        (plain, most), (again, least) = actual
         assert least < most and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -316,7 +316,7 @@ def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.ranks.Mesh) -> 
         *eager, _ = step(*eager, batch)
         *fast, _ = jitted(*fast, batch)
     assert_trees_close(eager, fast)
-    assert [len(found) for found in own_parts(jitted)] == [2, 1]
+    assert [len(actual) for actual in own_parts(jitted)] == [2, 1]
 
 
 @slow_case
@@ -413,9 +413,9 @@ def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.ranks.Mesh) -> None:
     with tempfile.TemporaryDirectory() as folder:
         jitted = fzero.jit(step, backend="fx", dump=None if mesh.rank else folder)
         train_both(step, jitted, 1, 2 * mesh.size)
-        found = {str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*.txt")}
-        assert mesh.rank or "rank_0/peaks.txt" in found, found
-        assert all(name.startswith("rank_0/") for name in found) and (found == set() or not mesh.rank), found
+        results = {str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*.txt")}
+        assert mesh.rank or "rank_0/peaks.txt" in results, results
+        assert all(name.startswith("rank_0/") for name in results) and (results == set() or not mesh.rank), results
 
 
 @slow_case
@@ -439,11 +439,11 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.ranks.Mesh)
 def a_profile_counts_the_plans_collectives(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="inductor")
     args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))
-    found = fzero.profile(step, *args, steps=2)
-    calls = {c.name: c.calls for c in found.kinds}
+    result = fzero.profile(step, *args, steps=2)
+    calls = {c.name: c.calls for c in result.kinds}
     count = len(step.plan(*args).collectives)
     assert min(calls["waits"], calls["collectives"]) >= count, (calls, count)  # a bucket has several waits
-    assert all(c.seconds > 0 for c in found.kinds if c.name != "compute"), found
+    assert all(c.seconds > 0 for c in result.kinds if c.name != "compute"), result
 
 
 @case

@@ -47,8 +47,8 @@ def check(
     mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipeline, depth: int, **options: Any
 ) -> None:
     params, size = params_of(depth), 8 * dict(mesh.shape)["dp"]
-    found = trained_on(mesh, stage, loss, params, size, **options)
-    assert_trees_close(found, trained(loss, params, size), 1e-9)
+    result = trained_on(mesh, stage, loss, params, size, **options)
+    assert_trees_close(result, trained(loss, params, size), 1e-9)
 
 
 @case
@@ -85,8 +85,10 @@ def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.ranks.Mesh) ->
     step: Any = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
     cut, _ = step.init(loss.stack(params, mesh), OPT)
     predict = fzero.jit(fzero.predict(step, loss.outputs(lambda rest, x, batch: x @ rest["table"].T)), backend="fx")
-    found = predict(cut, mesh.split(batch_of(8), "dp"))
-    assert_trees_close(found, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9)
+    result = predict(cut, mesh.split(batch_of(8), "dp"))
+    assert_trees_close(
+        result, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9
+    )
 
 
 @case
@@ -244,13 +246,13 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
     batch = mesh.split(batch_of(8 * dict(mesh.shape)["dp"]), "dp")
     broken = loss_of(4, depth=5, block=breaks)
     step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
-    found = fzero.observe.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
-    assert found.origin is not None and found.origin.operation == "log" and found.rank == 0  # of the first stage
+    result = fzero.observe.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
+    assert result.origin is not None and result.origin.operation == "log" and result.rank == 0  # of the first stage
     params["blocks"][3]["w"][2, 2] = float("nan")
     loss = loss_of(4, depth=5)
     step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
-    found = fzero.observe.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
-    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.3.w'" and found.rank == 1
+    result = fzero.observe.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
+    assert result.origin is not None and result.origin.leaf == "argument 0, leaf 'blocks.3.w'" and result.rank == 1
 
     params = params_of(5)
     jitted = fzero.jit(step, backend="fx")

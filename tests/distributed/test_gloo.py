@@ -75,8 +75,8 @@ def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
         assert all(f"rank {rank}: begins at {begins}" in done.stdout for rank in range(2)), done.stdout
     expected, _ = trained(loss_of(4), params_of(resumed.DEPTH), resumed.BATCH, steps=6)
     like = fzero.tree.map(torch.zeros_like, {"params": expected})
-    found = fzero.load(tmp_path / "step-00000006", like=like, partial=True)
-    assert_trees_close(found["params"], expected, 1e-9)
+    actual = fzero.load(tmp_path / "step-00000006", like=like, partial=True)
+    assert_trees_close(actual["params"], expected, 1e-9)
 
 
 # ---------------------------------------------------------------- the harness itself

@@ -142,20 +142,20 @@ def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.ranks.Mesh) -> None:
             state, x = step.init(nonfinite_params(), opt), nonfinite_batch(mesh.size)
             assert fzero.observe.nonfinite(step)(*state, mesh.split(x)).finite
             x[-1, -1] = -2 if loss is log_of_negative else -1
-            found = fzero.observe.nonfinite(step)(*state, mesh.split(x))
-            assert found.origin is not None and found.origin.ranks == (last,), found
-            assert (found.origin.operation, found.origin.line) == (operation, line_of(loss)), found
-            texts = gather_texts(str(found), mesh, "report")
-            assert len(set(texts)) == 1 and "result 0, leaf 'n'" in found.results, texts
+            result = fzero.observe.nonfinite(step)(*state, mesh.split(x))
+            assert result.origin is not None and result.origin.ranks == (last,), result
+            assert (result.origin.operation, result.origin.line) == (operation, line_of(loss)), result
+            texts = gather_texts(str(result), mesh, "report")
+            assert len(set(texts)) == 1 and "result 0, leaf 'n'" in result.results, texts
         mine = mesh.local(torch.full((2, 3), torch.nan if mesh.rank == last else 1.0))
-        found = fzero.observe.nonfinite(step)(*state, mine)
-        assert found.origin is not None and found.origin.leaf == "argument 2" and found.rank == last, found
-    found = fzero.observe.nonfinite(mesh.spmd(lambda x: fzero.collectives.psum(x.sum())))(
+        result = fzero.observe.nonfinite(step)(*state, mine)
+        assert result.origin is not None and result.origin.leaf == "argument 2" and result.rank == last, result
+    result = fzero.observe.nonfinite(mesh.spmd(lambda x: fzero.collectives.psum(x.sum())))(
         mesh.local(torch.tensor([40000.0]).half())
     )
-    assert found.origin is not None and found.origin.ranks == tuple(range(mesh.size)), found
-    found = fzero.observe.nonfinite(mesh.spmd(fzero.collectives.psum))(mesh.local(torch.tensor(-torch.inf)))
-    assert found.origin is not None and found.origin.leaf == "argument 0" and found.rank == 0, found
+    assert result.origin is not None and result.origin.ranks == tuple(range(mesh.size)), result
+    result = fzero.observe.nonfinite(mesh.spmd(fzero.collectives.psum))(mesh.local(torch.tensor(-torch.inf)))
+    assert result.origin is not None and result.origin.leaf == "argument 0" and result.rank == 0, result
 
 
 @case

@@ -44,10 +44,10 @@ class Block(NamedTuple):
 
 def blocks(page: pathlib.Path) -> list[Block]:
     text = page.read_text()
-    found = list(re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    results = list(re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     out = []
-    for i, fence in enumerate(found):
-        following = found[i + 1] if i + 1 < len(found) else None
+    for i, fence in enumerate(results):
+        following = results[i + 1] if i + 1 < len(results) else None
         shown = following and following[1] == "text" and not text[fence.end() : following.start()].strip()
         line = text.count("\n", 0, fence.start()) + 1
         out.append(Block(fence[1], fence[2], fence[3], line, following[3] if following and shown else ""))

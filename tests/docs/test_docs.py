@@ -43,9 +43,9 @@ def run(page: pathlib.Path, block: Block, names: dict) -> str:
 
 
 def launch(command: str) -> str:
-    found = re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+)", command.strip())
-    assert found is not None, command
-    done = processes(int(found[1]), "-W", "error", found[2], cwd=pathlib.Path.cwd())
+    match = re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+)", command.strip())
+    assert match is not None, command
+    done = processes(int(match[1]), "-W", "error", match[2], cwd=pathlib.Path.cwd())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -128,8 +128,8 @@ def long_sentences(text: str) -> list[str]:
     prose = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^\s*\|.*$|^#.*$|<!--.*?-->", "", prose, flags=re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"\]\([^)]*\)", "]", prose))
-    found = [x for paragraph in paragraphs for x in re.split(r"(?<=[.!?])(?:\*\*)?\s+", " ".join(paragraph.split()))]
-    return [sentence for sentence in found if len(sentence.split()) > 30]
+    results = [x for paragraph in paragraphs for x in re.split(r"(?<=[.!?])(?:\*\*)?\s+", " ".join(paragraph.split()))]
+    return [sentence for sentence in results if len(sentence.split()) > 30]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
@@ -171,16 +171,16 @@ def test_every_page_is_in_the_navigation():
 
 def described() -> set[str]:
     """Return the names that the reference describes, each with its module; of a module that it names, all."""
-    found = set()
+    results = set()
     for page in REFERENCE:
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError:
-                found.add(name)
+                results.add(name)
             else:
-                found |= {f"{name}.{x}" for x in module.__all__}
-    return found
+                results |= {f"{name}.{x}" for x in module.__all__}
+    return results
 
 
 def test_every_name_of_the_top_level_is_in_the_reference():
@@ -228,8 +228,8 @@ def test_every_name_that_a_guide_uses_is_in_the_reference():
 def test_every_name_of_the_unreleased_changes_exists():
     text = (ROOT / "CHANGELOG.md").read_text().partition("## [Unreleased]")[2].partition("\n## [")[0]
     text = re.sub(r"^\| [^|]*\|", "", text, flags=re.MULTILINE)  # names of the last release
-    found = [name.removeprefix("fzero.") for name in re.findall(r"`((?:\w+\.)+\w+)", text)]
-    names = {f"fzero.{name}" for name in found if name.partition(".")[0] in {*fzero.__all__, "testing"}}
+    results = [name.removeprefix("fzero.") for name in re.findall(r"`((?:\w+\.)+\w+)", text)]
+    names = {f"fzero.{name}" for name in results if name.partition(".")[0] in {*fzero.__all__, "testing"}}
     assert len(names) > 50 and not {name for name in names if not exists(name)}, "CHANGELOG.md: only names that exist"
     assert exists("fzero.optim.adamw") and not exists("fzero.optim.whole") and not exists("fzero.nowhere.adamw")
 

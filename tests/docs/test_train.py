@@ -19,8 +19,8 @@ def script() -> str:
 
 def shown(text: str) -> list[tuple[str, list[str]]]:
     """Return the steps that were printed, and the names of what was measured."""
-    found = re.findall(r"^step (\d+) of 120: (.*)$", text, re.MULTILINE)
-    return [(step, re.findall(r"([a-z/ ]+) [\d.e-]+", rest)) for step, rest in found]
+    matches = re.findall(r"^step (\d+) of 120: (.*)$", text, re.MULTILINE)
+    return [(step, re.findall(r"([a-z/ ]+) [\d.e-]+", rest)) for step, rest in matches]
 
 
 @pytest.mark.slow

@@ -67,10 +67,10 @@ def wait_for(root: Path, is_there: Callable[[list[dict[str, Any]]], bool]) -> No
 
 def starts(root: Path) -> list[list[int]]:
     """The steps of rank 0 in each start of the run."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for event in [e for e in events(root) if e["rank"] == 0]:
         if "size" in event:
-            found.append([])
+            results.append([])
         elif "step" in event:
-            found[-1].append(event["step"])
-    return found
+            results[-1].append(event["step"])
+    return results

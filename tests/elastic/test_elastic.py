@@ -52,9 +52,9 @@ def expected() -> Any:
     return final()
 
 
-def same(found: Any) -> None:
+def same(actual: Any) -> None:
     for name, x in expected().items():
-        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual[name], x, rtol=1e-12, atol=1e-12)
 
 
 class Loss:
@@ -143,11 +143,11 @@ def test_tensor_parallel_groups_are_made_anew_of_the_ranks_that_are_left(tmp_pat
     with pytest.raises(Gone):
         run(tmp_path, 8, functools.partial(program, 5), **options)
     settle()
-    shape, found = run(tmp_path, 5, functools.partial(program, -1), **options)
+    shape, actual = run(tmp_path, 5, functools.partial(program, -1), **options)
     assert shape == (("dp", 2), ("tp", 2))
     _, expected = run(tmp_path / "whole", 2, functools.partial(program, -1), **options)
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual[name], x, rtol=1e-12, atol=1e-12)
         assert not torch.equal(x, whole[name])
 
 

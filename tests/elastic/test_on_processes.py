@@ -20,12 +20,12 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_memory(tmp_path):
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", dies="1:forward:5") as process:
         assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
     assert starts(tmp_path) == [[0, 1, 2, 3, 4], [4, 5, 6, 7]], "step 4 was in memory, of which nothing is on disk"
-    found = torch.load(tmp_path / "end.pt")
+    result = torch.load(tmp_path / "end.pt")
     options: dict[str, Any] = {"memory": str(tmp_path / "other"), "global_batch": GLOBAL_BATCH, "micro_batch": 1}
     simulated: Any = fzero.elastic.run(train, tmp_path / "more", steps=8, dp=2, simulate="lockstep", **options)
     for name, x in final().items():
-        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
-        assert torch.equal(found[name], simulated[name]), "two ranks have one order of sums"
+        torch.testing.assert_close(result[name], x, rtol=1e-12, atol=1e-12)
+        assert torch.equal(result[name], simulated[name]), "two ranks have one order of sums"
     assert not list((tmp_path / "memory").rglob("*.safetensors")), "the run is on disk to its end"
 
 
@@ -33,7 +33,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hos
     """Three hosts train; all are ended, and one is lost. Of three hosts two can share the batch in larger parts."""
     options = ("--standalone", "--nproc-per-node=3")
     with agent(tmp_path, *options, host="host%", slow=0.3, steps=30) as process:
-        wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 5 for e in found))
+        wait_for(tmp_path, lambda actual: any(e.get("step", 0) >= 5 for e in actual))
         lose(process)
     shutil.rmtree(tmp_path / "memory" / "fzero" / "host1")
     with agent(tmp_path, *options, host="host%", micro=6, steps=30) as process:
@@ -49,7 +49,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hos
 def test_ranks_leave_after_the_next_saved_step_on_sigterm(tmp_path):
     """As torchrun tells them when a host joins, and a cluster before it takes a host away."""
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", slow=0.3, steps=12) as process:
-        wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 4 for e in found))
+        wait_for(tmp_path, lambda actual: any(e.get("step", 0) >= 4 for e in actual))
         for pid in [e["pid"] for e in events(tmp_path) if "pid" in e]:
             os.kill(pid, signal.SIGTERM)
         assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
@@ -65,19 +65,19 @@ def test_a_lost_host_is_gone_on_without_and_joins_again(tmp_path):
     script = {"steps": 80, "slow": 0.3}
     with agent(tmp_path, *options, *is_host, host="a", **script) as first:
         with agent(tmp_path, *options, *joins, host="b", **script) as second:
-            wait_for(tmp_path, lambda found: any(e.get("step", 0) >= 5 for e in found))
+            wait_for(tmp_path, lambda result: any(e.get("step", 0) >= 5 for e in result))
             lose(second)
             shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
-            wait_for(tmp_path, lambda found: any(e.get("size") == 1 for e in found))
+            wait_for(tmp_path, lambda result: any(e.get("size") == 1 for e in result))
             lost = events(tmp_path)
-        wait_for(tmp_path, lambda found: any("step" in e for e in found[len(lost) :]))
+        wait_for(tmp_path, lambda result: any("step" in e for e in result[len(lost) :]))
         with agent(tmp_path, *options, *joins, host="b", **script) as third:
-            wait_for(tmp_path, lambda found: any(e.get("size") == 2 for e in found[len(lost) :]))
+            wait_for(tmp_path, lambda result: any(e.get("size") == 2 for e in result[len(lost) :]))
             (tmp_path / "hurry").touch()
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (tmp_path / "out.a").read_text()[-3000:]
     both, alone, again = starts(tmp_path)
     assert both[0] == 0 and len(both) - 2 <= alone[0] <= len(both), "at most two steps are done again"
     assert again == [*range(alone[-1] + 1, 80)], "a host joins after a step that is kept"
-    found = torch.load(tmp_path / "end.pt")
+    result = torch.load(tmp_path / "end.pt")
     for name, x in final(80).items():
-        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result[name], x, rtol=1e-12, atol=1e-12)

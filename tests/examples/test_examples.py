@@ -19,9 +19,9 @@ def test_zero_by_hand_prints_the_bytes_of_each_stage():
     out = run("examples/zero_by_hand.py")
     shown = (ROOT / "docs" / "_outputs" / "zero_by_hand.txt").read_text().splitlines()[1:]
     assert [line.rstrip() for line in out.splitlines()] == shown, "python docs/_outputs.py"
-    found = re.search(r"on one rank: (\S+) unsharded, (\S+) by ZeRO-2", out)
-    assert found is not None
-    whole, sharded = (int(x.replace(",", "")) for x in found.groups())
+    match = re.search(r"on one rank: (\S+) unsharded, (\S+) by ZeRO-2", out)
+    assert match is not None
+    whole, sharded = (int(x.replace(",", "")) for x in match.groups())
     assert whole / 4 < sharded < whole / 3
 
 

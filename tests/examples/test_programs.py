@@ -26,8 +26,8 @@ PEFT = ("-W", "ignore::FutureWarning")  # it asks a model for a name that is dep
 
 def rows(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Return the metrics of each step."""
-    found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in row.items() if name != "steps/s"} for row in found]
+    results = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if name != "steps/s"} for row in results]
 
 
 def bits(checkpoint: pathlib.Path) -> dict[str, Any]:

@@ -93,11 +93,11 @@ def world(start: Start, root: Path) -> list[Any]:
 
 
 def news(root: Path) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for line in (root / "log").read_text().splitlines() if (root / "log").exists() else []:
         with contextlib.suppress(ValueError):  # rank 0 was killed in the middle of a line
-            found.append(json.loads(line))
-    return found
+            results.append(json.loads(line))
+    return results
 
 
 def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
@@ -247,7 +247,7 @@ def main() -> int:
         counts[kind] += 1
         cycles.append(time.monotonic() - t)
     same = same_end(root, rng, 3) if kinds else True
-    found = {
+    results = {
         "cycles": len(cycles),
         "faults": counts,
         "hangs": hangs,
@@ -268,9 +268,9 @@ def main() -> int:
     }
     failed = bool(hangs or tally.wrong or not same or on_host.wrong) or len(tally.again) < len(cycles) // 2
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
     else:
-        show(found)
+        show(results)
         print((root / "errors").read_text()[-3000:] if failed and kinds else "", end="")
     if failed:
         shutil.copytree(root / "run", root / "kept")
@@ -280,28 +280,28 @@ def main() -> int:
     return int(failed)
 
 
-def show(found: dict[str, Any]) -> None:
+def show(actual: dict[str, Any]) -> None:
     table = Table("fault", "cycles")
-    for kind, n in found["faults"].items():
+    for kind, n in actual["faults"].items():
         table.add_row(kind, str(n))
     console = Console()
     console.print(table)
     hosts = Table("fault of hosts, or of an elastic run", "cycles", "named after at most, s")
-    for kind, n in found["hosts"].items():
-        hosts.add_row(kind, str(n), str(found["hosts seconds"].get(kind, "not lost")))
+    for kind, n in actual["hosts"].items():
+        hosts.add_row(kind, str(n), str(actual["hosts seconds"].get(kind, "not lost")))
     console.print(hosts)
-    for lack in dict.fromkeys(found["left out"].values()):
-        names = ", ".join([kind for kind, x in found["left out"].items() if x == lack])
+    for lack in dict.fromkeys(actual["left out"].values()):
+        names = ", ".join([kind for kind, x in actual["left out"].items() if x == lack])
         console.print(f"Left out, since this machine lacks {lack}: {names}.")
-    total, median, most = found["seconds"]
-    again, worst = found["done again"]
+    total, median, most = actual["seconds"]
+    again, worst = actual["done again"]
     console.print(
-        f"{found['cycles']} cycles in {total:.0f} s ({median} s each, at most {most}): {found['hangs']} hangs, "
-        f"{len(found['wrong'])} wrong resumes of {found['resumed']}; step {found['reached']} reached; {again:g} steps "
-        f"done again (median; at most {worst}, a save is each {EVERY} steps).\n"
-        f"30 steps with 3 kills are those without, bit for bit: {found['bitwise']}."
+        f"{actual['cycles']} cycles in {total:.0f} s ({median} s each, at most {most}): {actual['hangs']} hangs, "
+        f"{len(actual['wrong'])} wrong resumes of {actual['resumed']}; step {actual['reached']} reached; {again:g} "
+        f"steps done again (median; at most {worst}, a save is each {EVERY} steps).\n"
+        f"30 steps with 3 kills are those without, bit for bit: {actual['bitwise']}."
     )
-    for line in [*found["wrong"], *found["hosts wrong"]][:20]:
+    for line in [*actual["wrong"], *actual["hosts wrong"]][:20]:
         console.print(line, style="red", markup=False)
 
 

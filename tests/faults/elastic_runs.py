@@ -62,23 +62,23 @@ def host_lost(root: Path, rng: random.Random) -> None:
             time.sleep(rng.uniform(0, 0.6))
             lose(second)
             shutil.rmtree(root / "memory" / "fzero" / "b", ignore_errors=True)
-            wait_for(root, lambda found: any(e.get("size") == 1 for e in found))
+            wait_for(root, lambda actual: any(e.get("size") == 1 for e in actual))
             seen = len(events(root))
-        wait_for(root, lambda found: any("step" in e for e in found[seen:]))
+        wait_for(root, lambda actual: any("step" in e for e in actual[seen:]))
         with agent(root, *options, *joins, host="b", slow=0.3, steps=80) as third:
-            wait_for(root, lambda found: any(e.get("size") == 2 for e in found[seen:]))
+            wait_for(root, lambda actual: any(e.get("size") == 2 for e in actual[seen:]))
             (root / "hurry").touch()
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (root / "out.a").read_text()[-3000:]
 
 
 def reached(root: Path, steps: int) -> None:
     """Wait for so many steps of the newest start."""
-    wait_for(root, lambda found: len(newest(found)) >= steps)
+    wait_for(root, lambda actual: len(newest(actual)) >= steps)
 
 
-def newest(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    begin = max([i for i, e in enumerate(found) if e["rank"] == 0 and "size" in e], default=len(found))
-    return [e for e in found[begin:] if e["rank"] == 0 and "step" in e]
+def newest(actual: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    begin = max([i for i, e in enumerate(actual) if e["rank"] == 0 and "size" in e], default=len(actual))
+    return [e for e in actual[begin:] if e["rank"] == 0 and "step" in e]
 
 
 def kill(root: Path, rng: random.Random) -> None:
@@ -87,7 +87,7 @@ def kill(root: Path, rng: random.Random) -> None:
     alive = [e["pid"] for e in events(root) if "pid" in e and Path(f"/proc/{e['pid']}").exists()]
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(alive), signal.SIGKILL)
-    wait_for(root, lambda found: len([e for e in found if "size" in e and e["rank"] == 0]) > before)
+    wait_for(root, lambda actual: len([e for e in actual if "size" in e and e["rank"] == 0]) > before)
 
 
 def judged(root: Path) -> list[str]:

@@ -47,8 +47,8 @@ def params() -> dict[str, Any]:
         {"w": torch.randn(width, 2 * width, generator=g) / 9, "v": torch.randn(2 * width, width, generator=g) / 9}
         for _ in range(2)
     ]
-    found: dict[str, Any] = {"blocks": blocks, "emb": torch.randn(11, width, generator=g), "b": torch.zeros(width)}
-    return {**found, "head": found["emb"]}
+    results: dict[str, Any] = {"blocks": blocks, "emb": torch.randn(11, width, generator=g), "b": torch.zeros(width)}
+    return {**results, "head": results["emb"]}
 
 
 def loss_fn(params: Any, batch: Any, key: Any) -> torch.Tensor:
@@ -91,8 +91,8 @@ class Breaking:
         self.left = self.fault.operation if self.saves == self.fault.save else -1
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(os, name)
-        return self._counted(found) if name in ("writev", "fsync", "rename", "unlink", "makedirs") else found
+        result = getattr(os, name)
+        return self._counted(result) if name in ("writev", "fsync", "rename", "unlink", "makedirs") else result
 
     def _counted(self, f: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -130,12 +130,12 @@ def use_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    found = []
+    results = []
     try:
         while True:
-            found.append(torch.ones(1 << 22))
+            results.append(torch.ones(1 << 22))
     finally:
-        found.clear()
+        results.clear()
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

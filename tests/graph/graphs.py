@@ -35,13 +35,13 @@ class Sample(NamedTuple):
 def arguments(shapes: Sequence[tuple[int, ...]], beside: Sequence[int] = ()) -> list[torch.Tensor]:
     """Make arguments of these shapes, of which those at the positions `beside` lie side by side."""
     g = torch.Generator().manual_seed(0)
-    found = [torch.randn(shape, generator=g) for shape in shapes]
+    results = [torch.randn(shape, generator=g) for shape in shapes]
     if beside:
-        buffer, at = torch.cat([found[i].flatten() for i in beside]), 0
+        buffer, at = torch.cat([results[i].flatten() for i in beside]), 0
         for i in beside:
-            found[i] = view_of(buffer, at, shapes[i])
-            at += found[i].numel()
-    return found
+            results[i] = view_of(buffer, at, shapes[i])
+            at += results[i].numel()
+    return results
 
 
 class Builder:
@@ -192,8 +192,8 @@ def _unbind(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
 
 
 def _layer_norm(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
-    found = b(aten.native_layer_norm.default, b.fit(x, (2, D)), [D], b.fit(y, (D,)) if flag else None, None, 1e-5)
-    return [b(operator.getitem, found, i) for i in ((0, 2) if flag else (0,))]
+    result = b(aten.native_layer_norm.default, b.fit(x, (2, D)), [D], b.fit(y, (D,)) if flag else None, None, 1e-5)
+    return [b(operator.getitem, result, i) for i in ((0, 2) if flag else (0,))]
 
 
 def _view(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
@@ -234,8 +234,8 @@ def build(spec: Spec, rename: bool = False) -> Sample:
     b = Builder(spec.n, spec.shapes, labels, rename)
     pool: list[Node] = list(b.inputs)
     for name, i, j, flag in spec.steps:
-        found = STEPS[name](b, pool[i % len(pool)], pool[j % len(pool)], flag)
-        pool += [x for x in found if b.numel(x)]
+        result = STEPS[name](b, pool[i % len(pool)], pool[j % len(pool)], flag)
+        pool += [x for x in result if b.numel(x)]
     results = [None if i is None else pool[i % len(pool)] for i in spec.results]
     graph = b.done(results)
     pairs: list[tuple[int, int]] = []
@@ -325,8 +325,8 @@ def build_chain(c: Chain, rename: bool = False) -> Sample:
             weights[i] = weights[i] or weight(i, ps[i])
             acts.append(b(aten.tanh.default, b(aten.mm.default, inner[-1], dtyped(weights[i]))))
             norm = c.norm and i + 1 < count
-            found = b(aten.native_layer_norm.default, acts[-1], [c.widths[i + 1]], None, None, 1e-5) if norm else None
-            inner.append(b(operator.getitem, found, 0) if norm else acts[-1])
+            actual = b(aten.native_layer_norm.default, acts[-1], [c.widths[i + 1]], None, None, 1e-5) if norm else None
+            inner.append(b(operator.getitem, actual, 0) if norm else acts[-1])
         loss = b(aten.sum.default, inner[-1])
         grad = b(aten.ones_like.default, acts[-1])
         out, grads = {}, {}

@@ -33,8 +33,8 @@ def loops(jitted: Any) -> list[Any]:
 
 def assert_draws_alike(jitted: Any, step: Any, *args: Any) -> None:
     """Check that two steps compute the same from the same random numbers, and take as many of them."""
-    found = []
+    results = []
     for f in (jitted, step):
         torch.manual_seed(0)
-        found.append((f(*args), torch.rand(2)))
-    bitwise(*found)
+        results.append((f(*args), torch.rand(2)))
+    bitwise(*results)

@@ -400,11 +400,11 @@ def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal)
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
     monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
-    found = []
+    results = []
     for item in _segment_compiler.progress(range(3), 3):
-        found.append(item)
+        results.append(item)
         time.sleep(0.15)
-    assert found == [0, 1, 2]
+    assert results == [0, 1, 2]
     assert "fzero.jit compiles" in out.getvalue() and ("2/3" in out.getvalue()) == terminal
     if not terminal:
         (line,) = out.getvalue().splitlines()

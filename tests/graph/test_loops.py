@@ -174,8 +174,8 @@ def test_two_loops_in_one_step_are_two():
     assert [loop.iterations for loop in loops(jitted)] == [3, 6]
     again = fzero.jit(step, backend="fx")
     assert again.plan(w, x).operations == jitted.plan(w, x).operations
-    found = [o for o in again.plan(w, x).operations if "a loop of" in o.target]
-    assert [o.name for o in found] == ["loop", "loop_1"] and all("test_loops.py" in o.line for o in found)
+    results = [o for o in again.plan(w, x).operations if "a loop of" in o.target]
+    assert [o.name for o in results] == ["loop", "loop_1"] and all("test_loops.py" in o.line for o in results)
 
 
 def test_values_that_no_iteration_changes_may_be_kept_from_iteration_to_iteration():

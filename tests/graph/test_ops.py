@@ -65,8 +65,8 @@ def test_a_linear_operation_is_linear(name):
 @pytest.mark.parametrize("name", rows(_OperationTraits.LAYOUT))
 def test_what_lays_out_changes_no_value(name):
     x = torch.arange(1.0, 7.0)
-    found = CALLS[name](x)
-    assert found[found != 0].tolist() == x.tolist()
+    result = CALLS[name](x)
+    assert result[result != 0].tolist() == x.tolist()
 
 
 @pytest.mark.parametrize("name", rows(_OperationTraits.VIEW))

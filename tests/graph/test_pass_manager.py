@@ -140,15 +140,15 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
     monkeypatch.setattr(_pass_manager, "PASSES", tuple(counted(row) for row in PASSES))
     sample = build_chain(chain)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
-    found = candidates(sample.graph, context, ScheduleOptions(recompute=False, memory_budget=10**9))
-    reuses = len({c.pass_settings.max_reuse_bytes for c in found})
+    result = candidates(sample.graph, context, ScheduleOptions(recompute=False, memory_budget=10**9))
+    reuses = len({c.pass_settings.max_reuse_bytes for c in result})
     assert reuses == (2 if chain.stage == 3 else 1)
-    settings = found[0].pass_settings._replace(recast=True)  # candidates try it
+    settings = result[0].pass_settings._replace(recast=True)  # candidates try it
     names = [row.name for row in PASSES if not row.runs_on_loops and row.arguments(settings, context) is not None]
     apart = {"hoist", *names[names.index("regather") :]}  # `max_reuse_bytes` sets both; here `hoist` changes nothing
     before = {name: reuses if name in apart else 1 for name in names}
     assert {"recast", "donate", "slice_of_gather", "schedule"} <= {*names}
-    assert ran == before | {"schedule": len(found)}
+    assert ran == before | {"schedule": len(result)}
 
 
 def test_where_a_pass_changes_nothing_what_follows_runs_once():
@@ -191,9 +191,9 @@ def test_a_plan_shows_the_settings_of_the_passes():
 @given(chains(stages=[3], sam=False))
 def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)
-    found = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), ScheduleOptions())
-    room = min(c.peak_bytes for c in found)
-    fitting = [c for c in found if c.pass_settings.prefetch == FITTING]
+    result = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), ScheduleOptions())
+    room = min(c.peak_bytes for c in result)
+    fitting = [c for c in result if c.pass_settings.prefetch == FITTING]
     assert fitting and {c.pass_settings.prefetch_budget for c in fitting} == {room}
     assert min(c.peak_bytes for c in fitting if c.pass_settings.in_flight == 0) <= room
 

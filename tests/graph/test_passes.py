@@ -82,8 +82,8 @@ def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
         def run_node(self, n: Node) -> Any:
             out = super().run_node(n)
             if n.op == "call_function":
-                found = [x for x in ([out] if isinstance(out, torch.Tensor) else out) if isinstance(x, torch.Tensor)]
-                assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in stand_ins_of(n)]
+                results = [x for x in ([out] if isinstance(out, torch.Tensor) else out) if isinstance(x, torch.Tensor)]
+                assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in stand_ins_of(n)]
             return out
 
     Checked(graph, World(sample.n, False)).run(*sample.args())

@@ -342,8 +342,8 @@ def test_a_plan_of_another_size_is_that_of_a_mesh_of_it(stage):
         batch = mesh.split(batch_of(2 * ranks))
         return fzero.plan(fzero.jit(step, backend="fx"), *step.init(params_of(), OPT), batch, world_size=asked)
 
-    found, wanted = of(2, {"dp": 8, "ep": 4}, dp=1, ep=2), of(32, None, dp=8, ep=4)
-    assert found.live == wanted.live and found.collectives == wanted.collectives
+    actual, wanted = of(2, {"dp": 8, "ep": 4}, dp=1, ep=2), of(32, None, dp=8, ep=4)
+    assert actual.live == wanted.live and actual.collectives == wanted.collectives
 
 
 def arranged(name: str, stage: int) -> Any:

@@ -192,14 +192,14 @@ def test_an_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
 @st.composite
 def graphs(draw: Any) -> Graph:
     """A graph of additions and moves over arguments of both memories; some of its additions are mixed."""
-    graph, found = Graph(), []
+    graph, actual = Graph(), []
     for i in range(draw(st.integers(1, 3))):
         x = graph.placeholder(f"x{i}")
         x.meta = {"val": torch.ones(2), "space": draw(st.sampled_from(["device", "host"]))}
-        found.append(x)
+        actual.append(x)
     for _ in range(draw(st.integers(1, 8))):
         kind = draw(st.sampled_from(["add", "down", "up"]))
-        a, b = (draw(st.sampled_from(found)) for _ in range(2))
+        a, b = (draw(st.sampled_from(actual)) for _ in range(2))
         if kind == "add":
             n = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
         elif kind == "down":
@@ -207,8 +207,8 @@ def graphs(draw: Any) -> Graph:
         else:
             n = graph.call_function(torch.ops.fzero.to_device.default, (a, torch.device("cpu")))
         n.meta = {"val": torch.ones(2)}
-        found.append(n)
-    graph.output((found[-1],))
+        actual.append(n)
+    graph.output((actual[-1],))
     return graph
 
 
@@ -239,12 +239,12 @@ def test_spaces_follow_moves_and_a_mixed_operation_is_always_found(graph):
 
 
 def addresses(values: Any) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {"device": set(), "host": set()}
+    results: dict[str, set[int]] = {"device": set(), "host": set()}
     for box in tree.flatten(values, is_box)[0]:
         if isinstance(box, Shard):
             for space, x in zip(spaces(box), box.pieces, strict=True):
-                found[space] |= {x.data_ptr()} if x.numel() else set()
-    return found
+                results[space] |= {x.data_ptr()} if x.numel() else set()
+    return results
 
 
 @pytest.mark.parametrize("update", ["host", "device"])

@@ -236,8 +236,8 @@ def test_a_save_at_any_step_goes_on_to_the_same_bits(every, parts, delay, tmp_pa
             assert loaded_state.count == count
             for x in batches[count:]:
                 loaded, loaded_state, _ = again(loaded, loaded_state, again.mesh.split(x))
-            found = again.gather(loaded_state.anchor)
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            actual = again.gather(loaded_state.anchor)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_another_number_of_replicas_goes_on_from_an_average_only(tmp_path):

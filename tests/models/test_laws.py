@@ -30,11 +30,11 @@ def runs(
     which: Callable[[Model], bool] = lambda model: True, stages: Sequence[int] = range(4), first: int = 0
 ) -> list[Any]:
     """List these models, each at each stage. Every fourth model, from the `first` on, always runs: at stage 1 or 3."""
-    found = []
+    results = []
     for i, name in enumerate([k for k, m in MODELS.items() if which(m)]):
         always = () if MODELS[name].slow or i % 4 != first else (3 if i % 8 > 3 else 1,)
-        found += [pytest.param(name, s, marks=[pytest.mark.slow] * (s not in always)) for s in stages]
-    return found
+        results += [pytest.param(name, s, marks=[pytest.mark.slow] * (s not in always)) for s in stages]
+    return results
 
 
 @functools.cache

@@ -76,8 +76,8 @@ def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scaling, seed)
         product(g, gradient, w.mT, E4M3),
         product(g.mT, gradient, x.mT, E4M3),
     )
-    for found, want in zip((y, *back(g)), expected, strict=True):
-        assert (found.double() - want).norm() <= 1e-5 * want.norm()
+    for actual, want in zip((y, *back(g)), expected, strict=True):
+        assert (actual.double() - want).norm() <= 1e-5 * want.norm()
 
 
 @examples(20, 100)
@@ -115,8 +115,10 @@ def test_second_derivatives_are_near_those_of_the_exact_layer(scaling, m):
         grads = torch.func.grad(lambda x, w: f(x, w).tanh().sum(), (0, 1))
         return torch.func.grad(lambda x, w: sum(g.square().sum() for g in grads(x, w)), (0, 1))(x, w)
 
-    for found, exact in zip(penalty(lambda x, w: float8_linear(x, w, scaling=scaling)), penalty(F.linear), strict=True):
-        assert (found - exact).norm() < 0.15 * exact.norm()
+    for actual, exact in zip(
+        penalty(lambda x, w: float8_linear(x, w, scaling=scaling)), penalty(F.linear), strict=True
+    ):
+        assert (actual - exact).norm() < 0.15 * exact.norm()
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -325,6 +327,6 @@ def test_a_jitted_step_is_the_step(stage, backend):
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
     jitted = fzero.jit(step, backend=backend)
     x = step.mesh.split(spread((8, 32), 0))
-    want, found = step(*step.init(PARAMS, opt), x), jitted(*step.init(PARAMS, opt), x)
-    torch.testing.assert_close(step.gather(found[0]), step.gather(want[0]), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found[2], want[2], rtol=1e-5, atol=1e-6)
+    want, actual = step(*step.init(PARAMS, opt), x), jitted(*step.init(PARAMS, opt), x)
+    torch.testing.assert_close(step.gather(actual[0]), step.gather(want[0]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual[2], want[2], rtol=1e-5, atol=1e-6)

@@ -64,10 +64,10 @@ def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
         x = x + y * exact("blocks.0.router", x).amax(-1, keepdim=True)
         return exact("head", x + exact("blocks.0.odd", x).mean(-1, keepdim=True))
 
-    found = torch.func.grad(lambda p: apply(p, buffers, INPUTS)[0].square().mean())(params)
+    actual = torch.func.grad(lambda p: apply(p, buffers, INPUTS)[0].square().mean())(params)
     expected = torch.func.grad(lambda p: by_hand(p, INPUTS).square().mean())(params)
     assert torch.equal(apply(params, buffers, INPUTS)[0], by_hand(params, INPUTS))
-    assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[k], expected[k]) for k in actual)
     assert torch.equal(module(INPUTS), functional(module).apply(params, buffers, INPUTS)[0])  # it was not changed
 
 
@@ -212,12 +212,12 @@ def test_torchs_encoder_multiplies_in_float8_in_both_modes(is_training):
     encoder = torch.nn.TransformerEncoder(block, 2).train(is_training)
     x, padding = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
     padding[0, 3:] = True
-    found = []
+    results = []
     for products in ("float8", None):
         apply, params, buffers = functional(encoder, matmul_precision=products)
         with torch.no_grad():
-            found.append(apply(params, buffers, x, src_key_padding_mask=padding)[0])
-    assert 1e-3 < (found[0] - found[1])[~padding].norm() / found[1][~padding].norm() < 0.1
+            results.append(apply(params, buffers, x, src_key_padding_mask=padding)[0])
+    assert 1e-3 < (results[0] - results[1])[~padding].norm() / results[1][~padding].norm() < 0.1
     assert block.activation_relu_or_gelu and encoder.use_nested_tensor  # the module itself stays as it is
 
 

@@ -117,9 +117,9 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
     meta = fzero.tree.map(lambda x: x.to("meta"), params)
     like = step.partition(loss.stack(meta, mesh))
     read = fzero.checkpoint.hf.read(tmp_path / "start", like, mesh, name=piped.name)
-    found = join(loss.unstack(step.gather(read), mesh))
+    result = join(loss.unstack(step.gather(read), mesh))
     for name, p in other.named_parameters():
-        assert torch.equal(found[name], p), name
+        assert torch.equal(result[name], p), name
     fzero.checkpoint.hf.write(tmp_path / "tuned", read, mesh, name=piped.name)
     model.config.save_pretrained(tmp_path / "tuned")
     again = type(model).from_pretrained(tmp_path / "tuned")
@@ -145,8 +145,8 @@ def test_examples_are_evaluated_by_a_function_of_the_output():
     mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
     step = fzero.shard(lambda p, s, b: (p, s), 3, mesh, split=loss.split)
     program = fzero.predict(step, loss.outputs())
-    found = program(step.partition(loss.stack(params, mesh)), mesh.split(batch, step.data_axes))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual = program(step.partition(loss.stack(params, mesh)), mesh.split(batch, step.data_axes))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_without_a_mesh_it_is_the_ordinary_loss():

@@ -48,8 +48,8 @@ def test_tiles_compute_what_the_whole_computes(chunk, tokens, dim, second):
 
         return of_gradient if second else of
 
-    found, expected = (torch.func.grad_and_value(loss(f), (0, 1)) for f in (nn.tiled(apart, chunk, dim=dim), apart))
-    assert_trees_close(found(params_of(), x), expected(params_of(), x))
+    actual, expected = (torch.func.grad_and_value(loss(f), (0, 1)) for f in (nn.tiled(apart, chunk, dim=dim), apart))
+    assert_trees_close(actual(params_of(), x), expected(params_of(), x))
 
 
 @pytest.mark.slow

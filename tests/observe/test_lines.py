@@ -27,33 +27,33 @@ class Slow(torch.nn.Module):
 
 
 def test_a_slow_loop_is_named_with_its_module():
-    found = fzero.profile(Slow(), torch.ones(8, 8))
-    line = next(c for c in found.lines if "sin" in c.code)
+    result = fzero.profile(Slow(), torch.ones(8, 8))
+    line = next(c for c in result.lines if "sin" in c.code)
     assert (line.function, line.calls, line.backward_seconds) == ("Slow.forward", 60, 0)
-    assert line.code == "x = x + 0.1 * x.sin()" and "Slow.forward" in str(found)
-    assert {s.phase for s in found.spans} == {"forward"}
+    assert line.code == "x = x + 0.1 * x.sin()" and "Slow.forward" in str(result)
+    assert {s.phase for s in result.spans} == {"forward"}
 
 
 @pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_passes_functions_and_lines_of_a_step(backend):
     step, args = sharded()
-    found = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
-    assert {s.phase for s in found.spans} == {"forward", "backward", "update"}
-    layer = next(c for c in found.lines if c.code == 'x = torch.tanh(x @ block["w"] + block["b"])')
+    result = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
+    assert {s.phase for s in result.spans} == {"forward", "backward", "update"}
+    layer = next(c for c in result.lines if c.code == 'x = torch.tanh(x @ block["w"] + block["b"])')
     assert layer.function == "mlp_loss" and layer.calls > 1
     assert 0 < layer.backward_seconds <= layer.seconds  # the backward pass has the line of the forward operation
-    update = next(c for c in found.lines if "opt.update" in c.code)
+    update = next(c for c in result.lines if "opt.update" in c.code)
     assert update.backward_seconds <= 0.5 * update.seconds
-    assert sum(c.seconds for c in found.lines) == pytest.approx(sum(s.seconds for s in found.spans))
+    assert sum(c.seconds for c in result.lines) == pytest.approx(sum(s.seconds for s in result.spans))
 
 
 @pytest.mark.parametrize("micro_batches", cases((1, 4), [2]))
 def test_each_micro_batch_goes_forward_and_back(micro_batches):
     step, args = sharded(micro_batches=micro_batches)
-    found = fzero.profile(step, *args, steps=1)
-    tanh = [s.phase for s in found.spans if s.name == "aten::tanh"]
+    result = fzero.profile(step, *args, steps=1)
+    tanh = [s.phase for s in result.spans if s.name == "aten::tanh"]
     assert set(tanh) == {"forward"} and len(tanh) % micro_batches == 0
-    passes = [phase for phase, _ in groupby([s.phase for s in found.spans])]
+    passes = [phase for phase, _ in groupby([s.phase for s in result.spans])]
     assert passes == micro_batches * ["forward", "backward"] + ["update"]
 
 
@@ -63,8 +63,8 @@ def test_each_operation_of_a_graph_is_noted_once(backend):
     """The spans of a loop are those of its iterations, not also the loop's."""
     step, args = sharded(micro_batches=4)
     step = fzero.jit(step, backend=backend)
-    found = fzero.profile(step, *args, steps=1)
-    names = [s.name for s in found.spans]
+    result = fzero.profile(step, *args, steps=1)
+    names = [s.name for s in result.spans]
     assert "loop" not in names
     if backend == "fx":
         plan = fzero.plan(step, *args)
@@ -76,10 +76,10 @@ def test_each_operation_of_a_graph_is_noted_once(backend):
 def test_time_is_counted_once():
     step, args = sharded()
     start = time.perf_counter()
-    found = fzero.profile(step, *args, steps=1, warmup=0)
-    assert 0 < sum(s.seconds for s in found.spans) < time.perf_counter() - start
-    ends = [s.start + s.seconds for s in found.spans]
-    assert [s.start for s in found.spans[1:]] == pytest.approx(ends[:-1])
+    result = fzero.profile(step, *args, steps=1, warmup=0)
+    assert 0 < sum(s.seconds for s in result.spans) < time.perf_counter() - start
+    ends = [s.start + s.seconds for s in result.spans]
+    assert [s.start for s in result.spans[1:]] == pytest.approx(ends[:-1])
 
 
 def test_marks_name_the_function_of_each_operation_in_both_passes():
@@ -105,10 +105,10 @@ def test_spans_become_lines_and_bars():
     first, second = by_line(spans)
     assert (first.line, first.seconds, first.backward_seconds, first.calls) == ("a.py:1", 2.0, 1.0, 2)
     assert second.line == "a.py:2"
-    found = [(b.row, b.text, b.start, b.seconds) for b in _bars(spans)]
-    assert found[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
-    assert found[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
-    assert [x for x in found if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
+    results = [(b.row, b.text, b.start, b.seconds) for b in _bars(spans)]
+    assert results[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
+    assert results[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
+    assert [x for x in results if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
 
 
 class Block(torch.nn.Module):
@@ -151,8 +151,8 @@ def test_modules_and_functions_nest(backend):
     opt, mesh = optim.adam(1e-2), fzero.mesh(dp=1)
     step = fzero.shard(train_step_for(loss, opt), stage=3, mesh=mesh)
     args = [*step.init(params, opt), mesh.split(torch.ones(4, 4))]
-    found = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
-    costs = {c.stack: c for c in found.stacks}
+    result = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
+    costs = {c.stack: c for c in result.stacks}
     assert set(costs) >= {BLOCK[:i] for i in range(1, 5)}
     assert not any("lambda" in name or "_activate" in name for stack in costs for name in stack)
     for stack, cost in costs.items():  # a caller costs at least as much as all that it calls
@@ -164,11 +164,11 @@ def test_modules_and_functions_nest(backend):
     assert {(*BLOCK, "linear"), (*BLOCK, "scaled")} <= set(costs)
     for name in ("linear", "scaled"):  # the backward pass counts for the forward operation's module
         assert 0 < costs[*BLOCK, name].backward_seconds < costs[*BLOCK, name].seconds
-    tanh = [s for s in found.spans if s.name == "aten::tanh"]
+    tanh = [s for s in result.spans if s.name == "aten::tanh"]
     assert [s.stack[-1] for s in tanh] == ["blocks.0", "blocks.1"]  # not _activate, a part of its module
-    order = [c.stack for c in found.stacks]
+    order = [c.stack for c in result.stacks]
     assert order.index(BLOCK[:2]) < order.index((*BLOCK[:3], "blocks.0")) < order.index(BLOCK)
-    line = next(row for row in str(found).splitlines() if row.split()[:1] == ["blocks.1"])
+    line = next(row for row in str(result).splitlines() if row.split()[:1] == ["blocks.1"])
     assert line.startswith(" " * 8) and f"{costs[BLOCK].calls:,}" in line
 
 
@@ -178,9 +178,9 @@ def test_bars_of_modules_nest():
     alone = first._replace(start=2, stack=("f",))
     spans = [first, second, alone]
     assert _row_names(spans) == ("pass", "function", "", "line", "operation")
-    found = [(b.row, b.text, b.start, b.seconds, b.function) for b in _bars(spans)]
-    assert found[1:4] == [(1, "f", 0, 3.0, "f"), (2, "layers.0", 0, 1.0, "layers"), (2, "layers.1", 1, 1.0, "layers")]
-    assert [x[0] for x in found[4:]] == [3, 3, 3, 4, 4, 4]  # no bar where a stack has no name
+    results = [(b.row, b.text, b.start, b.seconds, b.function) for b in _bars(spans)]
+    assert results[1:4] == [(1, "f", 0, 3.0, "f"), (2, "layers.0", 0, 1.0, "layers"), (2, "layers.1", 1, 1.0, "layers")]
+    assert [x[0] for x in results[4:]] == [3, 3, 3, 4, 4, 4]  # no bar where a stack has no name
     functions = _colours(spans)[1]
     assert list(functions) == ["layers", "f"]  # equal layers have one colour
     deep = first._replace(stack=tuple("abcdefghijk"))
@@ -212,9 +212,9 @@ def test_a_line_lies_in_its_innermost_function(tmp_path: pathlib.Path):
 
 def test_a_profile_shows_a_flame_chart(tmp_path: pathlib.Path):
     step, args = sharded(0)
-    found = fzero.profile(step, *args, steps=1)
-    found.plot(tmp_path / "flame.png")
+    result = fzero.profile(step, *args, steps=1)
+    result.plot(tmp_path / "flame.png")
     assert (tmp_path / "flame.png").read_bytes().startswith(b"\x89PNG")
-    html = found._repr_html_()
+    html = result._repr_html_()
     assert "the most expensive lines" in html and "data:image/png;base64," in html
-    assert repr(found).startswith("Profile(train_step: ")
+    assert repr(result).startswith("Profile(train_step: ")

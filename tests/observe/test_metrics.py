@@ -135,8 +135,8 @@ def test_json_lines_go_on_where_the_run_does(tmp_path):
     again = observe.jsonl(path)
     again([(2, {"loss": 7.0})])
     again([(3, {"loss": math.inf})])
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert found == [{"step": i, "loss": x} for i, x in [(0, 0.0), (1, 1.0), (2, 7.0), (3, None)]]
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert results == [{"step": i, "loss": x} for i, x in [(0, 0.0), (1, 1.0), (2, 7.0), (3, None)]]
     assert [p.name for p in path.parent.iterdir()] == ["run.jsonl"]
 
 
@@ -168,8 +168,8 @@ def test_tensorboard_reads_what_was_written(tmp_path):
         with observe.log(observe.tensorboard(tmp_path), every=2) as log:
             for i in range(first, 4):
                 log(i, {"loss": torch.tensor(i + first / 10)})
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert {e.step: round(e.value, 3) for e in found.Scalars("loss")} == {0: 0, 1: 1, 2: 2.2, 3: 3.2}
+    result = EventAccumulator(str(tmp_path))
+    result.Reload()
+    assert {e.step: round(e.value, 3) for e in result.Scalars("loss")} == {0: 0, 1: 1, 2: 2.2, 3: 3.2}
     events = [e for path in tmp_path.iterdir() for e in EventFileLoader(str(path)).Load()]
     assert sorted(e.step for e in events if e.HasField("session_log")) == [0, 2], "by which other readers hide"

@@ -56,19 +56,21 @@ def test_planted_values_are_found(loss, stage, ranks, rank, micro_batches, locks
     step = fzero.shard(train_step_of(loss, micro_batches), stage, mesh)
     state, x = step.init(params(), OPT), batch(ranks)
     before = [y.clone() for y in tree.tensors(state)]
-    found = nonfinite(step)(*state, mesh.split(x))
-    assert found.finite and not found and found.origin is None and str(found) == "train_step: all results are finite"
+    result = nonfinite(step)(*state, mesh.split(x))
+    assert (
+        result.finite and not result and result.origin is None and str(result) == "train_step: all results are finite"
+    )
 
     x[2 * rank + 1, -1] = -2 if loss is log_of_negative else -1
-    found = nonfinite(step)(*state, mesh.split(x))
+    result = nonfinite(step)(*state, mesh.split(x))
     operation, value, backward = PLANTED[loss]
-    assert found and found.origin is not None and found.rank == rank, found
-    assert found.origin.ranks == (rank,) and found.origin.leaf == ""
-    assert (found.origin.operation, found.origin.value) == (operation, value), found
-    assert found.origin.line == line_of(loss) and "HERE" in found.origin.code, found
-    assert bool(found.origin.backward) == backward
-    assert found.origin.line in str(found)
-    assert (f"on rank {rank} of {ranks}" in str(found)) == (ranks > 1)
+    assert result and result.origin is not None and result.rank == rank, result
+    assert result.origin.ranks == (rank,) and result.origin.leaf == ""
+    assert (result.origin.operation, result.origin.value) == (operation, value), result
+    assert result.origin.line == line_of(loss) and "HERE" in result.origin.code, result
+    assert bool(result.origin.backward) == backward
+    assert result.origin.line in str(result)
+    assert (f"on rank {rank} of {ranks}" in str(result)) == (ranks > 1)
     for y, z in zip(before, tree.tensors(state), strict=True):
         assert torch.equal(y, z)
 
@@ -80,9 +82,9 @@ def test_a_leaf_of_the_parameters_is_named(stage, ranks, at, leaf):
     step = fzero.shard(train_step_of(log_of_negative), stage, mesh, units=lambda path, x: "all")
     start = params()
     start[leaf].view(-1)[at % start[leaf].numel()] = math.nan
-    found = nonfinite(step)(*step.init(start, OPT), mesh.split(batch(ranks)))
-    assert found.origin is not None and found.origin.leaf == f"argument 0, leaf {leaf!r}", found
-    assert found.origin.ranks == tuple(range(ranks)) if stage < 3 else len(found.origin.ranks) == 1
+    result = nonfinite(step)(*step.init(start, OPT), mesh.split(batch(ranks)))
+    assert result.origin is not None and result.origin.leaf == f"argument 0, leaf {leaf!r}", result
+    assert result.origin.ranks == tuple(range(ranks)) if stage < 3 else len(result.origin.ranks) == 1
 
 
 @given(stage=st.integers(0, 3), ranks=st.integers(1, 4), rank=st.integers(0, 3))
@@ -97,14 +99,14 @@ def test_a_leaf_of_the_batch_is_named(stage, ranks, rank):
     step = fzero.shard(train_step_of(loss), stage, mesh)
     x = batch(ranks)
     x[2 * rank, 0] = math.nan
-    found = nonfinite(step)(*step.init(params(), OPT), mesh.split({"inputs": {"x": x}}))
-    assert found.origin is not None and found.origin.leaf == "argument 2, leaf 'inputs.x'", found
-    assert found.origin.ranks == (rank,) and "result 2" in found.results
+    result = nonfinite(step)(*step.init(params(), OPT), mesh.split({"inputs": {"x": x}}))
+    assert result.origin is not None and result.origin.leaf == "argument 2, leaf 'inputs.x'", result
+    assert result.origin.ranks == (rank,) and "result 2" in result.results
 
 
 def test_an_argument_that_is_not_used_is_not_named():
-    found = nonfinite(lambda x, y: x + 1)(torch.ones(2), torch.tensor(math.nan))
-    assert found.finite
+    result = nonfinite(lambda x, y: x + 1)(torch.ones(2), torch.tensor(math.nan))
+    assert result.finite
 
 
 def attention(params: Any, x: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -129,14 +131,14 @@ def test_a_mask_is_not_named(stage):
 
     x = batch(2, 3)
     x[4, -1] = 0
-    found = nonfinite(fzero.shard(train_step_of(bad), stage, mesh))(*state, mesh.split(x))
-    assert found.origin is not None and found.origin.operation == "sqrt" and found.rank == 1, found
+    result = nonfinite(fzero.shard(train_step_of(bad), stage, mesh))(*state, mesh.split(x))
+    assert result.origin is not None and result.origin.operation == "sqrt" and result.rank == 1, result
 
 
 def test_a_row_that_is_masked_whole_is_named_by_its_softmax():
-    found = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
-    assert found.origin is not None and found.origin.operation == "softmax", found
-    assert found.origin.line == line_of(attention) and found.nan_origin is None
+    result = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
+    assert result.origin is not None and result.origin.operation == "softmax", result
+    assert result.origin.line == line_of(attention) and result.nan_origin is None
 
 
 def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
@@ -144,10 +146,10 @@ def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
         grown = (x * 1000).half().exp()
         return (grown - grown).sum()
 
-    found = nonfinite(f)(torch.ones(3))
-    assert found.origin is not None and (found.origin.operation, found.origin.value) == ("exp", "inf"), found
-    assert found.nan_origin is not None and (found.nan_origin.operation, found.nan_origin.value) == ("sub", "nan")
-    assert "and then nan made by sub" in str(found)
+    result = nonfinite(f)(torch.ones(3))
+    assert result.origin is not None and (result.origin.operation, result.origin.value) == ("exp", "inf"), result
+    assert result.nan_origin is not None and (result.nan_origin.operation, result.nan_origin.value) == ("sub", "nan")
+    assert "and then nan made by sub" in str(result)
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
@@ -162,9 +164,11 @@ def test_an_update_of_the_users_own_is_found(stage):
 
     mesh = fzero.mesh(dp=3)
     step = fzero.shard(train_step, stage, mesh)
-    found = nonfinite(step)(*step.init(params(), OPT), mesh.split(batch(3)))
-    assert found.origin is not None and (found.origin.operation, found.origin.line) == ("div", line_of(update)), found
-    assert "result 2" not in found.results and found.origin.ranks == (0, 1, 2)
+    result = nonfinite(step)(*step.init(params(), OPT), mesh.split(batch(3)))
+    assert result.origin is not None and (result.origin.operation, result.origin.line) == ("div", line_of(update)), (
+        result
+    )
+    assert "result 2" not in result.results and result.origin.ranks == (0, 1, 2)
 
 
 def test_padding_is_no_result():
@@ -184,9 +188,9 @@ def test_padding_is_no_result():
 def test_a_sum_over_ranks_that_overflows_is_of_all_ranks():
     mesh = fzero.mesh(dp=2)
     f = mesh.spmd(lambda x: fzero.collectives.psum(x.sum()))  # HERE
-    found = nonfinite(f)(mesh.split(torch.tensor([40000.0, 40000.0]).half()))
-    assert found.origin is not None and found.origin.ranks == (0, 1), found
-    assert "in a collective" in found.origin.operation and found.origin.line.startswith(__file__)
+    result = nonfinite(f)(mesh.split(torch.tensor([40000.0, 40000.0]).half()))
+    assert result.origin is not None and result.origin.ranks == (0, 1), result
+    assert "in a collective" in result.origin.operation and result.origin.line.startswith(__file__)
 
 
 def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
@@ -204,9 +208,9 @@ def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
     x[3, -1] = -1
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(train_step_of(loss), 3, mesh)
-    found = nonfinite(step)(*step.init(params(), OPT), mesh.split(x))
-    assert found.origin is not None and found.origin.operation == "log" and found.rank == 1, found
-    assert "# HERE" in found.origin.code
+    result = nonfinite(step)(*step.init(params(), OPT), mesh.split(x))
+    assert result.origin is not None and result.origin.operation == "log" and result.rank == 1, result
+    assert "# HERE" in result.origin.code
 
     class Own(torch.autograd.Function):
         generate_vmap_rule = True
@@ -223,15 +227,15 @@ def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             return grad / (grad - grad)  # THERE
 
-    found = nonfinite(torch.func.grad(lambda x: Own.apply(x).sum()))(torch.ones(3))
-    assert found.origin is not None and found.origin.code.endswith("# THERE"), found
-    assert found.origin.backward == "OwnGeneratedBackward"
+    result = nonfinite(torch.func.grad(lambda x: Own.apply(x).sum()))(torch.ones(3))
+    assert result.origin is not None and result.origin.code.endswith("# THERE"), result
+    assert result.origin.backward == "OwnGeneratedBackward"
 
 
 def test_a_captured_tensor_is_named_as_such():
     hidden = torch.tensor([1.0, math.nan])
-    found = nonfinite(lambda x: x * hidden)(torch.ones(2))  # HERE
-    assert found.origin is not None and "captured" in found.origin.leaf and found.origin.operation == "mul", found
+    result = nonfinite(lambda x: x * hidden)(torch.ones(2))  # HERE
+    assert result.origin is not None and "captured" in result.origin.leaf and result.origin.operation == "mul", result
 
 
 def test_a_jitted_step_is_left_as_it_is():
@@ -240,8 +244,8 @@ def test_a_jitted_step_is_left_as_it_is():
     state = step.init(params(), OPT)
     x = batch(2)
     x[3, -1] = -2
-    found = nonfinite(step)(*state, mesh.split(x))
-    assert found.rank == 1 and found.origin is not None and found.origin.operation == "log"
+    result = nonfinite(step)(*state, mesh.split(x))
+    assert result.rank == 1 and result.origin is not None and result.origin.operation == "log"
     assert not torch.is_anomaly_enabled() and step.traces == 0
     step(*state, mesh.split(x))  # nothing was donated
 
@@ -257,9 +261,9 @@ def test_memory_that_is_written_over_is_forgotten():
         return y.copy_((x - x) / (x - x))  # HERE
 
     for f in (finite_between, at_once):
-        found = nonfinite(f)(torch.tensor([-1.0, 1.0]))
-        assert found.origin is not None and found.origin.operation.startswith("div"), found
-        assert found.origin.line == line_of(f)
+        result = nonfinite(f)(torch.tensor([-1.0, 1.0]))
+        assert result.origin is not None and result.origin.operation.startswith("div"), result
+        assert result.origin.line == line_of(f)
 
 
 def test_of_many_the_first_is_named():
@@ -267,8 +271,8 @@ def test_of_many_the_first_is_named():
         first = x.log()  # HERE
         return (x.sqrt() + first) / (x - x)
 
-    found = nonfinite(f)(torch.tensor([-1.0]))
-    assert found.origin is not None and (found.origin.operation, found.origin.line) == ("log", line_of(f)), found
+    result = nonfinite(f)(torch.tensor([-1.0]))
+    assert result.origin is not None and (result.origin.operation, result.origin.line) == ("log", line_of(f)), result
 
 
 def test_nonfinite_refuses_other_steps():
@@ -278,6 +282,6 @@ def test_nonfinite_refuses_other_steps():
 
 def test_what_an_operation_was_given_shows_infinities_beside_the_range():
     x = torch.tensor([1.0, -2.0, math.inf])
-    found = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
-    assert found.nan_origin is not None and "float32 [3] of -2 to 1 and inf" in found.nan_origin.inputs
-    assert "float32 [] of inf" in found.nan_origin.inputs
+    result = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
+    assert result.nan_origin is not None and "float32 [3] of -2 to 1 and inf" in result.nan_origin.inputs
+    assert "float32 [] of inf" in result.nan_origin.inputs

@@ -20,22 +20,22 @@ def jitted(backend: str) -> tuple[Any, list[Any]]:
 
 def test_the_kinds_add_up_to_a_step():
     step, args = jitted("fx")
-    found = fzero.profile(step, *args, steps=3)
-    assert sum(c.seconds for c in found.kinds) == pytest.approx(found.profiled_seconds)
-    assert all(c.seconds > 0 for c in found.kinds if c.name in ("compute", "copies", "Python"))
-    assert all(c.seconds == 0 for c in found.kinds if c.name in ("compiled", "collectives", "waits"))
-    assert 0 < found.seconds < 10 * found.profiled_seconds
-    for kind in found.kinds[:-1]:
-        mine = [c for c in found.operations if c.kind == kind.name]
+    result = fzero.profile(step, *args, steps=3)
+    assert sum(c.seconds for c in result.kinds) == pytest.approx(result.profiled_seconds)
+    assert all(c.seconds > 0 for c in result.kinds if c.name in ("compute", "copies", "Python"))
+    assert all(c.seconds == 0 for c in result.kinds if c.name in ("compiled", "collectives", "waits"))
+    assert 0 < result.seconds < 10 * result.profiled_seconds
+    for kind in result.kinds[:-1]:
+        mine = [c for c in result.operations if c.kind == kind.name]
         assert kind.seconds == pytest.approx(sum(c.seconds for c in mine))
         assert kind.calls == pytest.approx(sum(c.calls for c in mine))
-    seconds = [c.seconds for c in found.operations]
+    seconds = [c.seconds for c in result.operations]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_calls_are_those_of_one_step():
-    found = fzero.profile(lambda x, y: torch.cat([x @ y, x @ x, x]).sin(), torch.ones(8, 8), torch.ones(8, 8), steps=4)
-    calls = {c.name: c.calls for c in found.operations}
+    result = fzero.profile(lambda x, y: torch.cat([x @ y, x @ x, x]).sin(), torch.ones(8, 8), torch.ones(8, 8), steps=4)
+    calls = {c.name: c.calls for c in result.operations}
     assert (calls["aten::mm"], calls["aten::cat"], calls["aten::sin"]) == (2, 1, 1)
     assert "aten::clone" not in calls  # the copies of the arguments are not the step's
 
@@ -45,10 +45,10 @@ def test_what_a_user_marks_is_no_operation():
         with torch.profiler.record_function("mine"):
             return x.sin()
 
-    found = fzero.profile(step, torch.ones(3), steps=2)
-    mine = next(c for c in found.operations if c.name == "mine")
-    assert mine.kind == "Python" and found.kinds[-1].seconds >= mine.seconds > 0
-    assert found.kinds[0].calls == 1  # the sine
+    result = fzero.profile(step, torch.ones(3), steps=2)
+    mine = next(c for c in result.operations if c.name == "mine")
+    assert mine.kind == "Python" and result.kinds[-1].seconds >= mine.seconds > 0
+    assert result.kinds[0].calls == 1  # the sine
 
 
 def test_only_the_threads_of_the_steps_count():
@@ -62,11 +62,11 @@ def test_only_the_threads_of_the_steps_count():
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        found = fzero.profile(lambda x: [x.sin() for _ in range(200)], torch.ones(3), steps=2)
+        result = fzero.profile(lambda x: [x.sin() for _ in range(200)], torch.ones(3), steps=2)
     finally:
         stop.set()
         thread.join()
-    assert {c.name for c in found.operations} == {"aten::sin"}
+    assert {c.name for c in result.operations} == {"aten::sin"}
 
 
 def test_donated_arguments_stay_the_callers():
@@ -78,8 +78,8 @@ def test_donated_arguments_stay_the_callers():
 
 
 def test_compiled_kernels_are_seen():
-    found = fzero.profile(fzero.jit(lambda x: (x.sin() * 2, x.cos()), backend="inductor"), torch.ones(4096))
-    compiled = next(c for c in found.kinds if c.name == "compiled")
+    result = fzero.profile(fzero.jit(lambda x: (x.sin() * 2, x.cos()), backend="inductor"), torch.ones(4096))
+    compiled = next(c for c in result.kinds if c.name == "compiled")
     assert compiled.calls >= 1 and compiled.seconds > 0  # our mark, and Inductor's own
 
 

@@ -108,12 +108,12 @@ RATIOS = st.sampled_from([0, 1, 1e-9, 0.37, 0.5, 0.9, by_path])
 @st.composite
 def params_of(draw: Any) -> dict[str, Any]:
     """Parameters: awkward trees, and leaves about as large as the grain of a cut, some of them tied."""
-    found = dict(draw(trees(dtypes=(torch.float32,), max_leaves=4)))
+    results = dict(draw(trees(dtypes=(torch.float32,), max_leaves=4)))
     shapes = draw(st.lists(SIZES, min_size=1, max_size=4))
-    found["more"] = [normal(shape, i) for i, shape in enumerate(shapes)]
+    results["more"] = [normal(shape, i) for i, shape in enumerate(shapes)]
     if draw(st.booleans()):
-        found["tied"] = {"again": found["more"][-1], "first": found["first"]}
-    return found
+        results["tied"] = {"again": results["more"][-1], "first": results["first"]}
+    return results
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -129,10 +129,10 @@ def small_params() -> dict[str, Any]:
 
 def batches_of(n: int, steps: int = 3, overflow: bool = False) -> list[dict[str, torch.Tensor]]:
     """Batches, of which the second one overflows if asked."""
-    found = [{"x": torch.linspace(-1, 1 + i, n)} for i in range(steps)]
+    results = [{"x": torch.linspace(-1, 1 + i, n)} for i in range(steps)]
     if overflow:
-        found[1]["x"][-1] = float("inf")
-    return found
+        results[1]["x"][-1] = float("inf")
+    return results
 
 
 def train_step_of(optimizer: Any, row: Row, micro_batches: int = 1, loss: Any = loss_of_tree) -> Any:

@@ -56,11 +56,11 @@ def test_a_delay_is_the_optimizer_given_late_gradients(name, blocks, jit, low, s
     def rule(path: str) -> float:
         return float(path in late)
 
-    found = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1, params=low), steps=4)
+    actual = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1, params=low), steps=4)
     expected = trained(
         Way(stage, n, micro_batches), row, params, lambda p: one_late(p, lambda path: path in late), steps=4
     )
-    assert same_bits((found[0], found[2]), (expected[0], expected[2]))
+    assert same_bits((actual[0], actual[2]), (expected[0], expected[2]))
 
 
 def test_a_delayed_state_is_kept_and_loaded_elsewhere():

@@ -33,10 +33,10 @@ from tests.zero.helpers import RULES
 @example("adamw", small_params(), 0.37, None, 2, 1, "device", True)
 def test_parameters_on_the_host_train_bit_for_bit(name, params, ratio, rule, n, micro_batches, update, jit):
     way = Way(3, n, micro_batches, jit, units=rule and RULES[rule])
-    found = trained(
+    result = trained(
         way, POINTWISE[name], params, lambda optimizer: optim.offload(optimizer, ratio, update, params=True)
     )
-    assert same_bits(found, trained(way, POINTWISE[name], params, plain))
+    assert same_bits(result, trained(way, POINTWISE[name], params, plain))
 
 
 def test_parameters_on_the_host_come_up_when_they_are_gathered():

@@ -147,9 +147,9 @@ def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units)
 def test_a_masked_optimizer_without_state_starts_without_memory():
     """The parameter groups of a Trainer are such: zeros beside the state would be a second state for a moment."""
     params, mask = {"w": torch.ones(1000), "b": torch.ones(1000)}, {"w": True, "b": False}
-    with allocations() as found:
+    with allocations() as memory:
         optim.masked(optim.scale_by_learning_rate(lambda count: 0.1 / count), mask).init(params)
-    assert (found.peak or 0) < 100
+    assert (memory.peak or 0) < 100
 
 
 def test_what_a_masked_optimizer_does_not_see_may_be_nan():

@@ -90,10 +90,10 @@ def with_accelerate(epochs: int, dropout: float, **options: Any) -> Run:
                 kept.clear()
     model.eval()
     with torch.no_grad():
-        found = [
+        results = [
             accelerator.gather_for_metrics(model(data[0])) for data in accelerator.prepare(DataLoader(dataset(14), 4))
         ]
-    run.predictions = torch.cat(found)
+    run.predictions = torch.cat(results)
     run.weights = {name: x.clone() for name, x in accelerator.unwrap_model(model).state_dict().items()}
     return run
 
@@ -126,19 +126,19 @@ def with_fzero(
                 run.rates.append([group["lr"] for group in step.optimizer.param_groups])
     if save is not None:
         accelerator.save_state(save)
-    found = [
+    results = [
         accelerator.gather_for_metrics(step.evaluate(lambda model, data: model(data[0]), data))
         for data in accelerator.prepare(DataLoader(dataset(14), 4))
     ]
-    run.predictions = torch.cat(found)
+    run.predictions = torch.cat(results)
     run.weights = step.state_dict()
     assert torch.equal(plug.full_model(step).head.bias, run.weights.get("head.bias", plug.full_model(step).head.bias))
     return run
 
 
-def assert_alike(found: Run, expected: Run) -> None:
-    assert found.rates == expected.rates
-    found, expected = [dataclasses.replace(x, rates=[]) for x in (found, expected)]
-    if not found.weights:  # another process has them
+def assert_alike(actual: Run, expected: Run) -> None:
+    assert actual.rates == expected.rates
+    actual, expected = [dataclasses.replace(x, rates=[]) for x in (actual, expected)]
+    if not actual.weights:  # another process has them
         expected.weights = {}
-    torch.testing.assert_close(vars(found), vars(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vars(actual), vars(expected), rtol=1e-5, atol=1e-5)

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def assert_alike(plain: Any, sharded: Any, atol: float = 1e-5) -> None:
     """Compare the weights, what was logged, the rates and the outputs of two runs of `train`."""
-    (module, trainer, recorder), (found, found_trainer, found_recorder) = plain, sharded
+    (module, trainer, recorder), (actual, found_trainer, found_recorder) = plain, sharded
     assert len(recorder.logged) == len(found_recorder.logged) > 0
     torch.testing.assert_close(found_recorder.logged, recorder.logged, rtol=1e-5, atol=atol)
     torch.testing.assert_close(found_recorder.outputs, recorder.outputs, rtol=1e-5, atol=atol)
     assert found_recorder.rates == recorder.rates
     assert found_trainer.global_step == trainer.global_step
     assert found_trainer.callback_metrics.keys() == trainer.callback_metrics.keys()
-    torch.testing.assert_close(weights(found), weights(module), rtol=1e-5, atol=atol)
+    torch.testing.assert_close(weights(actual), weights(module), rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("stage", cases([3], range(3)))
@@ -137,8 +137,8 @@ def test_callbacks_of_lightning_see_the_values_of_a_plain_run(tmp_path):
     files = [pathlib.Path(x.log_dir, "metrics.csv") for x in (logger, found_logger)]
     rows = [list(csv.DictReader(path.read_text().splitlines())) for path in files]
     assert len(rows[0]) > 20 and "lr-AdamW/pg2" in rows[0][0] and "loss_epoch" in rows[0][0]
-    expected, found = [[float(x) for row in values for x in row.values() if x] for values in rows]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected, actual = [[float(x) for row in values for x in row.values() if x] for values in rows]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     folder = tmp_path / "sharded"
     kept = [pathlib.Path(best.best_model_path).name, (folder / "last.ckpt").resolve().name]
     # of removed checkpoints nothing is left, neither file nor shards
@@ -146,9 +146,9 @@ def test_callbacks_of_lightning_see_the_values_of_a_plain_run(tmp_path):
     assert names == {"last.ckpt", *[name + end for name in kept for end in ("", ".fzero")]}
     loaded, original = [Regression.load_from_checkpoint(x.best_model_path) for x in (found_best, best)]
     torch.testing.assert_close(weights(loaded), weights(original), rtol=1e-5, atol=1e-5)
-    found = sharded[1].test(loaded, loader(12, seed=2), ckpt_path="best", verbose=False)
+    actual = sharded[1].test(loaded, loader(12, seed=2), ckpt_path="best", verbose=False)
     expected = plain[1].test(original, loader(12, seed=2), verbose=False)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # resume from the link, at another stage
     again = train(tmp_path, plug.Strategy(1), ckpt_path=folder / "last.ckpt", max_epochs=8, max_steps=-1)
     plain_again = train(tmp_path, "auto", ckpt_path=tmp_path / "plain" / "last.ckpt", max_epochs=8, max_steps=-1)
@@ -228,10 +228,10 @@ def test_a_module_that_is_too_large_for_the_host(tmp_path):
     assert all(p.is_meta for p in module.parameters())
     with pytest.raises(ValueError, match=r"Regression has no weights.*ckpt_path="):
         trainer.validate(module, loader(12), verbose=False)
-    found = trainer.validate(module, loader(12), ckpt_path=saving.best_model_path, verbose=False)
+    actual = trainer.validate(module, loader(12), ckpt_path=saving.best_model_path, verbose=False)
     loaded = Regression.load_from_checkpoint(saving.best_model_path)
     expected = make_trainer(tmp_path).validate(loaded, loader(12), verbose=False)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}

@@ -274,9 +274,9 @@ def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
 
 def test_predictions_are_trainers(tmp_path):
     plain, sharded = make_trainer(tmp_path), plug.shard_trainer(make_trainer(tmp_path), stage=3)
-    expected, found = plain.predict(documents(5)), sharded.predict(documents(5))
-    assert found.predictions.shape == (5, 8, 97)
-    torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-5, atol=1e-5)
+    expected, actual = plain.predict(documents(5)), sharded.predict(documents(5))
+    assert actual.predictions.shape == (5, 8, 97)
+    torch.testing.assert_close(actual.predictions, expected.predictions, rtol=1e-5, atol=1e-5)
 
 
 class FailsOnce(Trainer):

@@ -66,10 +66,10 @@ def test_numbers_are_those_of_the_trainer(tmp_path, kind, lora, stage):
     for trainer in (plain, sharded):
         trainer.train()
         trainer.evaluate()
-    for expected, found in zip(plain.state.log_history, sharded.state.log_history, strict=True):
+    for expected, actual in zip(plain.state.log_history, sharded.state.log_history, strict=True):
         timed = [name for name in expected if "runtime" in name or "per_second" in name]
         numbers = {name: x for name, x in expected.items() if name not in timed}
-        torch.testing.assert_close({name: found[name] for name in numbers}, numbers, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close({name: actual[name] for name in numbers}, numbers, rtol=1e-4, atol=1e-5)
     full = plug.full_model(sharded)
     torch.testing.assert_close(weights(full), weights(plain.model), rtol=1e-5, atol=1e-5)
     moved = [not torch.equal(p, q) for p, q in zip(before, weights(full), strict=True)]

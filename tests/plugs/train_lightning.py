@@ -34,18 +34,18 @@ def main(folder: pathlib.Path, stage: int, epochs: int, dropout: float) -> None:
         trainer.fit(module, loader(80, sampler=rows), loader(24, seed=2))
         assert trainer.world_size == dist.get_world_size() == 2
         results.append((recorder, weights(module)))
-    (plain, plain_weights), (sharded, found) = results
+    (plain, plain_weights), (sharded, actual) = results
     assert len(plain.logged) == 10 * epochs
     for name in ("logged", "outputs"):
         torch.testing.assert_close(getattr(sharded, name), getattr(plain, name), rtol=1e-5, atol=1e-5)
     assert sharded.rates == plain.rates
-    torch.testing.assert_close(found, plain_weights, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, plain_weights, rtol=1e-5, atol=1e-5)
     engine = trainer.strategy._engine
-    total = sum(x.numel() for x in found.values())
+    total = sum(x.numel() for x in actual.values())
     held = sum(x.data.numel() for x in engine.params.values() if hasattr(x, "data"))
     assert stage < 3 or held <= 0.55 * total, (held, total)
     every = [None, None]
-    dist.all_gather_object(every, (sharded.logged, {name: x.tolist() for name, x in found.items()}))
+    dist.all_gather_object(every, (sharded.logged, {name: x.tolist() for name, x in actual.items()}))
     assert every[0] == every[1]  # what is logged is the ranks' mean
     if dist.get_rank() == 0:
         (folder / "done.json").write_text(json.dumps(sharded.logged))

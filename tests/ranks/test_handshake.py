@@ -87,9 +87,9 @@ def test_ranks_agree_on_a_prefix_of_their_own(kind, tmp_path):
             "file": lambda: dist.FileStore(str(tmp_path / "store"), -1),
             "tcp": lambda: dist.TCPStore("localhost", first.port, None, False),  # pyright: ignore
         }
-        found = meet([stores[kind]() for _ in range(size)], list(range(size)), size)
-        assert len(set(found)) == 1 and found[0] not in seen
-        seen.append(found[0])
+        result = meet([stores[kind]() for _ in range(size)], list(range(size)), size)
+        assert len(set(result)) == 1 and result[0] not in seen
+        seen.append(result[0])
 
 
 @pytest.mark.parametrize("late", range(3))
@@ -116,8 +116,8 @@ def test_the_log_says_early_who_has_not_come(late, who, caplog):
 
 def test_the_time_of_rank_0_counts_for_those_who_met_it():
     """A rank that came early does not leave while rank 0, which came later, still waits for another."""
-    found = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})
-    assert len(set(found)) == 1, found
+    result = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})
+    assert len(set(result)) == 1, result
 
 
 def test_ranks_give_up_a_while_after_the_last_one_has_come(monkeypatch):
@@ -127,8 +127,8 @@ def test_ranks_give_up_a_while_after_the_last_one_has_come(monkeypatch):
     late = {rank: 0.6 * rank for rank in range(4)}
     assert len(set(meet(dist.HashStore(), [0, 1, 2, 3], 4, timeout=6.0, late=late))) == 1
     start = time.monotonic()
-    found = meet(dist.HashStore(), [0, 1, 2], 4, timeout=6.0, late={2: 0.6})
-    assert [str(error) for error in found] == ["rank 3 did not arrive"] * 3
+    result = meet(dist.HashStore(), [0, 1, 2], 4, timeout=6.0, late={2: 0.6})
+    assert [str(error) for error in result] == ["rank 3 did not arrive"] * 3
     assert 1.5 < time.monotonic() - start < 4
 
 
@@ -161,8 +161,8 @@ def test_a_rank_that_waits_for_the_outcome_notices_the_end_of_rank_0(what, monke
 def test_without_rank_0_nobody_meets():
     store = dist.HashStore()
     meet(store, [0, 1, 2], 3)
-    found = meet(store, [1, 2], 3, timeout=0.2)
-    assert [str(error) for error in found] == ["rank 1 did not reach rank 0", "rank 2 did not reach rank 0"]
+    result = meet(store, [1, 2], 3, timeout=0.2)
+    assert [str(error) for error in result] == ["rank 1 did not reach rank 0", "rank 2 did not reach rank 0"]
 
 
 deaths = st.integers(2, 3).flatmap(
@@ -177,5 +177,5 @@ def test_whatever_the_dead_have_said_the_living_meet(generations, size, chance: 
     for dead_size, dies_at in generations:
         generation_of_the_dead(store, dead_size, dies_at)
     late = {r: chance.choice([0.0, 0.005, 0.02]) for r in range(size)}
-    found = meet(store, list(range(size)), size, late=late)
-    assert len(set(found)) == 1 and isinstance(found[0], str), found
+    result = meet(store, list(range(size)), size, late=late)
+    assert len(set(result)) == 1 and isinstance(result[0], str), result

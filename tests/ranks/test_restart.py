@@ -37,7 +37,7 @@ def unsharded_loss() -> float:
 def test_ranks_that_die_are_started_again_and_train(rendezvous):
     out, err, code = torchrun(rendezvous if rendezvous == "--standalone" else f"{rendezvous}={free_port()}")
     assert code == 0, out + err[-3000:]
-    found = re.findall(r"rank (\d) in generation (\d): (\S+)", out)
-    assert sorted([(r, g) for r, g, _ in found]) == [("0", "2"), ("1", "2")], out
-    assert [float(loss) for _, _, loss in found] == [pytest.approx(unsharded_loss(), abs=1e-11)] * 2
+    matches = re.findall(r"rank (\d) in generation (\d): (\S+)", out)
+    assert sorted([(r, g) for r, g, _ in matches]) == [("0", "2"), ("1", "2")], out
+    assert [float(loss) for _, _, loss in matches] == [pytest.approx(unsharded_loss(), abs=1e-11)] * 2
     assert all(f"rank {r} once more: 1\n" in out for r in range(2))

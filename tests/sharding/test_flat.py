@@ -19,11 +19,13 @@ FRONTS = st.sampled_from([(), (2,), (2, 3)])
 
 def leaves_of(shapes: list[tuple[int, ...]], front: tuple[int, ...], turned: bool) -> list[torch.Tensor]:
     """Make tensors `[*front, *shape]`, `turned` ones not contiguous."""
-    found = []
+    results = []
     for shape in shapes:
         whole = (*front, *shape)
-        found.append(torch.randn(whole[::-1]).permute([*reversed(range(len(whole)))]) if turned else torch.randn(whole))
-    return found
+        results.append(
+            torch.randn(whole[::-1]).permute([*reversed(range(len(whole)))]) if turned else torch.randn(whole)
+        )
+    return results
 
 
 @given(SHAPES, FRONTS, st.booleans(), st.integers(0, 2))
@@ -59,9 +61,9 @@ def test_stand_ins_are_viewed_as_tensors_are(shapes, front, before):
     arguments = sizes, [list(shape) for shape in shapes]
     real = torch.zeros(*front, before + sum(sizes))
     (fake,) = fake_like([real])
-    found = view_ranges.on_stand_ins(fake[..., before:], *arguments)
+    actual = view_ranges.on_stand_ins(fake[..., before:], *arguments)
     expected = view_ranges(real[..., before:], *arguments)
-    assert [(x.shape, x.stride(), x.storage_offset()) for x in found if x.numel()] == [
+    assert [(x.shape, x.stride(), x.storage_offset()) for x in actual if x.numel()] == [
         (x.shape, x.stride(), x.storage_offset()) for x in expected if x.numel()
     ]
 

@@ -12,9 +12,9 @@ def test_every_leaf_has_a_row():
         lambda p, s, b: (p, s), 3, mesh, axis="dp", split=lambda path, leaf: {"tp": 0} if path == "a.w" else None
     )
     params, opt_state = step.init({"a": {"w": torch.ones(4, 3), "b": torch.ones(5)}, "c": torch.ones(7)}, opt)
-    found = {x.path: x for x in fzero.sharding.layouts(params).leaves}
-    assert {path: x.shape for path, x in found.items()} == {"a.w": (4, 3), "a.b": (5,), "c": (7,)}
-    assert "over dp=2, part of tp=2" in found["a.w"].layout and "over dp=2: 4 of 7" in found["c"].layout
+    results = {x.path: x for x in fzero.sharding.layouts(params).leaves}
+    assert {path: x.shape for path, x in results.items()} == {"a.w": (4, 3), "a.b": (5,), "c": (7,)}
+    assert "over dp=2, part of tp=2" in results["a.w"].layout and "over dp=2: 4 of 7" in results["c"].layout
     counted = {x.path: x.layout for x in fzero.sharding.layouts(opt_state).leaves}
     assert counted["count"] == "replicated" and "unit 'c'" in counted["mu.c"]
 

@@ -55,10 +55,10 @@ def sizes(draw: st.DrawFn) -> dict[str, int]:
 @given(sizes(), st.integers(1, 30), st.integers(0, 30))
 def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room):
     most = least + room
-    found = divide_tree(numels, least, most)
-    assert Counter(itertools.chain(*[x.paths for x in found])) == Counter([*numels])
-    assert len({x.name for x in found}) == len(found)
-    for piece in found:
+    result = divide_tree(numels, least, most)
+    assert Counter(itertools.chain(*[x.paths for x in result])) == Counter([*numels])
+    assert len({x.name for x in result}) == len(result)
+    for piece in result:
         assert piece.numel == sum(numels[path] for path in piece.paths)
         assert piece.numel <= most or len(piece.paths) == 1
 
@@ -66,8 +66,8 @@ def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room
 @examples(60, 300)
 @given(sizes(), st.integers(1, 30))
 def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
-    found = divide_tree(numels, least)
-    assert all(x.numel >= least for x in found) or len(found) == 1
+    result = divide_tree(numels, least)
+    assert all(x.numel >= least for x in result) or len(result) == 1
 
 
 @examples(75, 300)
@@ -95,30 +95,30 @@ def test_a_piece_is_named_by_its_subtrees():
 @examples(50, 100)
 @given(trees(DTYPES), st.integers(1, 40), st.integers(0, 40), st.booleans())
 def test_a_rule_covers_each_leaf_once_and_no_unit_has_two_kinds(params, least, room, is_split):
-    assume(found := floats(params))
+    assume(result := floats(params))
 
     def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         return {"ep": 0} if is_split and len(path) % 2 else None
 
     rule = fzero.sharding.by_size(params, least, least + room, split=split)
-    distinct = {id(x): (path, x) for path, x in reversed(found.items())}.values()
+    distinct = {id(x): (path, x) for path, x in reversed(result.items())}.values()
     leaves: dict[str, list[str]] = {}
     for path, x in distinct:
         leaves.setdefault(rule(path, x), []).append(path)
     assert {row.name: row.leaves for row in rule.table} == {name: len(paths) for name, paths in leaves.items()}
     for name, elements, count in rule.table:
-        assert elements == sum(found[path].numel() for path in leaves[name])
+        assert elements == sum(result[path].numel() for path in leaves[name])
         assert elements <= least + room or count == 1
-        assert len({(found[path].dtype, str(split(path, found[path]))) for path in leaves[name]}) == 1
+        assert len({(result[path].dtype, str(split(path, result[path]))) for path in leaves[name]}) == 1
 
 
 @examples(50, 100)
 @given(trees((torch.float32,)), st.integers(1, 20), st.integers(0, 200))
 def test_a_tie_is_in_one_unit(params, least, threshold):
-    assume(found := floats(params))
+    assume(result := floats(params))
     tied = {"first": params, "second": params}
     for rule in (fzero.sharding.by_size(tied, least, 2 * least), fzero.sharding.by_granularity(tied, threshold, 20)):
-        for path, x in found.items():
+        for path, x in result.items():
             dot = f".{path}" if path else ""
             assert rule(f"first{dot}", x) == rule(f"second{dot}", x)
 
@@ -200,8 +200,8 @@ def test_a_list_does_not_count():
 
 
 def units_of(params: Any, rule: Any = None) -> dict[str, tuple[str, ...]]:
-    found = fzero.mesh(dp=2).spmd(lambda p: fzero.partition(p, units=rule))(params)
-    shards = [x for x in tree.flatten(found, tree.is_box)[0] if isinstance(x, fzero.sharding.Shard)]
+    result = fzero.mesh(dp=2).spmd(lambda p: fzero.partition(p, units=rule))(params)
+    shards = [x for x in tree.flatten(result, tree.is_box)[0] if isinstance(x, fzero.sharding.Shard)]
     return {x.spec.unit: x.spec.paths for x in shards}
 
 
@@ -220,12 +220,12 @@ def test_the_default_rule_has_a_cap(layers, experts, most):
     leaves, before = floats(params), units_of(params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_units, "MAX_UNIT_NUMEL", most)
-        found = units_of(params)
-    assert Counter(itertools.chain(*found.values())) == Counter([*leaves])
+        result = units_of(params)
+    assert Counter(itertools.chain(*result.values())) == Counter([*leaves])
     for name, paths in before.items():
         if sum(leaves[path].numel() for path in paths) <= most:
-            assert found[name] == paths
-    for paths in found.values():
+            assert result[name] == paths
+    for paths in result.values():
         assert sum(leaves[path].numel() for path in paths) <= most or len(paths) == 1
 
 
@@ -235,8 +235,8 @@ def test_the_cap_is_what_an_int32_counts():
     assert list(units_of(params)) == ["layers.0.attn to layers.0.up", "layers.0.down", "norm"]
     mesh = fzero.mesh(dp=2, ep=2)
     step = fzero.shard(lambda p, s, x: (p, s), 3, mesh, units=None, split=lambda p, x: {"ep": 0}, axis=("dp",))
-    found, _ = step.init(params, optim.sgd(0.1))
-    names = {x.spec.unit for x in tree.flatten(found, tree.is_box)[0] if isinstance(x, fzero.sharding.Shard)}
+    actual, _ = step.init(params, optim.sgd(0.1))
+    names = {x.spec.unit for x in tree.flatten(actual, tree.is_box)[0] if isinstance(x, fzero.sharding.Shard)}
     assert names == {"layers.0", "norm"}
 
 

@@ -53,7 +53,7 @@ def run(name: str, case: Case) -> dict[str, Any]:
 def read() -> dict[tuple[str, str], dict[str, Any]]:
     """Return the last result of each case that was run."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {(found["model"], found["case"]): found for found in map(json.loads, lines)}
+    return {(actual["model"], actual["case"]): actual for actual in map(json.loads, lines)}
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
     if asked.write:
         PAGE.write_text(written(read()))
         return 0
-    known = {} if asked.fresh else {key for key, found in read().items() if found["outcome"] in DONE}
+    known = {} if asked.fresh else {key for key, actual in read().items() if actual["outcome"] in DONE}
     todo = [
         (name, case)
         for name, case in commands()
@@ -77,24 +77,24 @@ def main() -> int:
     RESULTS.parent.mkdir(exist_ok=True)
     bad = 0
     with ThreadPoolExecutor(asked.jobs) as pool, RESULTS.open("a") as file:
-        for i, found in enumerate(pool.map(lambda one: run(*one), todo), 1):
-            file.write(json.dumps(found) + "\n")
+        for i, actual in enumerate(pool.map(lambda one: run(*one), todo), 1):
+            file.write(json.dumps(actual) + "\n")
             file.flush()
-            bad += found["outcome"] in ("failed", "wrong")
+            bad += actual["outcome"] in ("failed", "wrong")
             error = (
-                f"{found['from fx']:.0e} from fx, {found['from unsharded']:.0e} from unsharded"
-                if "from fx" in found
+                f"{actual['from fx']:.0e} from fx, {actual['from unsharded']:.0e} from unsharded"
+                if "from fx" in actual
                 else ""
             )
-            seconds = f"{found.get('seconds', 0):.0f} s"
+            seconds = f"{actual.get('seconds', 0):.0f} s"
             print(
                 f"{i}/{len(todo)}",
-                found["outcome"],
-                found["model"],
+                actual["outcome"],
+                actual["model"],
                 "|",
-                found["case"],
+                actual["case"],
                 "|",
-                error or found["why"],
+                error or actual["why"],
                 seconds,
             )
             sys.stdout.flush()

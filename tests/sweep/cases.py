@@ -51,11 +51,11 @@ PROCESSES = [
 def cases_of(model: Model, number: int) -> list[Case]:
     """List the cases of a model; every third has one on processes."""
     language = model.kind in ("causal", "masked", "seq2seq")
-    found = [
+    results = [
         case
         for case in CASES
         if (language or not case.mask or "bfloat16" in case.dtype)
         and (model.library == "transformers" or not ({"pp", "tp"} & case.mesh.keys() or case.remat))
     ]
     processes = [PROCESSES[number // 3 % len(PROCESSES)]] if number % 3 == 0 else []
-    return [case._replace(mask=case.mask and language) for case in [found[0], *processes, *found[1:]]]
+    return [case._replace(mask=case.mask and language) for case in [results[0], *processes, *results[1:]]]

@@ -64,16 +64,16 @@ class Model:
         """Draw a global batch; a mask leaves out the last tokens of every second example."""
         g = torch.Generator().manual_seed(seed)
         if self.kind in ("images", "diffusion"):
-            found = {"pixel_values": torch.randn(size, 3, PIXELS, PIXELS, generator=g).to(dtype)}
-            return found if self.kind == "images" else {**found, "t": torch.randint(0, 9, (size,), generator=g)}
+            results = {"pixel_values": torch.randn(size, 3, PIXELS, PIXELS, generator=g).to(dtype)}
+            return results if self.kind == "images" else {**results, "t": torch.randint(0, 9, (size,), generator=g)}
         tokens = torch.randint(3, VOCAB, (size, LENGTH), generator=g)
-        found = {"input_ids": tokens, "targets": torch.randint(3, VOCAB, (size, LENGTH), generator=g)}
+        results = {"input_ids": tokens, "targets": torch.randint(3, VOCAB, (size, LENGTH), generator=g)}
         if self.kind == "seq2seq":
-            found["decoder_input_ids"] = torch.randint(3, VOCAB, (size, LENGTH), generator=g)
+            results["decoder_input_ids"] = torch.randint(3, VOCAB, (size, LENGTH), generator=g)
         if mask:
             lengths = torch.tensor([LENGTH, LENGTH - 7])[torch.arange(size) % 2]
-            found["attention_mask"] = (torch.arange(LENGTH) < lengths[:, None]).long()
-        return found
+            results["attention_mask"] = (torch.arange(LENGTH) < lengths[:, None]).long()
+        return results
 
 
 def inputs_of(batch: Batch) -> Any:

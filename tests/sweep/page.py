@@ -33,11 +33,11 @@ def written(results: Results) -> str:
     for number, model in enumerate(MODELS.values()):
         groups: dict[str, list[Mapping[str, Any] | None]] = {}
         for case in cases_of(model, number):
-            found = results.get((model.name, case.name))
-            groups.setdefault(_column(case.name), []).append(found)
-            if found is not None and found["outcome"] in ("refused", "failed", "wrong", "uncompiled"):
-                said = found["why"] or f"{found['from fx']:.0e} from fx"
-                reasons.setdefault(f"{_column(case.name)}, {found['outcome']}: {_short(said)}", []).append(model.name)
+            result = results.get((model.name, case.name))
+            groups.setdefault(_column(case.name), []).append(result)
+            if result is not None and result["outcome"] in ("refused", "failed", "wrong", "uncompiled"):
+                said = result["why"] or f"{result['from fx']:.0e} from fx"
+                reasons.setdefault(f"{_column(case.name)}, {result['outcome']}: {_short(said)}", []).append(model.name)
         cells = [_cell(groups.get(name, [])) for name in ("compiled", "processes", "pipeline", "tensor parallel")]
         lines.append(f"| {_title(model)} | {' | '.join(cells)} |")
     lines.append("\n## What is refused or went wrong, and why\n")
@@ -57,10 +57,10 @@ def _column(case: str) -> str:
     return "processes" if case.startswith("processes") else "compiled"
 
 
-def _cell(found: list[Mapping[str, Any] | None]) -> str:
-    known = [x for x in found if x is not None and x["outcome"] != "absent"]
+def _cell(actual: list[Mapping[str, Any] | None]) -> str:
+    known = [x for x in actual if x is not None and x["outcome"] != "absent"]
     if not known:
-        return "not run" if found else ""
+        return "not run" if actual else ""
     if len({x["outcome"] for x in known}) == 1 and known[0]["outcome"] == "refused":
         return "refused"
     good = sum(x["outcome"] == "ok" for x in known)

@@ -118,9 +118,9 @@ def uncompiled(run: Any) -> int:
     return sum(entry.executable.uncompiled for entry in run._entries.values())
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(actual: Any, expected: Any) -> float:
     """Return the largest error: of losses, and of leaves relative to their largest element."""
-    (losses, params), (other_losses, other_params) = found, expected
+    (losses, params), (other_losses, other_params) = actual, expected
     errors = [abs(a - b) / max(abs(b), 1.0) for a, b in zip(losses, other_losses, strict=True)]
     assert params.keys() == other_params.keys()
     for name, x in params.items():
@@ -170,9 +170,9 @@ def main() -> None:
     number = list(MODELS).index(name)
     for case in cases_of(model, number):
         if case.name in wanted:
-            found = result(model, case)
+            actual = result(model, case)
             if os.environ.get("RANK", "0") == "0":
-                print(json.dumps({"model": name, "case": case.name, **found}), flush=True)
+                print(json.dumps({"model": name, "case": case.name, **actual}), flush=True)
 
 
 if __name__ == "__main__":

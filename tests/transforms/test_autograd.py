@@ -68,9 +68,9 @@ def test_an_old_function_is_differentiated(stage):
 
     with pytest.raises(RuntimeError):
         trained(2, stage, 1, autograd=False, f=doubled)
-    found = trained(2, stage, 1, autograd=True, f=doubled)
+    result = trained(2, stage, 1, autograd=True, f=doubled)
     # adam's steps do not depend on the gradients' size, but for its eps
-    torch.testing.assert_close(found, trained(2, stage, 1, autograd=False), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, trained(2, stage, 1, autograd=False), rtol=1e-5, atol=1e-5)
     params, batch = values(4)
     of_loss, of_doubled = (
         fzero.value_and_grad(loss)(params, batch),
@@ -86,10 +86,10 @@ def test_autograd_returns_aux_and_zeros_for_unused_parameters():
 
     params, batch = values(4)
     expected = fzero.value_and_grad(f, has_aux=True)(params, batch)
-    found = fzero.value_and_grad(f, has_aux=True, autograd=True)(params, batch)
-    assert found[0][1]["name"] == "aux"
+    actual = fzero.value_and_grad(f, has_aux=True, autograd=True)(params, batch)
+    assert actual[0][1]["name"] == "aux"
     assert_trees_close(
-        (found[0][0], found[0][1]["mean"], found[1]), (expected[0][0], expected[0][1]["mean"], expected[1])
+        (actual[0][0], actual[0][1]["mean"], actual[1]), (expected[0][0], expected[0][1]["mean"], expected[1])
     )
 
     def late(params, batch):

@@ -105,7 +105,7 @@ def test_a_seeded_block_draws_the_same_in_both_runs():
 def test_a_block_that_seeds_itself_is_the_plain_one(k):
     """Also in a later micro-batch, which draws for itself."""
     x, params, key = torch.randn(8, 5, dtype=torch.float64), keyed_params(), fzero.random.key(3)
-    found = []
+    results = []
     for wrapped in (fzero.remat, lambda f: f):
 
         def block(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -118,8 +118,8 @@ def test_a_block_that_seeds_itself_is_the_plain_one(k):
                 x = run(p, x)
             return (x @ params["h"]).square().mean()
 
-        found.append(fzero.value_and_grad(loss, micro_batches=k)(params, x))
-    assert_trees_close(*found)
+        results.append(fzero.value_and_grad(loss, micro_batches=k)(params, x))
+    assert_trees_close(*results)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -129,11 +129,11 @@ def test_dropout_of_any_probability_is_the_plain_one(p):
     def block(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(torch.tanh(x), p) + x
 
-    found = []
+    results = []
     for f in (fzero.remat(block), block):
         torch.manual_seed(0)
-        found.append(torch.func.grad_and_value(lambda x, f=f: f(x).square().sum())(torch.linspace(-1, 1, 16)))
-    assert_trees_close(*found)
+        results.append(torch.func.grad_and_value(lambda x, f=f: f(x).square().sum())(torch.linspace(-1, 1, 16)))
+    assert_trees_close(*results)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_seeded_blocks_draw_alike_in_every_world():
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, value
 
-    found = []
+    results = []
     for simulate, stage in (("vmap", 1), ("vmap", 3), ("lockstep", 3)):
         mesh = fzero.mesh(dp=2, simulate=simulate)
         for gather in (True, False):
@@ -159,6 +159,6 @@ def test_seeded_blocks_draw_alike_in_every_world():
                 state = run.init(keyed_params(), opt)
                 for i in range(2):
                     *state, loss = run(*state, mesh.split(x), fzero.random.fold_in(fzero.random.key(0), i))
-                found.append((step.gather(state[0]), loss))
-    for other in found[1:]:
-        assert_trees_close(other, found[0])
+                results.append((step.gather(state[0]), loss))
+    for other in results[1:]:
+        assert_trees_close(other, results[0])

@@ -100,12 +100,12 @@ def drawn(data: Any) -> list[tuple[Configuration, float, float]]:
 @given(budget=st.floats(0, 120), max_rows=st.integers(1, 30), data=st.data())
 def test_a_search_by_bounds_finds_the_best_or_says_how_fast_it_may_be(budget, max_rows, data):
     planner = Planner(data)
-    found = [*search_by_bounds(SPACE, planner.start, budget, planner.bounds.__getitem__, max_rows)]
-    assert sorted(str(x.config) for x in found if x.config in planner.started) == sorted(map(str, planner.started))
-    assert {x.config for x in found} == {*SPACE}, "each configuration has a result"
-    rows = [x for x in found if isinstance(x, TableRow)]
-    skipped = [x for x in found if isinstance(x, Skipped)]
-    unplanned = tuple(x for x in found if isinstance(x, Unplanned))
+    results = [*search_by_bounds(SPACE, planner.start, budget, planner.bounds.__getitem__, max_rows)]
+    assert sorted(str(x.config) for x in results if x.config in planner.started) == sorted(map(str, planner.started))
+    assert {x.config for x in results} == {*SPACE}, "each configuration has a result"
+    rows = [x for x in results if isinstance(x, TableRow)]
+    skipped = [x for x in results if isinstance(x, Skipped)]
+    unplanned = tuple(x for x in results if isinstance(x, Unplanned))
     assert len(rows) <= max(max_rows, 1)
     table = Table(tuple(rows), tuple(skipped), tuning.H100, None, budget, unplanned)
     for x in skipped:

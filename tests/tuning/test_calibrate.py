@@ -65,11 +65,11 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
     total = ranks << 22
     small = latency + (ranks - 1) * hop
     large = small + total * (ranks - 1) / ranks / speed
-    found = _fit_links(hop, small, large, total, ranks)
+    result = _fit_links(hop, small, large, total, ranks)
     if latency > 0.1 * small and large > small * 10 / 9:
-        assert found == pytest.approx((speed, latency, hop, ranks))
-    assert found.speed > 0 and found.latency > 0 and found.hop > 0  # whatever a busy machine has measured
-    again = found.latency + (ranks - 1) * found.hop
+        assert result == pytest.approx((speed, latency, hop, ranks))
+    assert result.speed > 0 and result.latency > 0 and result.hop > 0  # whatever a busy machine has measured
+    again = result.latency + (ranks - 1) * result.hop
     assert again == pytest.approx(small)
 
 

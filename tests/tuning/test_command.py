@@ -190,8 +190,8 @@ def test_a_size_that_cannot_be_planned_leaves_the_others(capsys):
     assert main([*words[:3], "3,5", *words[4:]]) == 2  # all fail: the first error
     assert "fzero plan: " in capsys.readouterr().err
     assert main([*words, "--machine", "h100,h1000"]) == 2
-    found = capsys.readouterr()
-    assert "machine='h1000' is unknown" in found.err and not found.out
+    result = capsys.readouterr()
+    assert "machine='h1000' is unknown" in result.err and not result.out
 
 
 def test_several_sizes_cannot_have_the_files_of_one(capsys):

@@ -183,8 +183,8 @@ def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
     costs = tuning.offload_costs(work, machine)
     for ratio in either((0.4,), (0.2, 0.4, 0.6)):
         assert planned(ratio, stage, clip).peak_bytes == pytest.approx(costs.device_bytes(ratio), rel=0.03)
-    found = tuning.offload_ratio(lambda r: planned(r, stage, clip), machine.device_bytes, parts=100)
-    assert costs.first_fit == pytest.approx(found.ratio, abs=0.1)
+    result = tuning.offload_ratio(lambda r: planned(r, stage, clip), machine.device_bytes, parts=100)
+    assert costs.first_fit == pytest.approx(result.ratio, abs=0.1)
 
 
 def test_activations_that_move_at_any_ratio_are_not_the_updates():

@@ -108,12 +108,12 @@ def test_the_bytes_are_those_of_a_formula(table):
 @pytest.mark.slow
 def test_the_best_is_that_of_trying_all(table):
     """At each budget that a row just meets, and just does not."""
-    found = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
+    results = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
     kept = Kept()
     assert fzero.tune(kept, **FEW, memory=1e12).rows == table.rows
-    for budget in sorted({n - less for _, n, _ in found for less in (0, 1)})[:: either(3, 1)]:
+    for budget in sorted({n - less for _, n, _ in results for less in (0, 1)})[:: either(3, 1)]:
         tuned = fzero.tune(kept, **FEW, memory=budget)
-        fits = [(seconds, n, str(c)) for c, n, seconds in found if n <= budget]
+        fits = [(seconds, n, str(c)) for c, n, seconds in results if n <= budget]
         assert {str(r.config) for r in tuned.fitting} == {c for _, _, c in fits}
         if fits:
             assert str(tuned.best().config) == min(fits)[2]
@@ -339,9 +339,9 @@ def test_the_lines_to_paste_run(changed):
     (call,) = [line.removeprefix("# call step with ") for line in said.splitlines() if "call step with" in line]
     given = eval(call, {"mesh": mesh, "batch": batch})
     assert fzero.plan(step, *state, given).peak_bytes
-    found = step.step(*state, given)[2]  # without compiling it
+    actual = step.step(*state, given)[2]  # without compiling it
     names["block"] = apply_block
-    assert float(found) == pytest.approx(float(of(params, batch)), rel=1e-5)
+    assert float(actual) == pytest.approx(float(of(params, batch)), rel=1e-5)
 
 
 # ---------------------------------------------------------------- bad input
@@ -385,9 +385,9 @@ def test_a_step_on_another_mesh_is_refused():
 
     with pytest.raises(
         ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh with fzero.mesh\(\*\*"
-    ) as found:
+    ) as error:
         fzero.tune(flat, **{**ASKED, "tp": (2,)})
-    assert "while planning stage 3" in found.value.__notes__[0]
+    assert "while planning stage 3" in error.value.__notes__[0]
 
 
 def test_a_pipeline_with_too_many_stages_is_named_by_its_axis():

@@ -34,8 +34,8 @@ falling = st.lists(st.integers(0, 10**6), min_size=2, max_size=300).map(lambda x
 @example([2, 1], 1)
 def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
     asked: list[int] = []
-    found = _first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
-    assert found == by_hand(peaks, budget)
+    result = _first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
+    assert result == by_hand(peaks, budget)
     assert len(set(asked)) == len(asked) <= 5 + 2 * math.log2(len(peaks))
 
 
@@ -60,18 +60,18 @@ def test_a_ratio_is_that_of_trying_all(way, n, share):
     peaks = [plan_at(k / PARTS).peak_bytes for k in range(PARTS + 1)]
     assert peaks == sorted(peaks, reverse=True), peaks
     budget = peaks[-1] + share * (peaks[0] - peaks[-1])
-    found = tuning.offload_ratio(plan_at, budget, parts=PARTS)
-    k = round(found.ratio * PARTS)
-    assert found.ratio == k / PARTS and k == by_hand(peaks, budget)
-    assert found.plan is plan_at(found.ratio) and found.plan.peak_bytes <= budget
+    result = tuning.offload_ratio(plan_at, budget, parts=PARTS)
+    k = round(result.ratio * PARTS)
+    assert result.ratio == k / PARTS and k == by_hand(peaks, budget)
+    assert result.plan is plan_at(result.ratio) and result.plan.peak_bytes <= budget
     assert k == 0 or peaks[k - 1] > budget
     more = tuning.offload_ratio(plan_at, budget + (peaks[0] - peaks[-1]) / 4, parts=PARTS)
-    assert more.ratio <= found.ratio
-    for t in found.tried:
+    assert more.ratio <= result.ratio
+    for t in result.tried:
         plan = plan_at(t.ratio)
         assert (t.device_bytes, t.host_bytes) == (plan.peak_of("device"), plan.peak_of("host"))
         assert t.down_bytes + t.up_bytes == sum([x.bytes * x.times for x in plan.transfers])
-    assert [t.ratio for t in found.tried] == sorted({t.ratio for t in found.tried} | {found.ratio})
+    assert [t.ratio for t in result.tried] == sorted({t.ratio for t in result.tried} | {result.ratio})
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def test_a_step_and_its_arguments_are_planned_for_any_world():
     for n in either((8,), (2, 8)):
         none, all_ = at[n]
         asked: dict[str, Any] = {} if n == 2 else {"world_size": n}
-        found = fzero.tuning.offload_ratio(maker(), (none + all_) / 2, **asked)
-        assert abs(found.ratio - 0.5) < 0.02 and len(found.tried) <= 10
-        assert found.plan.argument_bytes < at[2][0]
+        result = fzero.tuning.offload_ratio(maker(), (none + all_) / 2, **asked)
+        assert abs(result.ratio - 0.5) < 0.02 and len(result.tried) <= 10
+        assert result.plan.argument_bytes < at[2][0]
     assert at[8][0] < at[2][0]
 
 
@@ -98,11 +98,11 @@ def test_a_jitted_step_keeps_its_schedule_options():
 
 def test_a_ratio_prints_its_trials():
     none, all_ = planned(0.0).peak_bytes, planned(1.0).peak_bytes
-    found = fzero.tuning.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
-    assert str(found).splitlines()[0] == f"ratio 1 fits {all_ / 1e3:.1f} kB of the device"
-    assert re.search(rf"\n +0 .* {(none - all_ - 1) / 1e3:.1f} kB too much\n", str(found))
-    assert str(found).endswith("smallest that fits") and "<pre>" in found._repr_html_()
-    assert repr(found).startswith("OffloadRatio(1: ")
+    result = fzero.tuning.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
+    assert str(result).splitlines()[0] == f"ratio 1 fits {all_ / 1e3:.1f} kB of the device"
+    assert re.search(rf"\n +0 .* {(none - all_ - 1) / 1e3:.1f} kB too much\n", str(result))
+    assert str(result).endswith("smallest that fits") and "<pre>" in result._repr_html_()
+    assert repr(result).startswith("OffloadRatio(1: ")
     loose = fzero.tuning.offload_ratio(lambda r: planned(r), none)
     assert loose.ratio == 0 and len(loose.tried) == 1
 

@@ -53,8 +53,8 @@ def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
 )
 def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why):
     """The one that the rule would take is slower; were it the faster, the rule would be kept."""
-    found = judged(row(1.0, **best), row(1.5, **other))
-    kept, said = found[rule]
+    result = judged(row(1.0, **best), row(1.5, **other))
+    kept, said = result[rule]
     assert not kept and said.startswith(str(replace(USUAL, **{k: v for k, v in other.items() if k in vars(USUAL)})))
     assert said.endswith(f" takes 50% more: {why}")
     assert judged(row(2.0, **best), row(1.5, **other))[rule] == (True, "")

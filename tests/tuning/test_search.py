@@ -31,10 +31,10 @@ def row(config: Configuration) -> TableRow:
 def test_two_ways_to_recompute_are_compared_in_memory_only_if_one_surely_holds_less():
     """Products of all blocks, or every second block: which is smaller depends on the model."""
     usual = Configuration(3, 1, 1)
-    found = {
+    results = {
         (a, b) for a in REMATS for b in REMATS if replace(usual, remat=a).holds_no_less_than(replace(usual, remat=b))
     }
-    assert found == {(a, b) for a in REMATS for b in REMATS if a == b or a is False or b is True}
+    assert results == {(a, b) for a in REMATS for b in REMATS if a == b or a is False or b is True}
 
 
 class Processes:
@@ -70,10 +70,10 @@ def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, work
         one = Processes(1, lambda _: 0, patch)
         alone = [*search_rows(SPACE, one.start, 1, budget)]
         many = Processes(workers, data.draw, patch)
-        found = [*search_rows(SPACE, many.start, workers, budget)]
+        results = [*search_rows(SPACE, many.start, workers, budget)]
     assert sorted(map(str, [x.config for x in alone])) == sorted(map(str, SPACE))
-    assert in_order(SPACE, found, budget) == in_order(SPACE, alone, budget)
-    rows, skipped = in_order(SPACE, found, budget)
+    assert in_order(SPACE, results, budget) == in_order(SPACE, alone, budget)
+    rows, skipped = in_order(SPACE, results, budget)
     assert {r.config for r in rows} == {*one.started} <= {*many.started}
     assert {r.config for r in rows} | {s.config for s in skipped} == {*SPACE}
     for s in skipped:
@@ -86,9 +86,9 @@ def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, work
 def test_a_row_that_comes_to_be_skipped_is_left_out():
     with pytest.MonkeyPatch.context() as patch:
         many = Processes(8, lambda _: 0, patch)
-        found = [*search_rows(SPACE, many.start, 8, 1.0)]  # nothing fits
-    assert len(many.started) > sum(isinstance(x, TableRow) for x in found) == 2  # the leanest of both precisions
-    assert all(isinstance(x, TableRow) or x.smaller.stage == 3 for x in found)
+        results = [*search_rows(SPACE, many.start, 8, 1.0)]  # nothing fits
+    assert len(many.started) > sum(isinstance(x, TableRow) for x in results) == 2  # the leanest of both precisions
+    assert all(isinstance(x, TableRow) or x.smaller.stage == 3 for x in results)
 
 
 def without_threads() -> None:

@@ -169,9 +169,9 @@ def test_the_host_takes_its_time_where_there_is_one():
         machine = replace(H100, **changed)
         asked = {**SPACE, "machine": machine, "stages": (2,), "micro_batches": (64,), "remat": (False,), "depth": 1}
         table = fzero.tune(make_step, **asked, memory=1e12, offload=(offload,))
-        (found,) = table.rows
-        assert found.seconds == fzero.plan(*make_step(found.config), hardware=machine.as_hardware()).seconds
-        return found
+        (actual,) = table.rows
+        assert actual.seconds == fzero.plan(*make_step(actual.config), hardware=machine.as_hardware()).seconds
+        return actual
 
     usual, there = row(1.0), row(0.0)
     state = there.device_bytes["optimizer state"]
@@ -268,9 +268,9 @@ def test_an_error_in_a_step_says_of_which_configuration():
     def broken(config: Configuration) -> Any:
         return (lambda x: x.sum().item()), torch.empty(3, device="meta")
 
-    with pytest.raises(ValueError, match="has no mesh") as found:
+    with pytest.raises(ValueError, match="has no mesh") as error:
         fzero.tune(broken, **SPACE)
-    assert "while planning stage 3, micro-batch 8 x 8" in found.value.__notes__[0]
+    assert "while planning stage 3, micro-batch 8 x 8" in error.value.__notes__[0]
 
 
 def test_json_that_holds_no_table_is_refused():

@@ -77,7 +77,7 @@ def test_an_init_function_may_seed(seeding, caplog):
     """Draws come after seeds in a deferred run, so what seeds between draws is run whole."""
 
     def init() -> Any:
-        found, g = [], torch.Generator().manual_seed(0)
+        actual, g = [], torch.Generator().manual_seed(0)
         if seeding == "once, first":
             torch.manual_seed(5)
         for i in range(2):
@@ -86,11 +86,11 @@ def test_an_init_function_may_seed(seeding, caplog):
             if seeding == "with fork_rng":
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(7)
-                    found.append(torch.randn(3))
-            found.append(torch.randn(4))
+                    actual.append(torch.randn(3))
+            actual.append(torch.randn(4))
             if seeding == "of a generator":
-                found.append(torch.randn(3, generator=g.manual_seed(1)))
-        return {"w": found}
+                actual.append(torch.randn(3, generator=g.manual_seed(1)))
+        return {"w": actual}
 
     step = step_on(3, dp=2)
     torch.manual_seed(0)

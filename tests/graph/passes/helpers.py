@@ -107,16 +107,16 @@ def check_results(sample: Sample, graph: Graph, donated: bool, late: bool, expec
 
 def members(graph: Graph) -> list[tuple[Any, ...]]:
     """List what each collective moves: those of a coalesced one by one."""
-    found = []
+    results = []
     for n in graph.nodes:
         if is_collective(n):
             units = n.meta["unit"].split(" + ")
             assert len(units) == len(stand_ins_of(n))
-            found += [
+            results += [
                 (collective_kind(n), unit, tuple(x.shape), x.dtype, n.args[1:])
                 for unit, x in zip(units, stand_ins_of(n), strict=True)
             ]
-    return found
+    return results
 
 
 def donate_all(graph: Graph, chain: Chain) -> Graph:

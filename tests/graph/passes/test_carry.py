@@ -202,6 +202,6 @@ def test_nothing_is_carried_where_nothing_may_be_on_its_way():
 
 @pytest.mark.slow
 def test_schedules_that_carry_nothing_are_no_candidates():
-    found = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
-    assert not any("across_iterations" in r.settings for r in found.rejected)
+    result = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
+    assert not any("across_iterations" in r.settings for r in result.rejected)
     assert _candidates._carries(scheduled(entry(2).traced.graph, 1))

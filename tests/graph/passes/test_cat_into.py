@@ -67,8 +67,8 @@ def test_results_are_the_same_to_the_bit(data, parts, dim, change, fuses):
     args = graphs.arguments([(4, 4), (4, 4)])
     expected = graphs.run(graph, args, 2)
     written = cat_into(graph, fuses)
-    for found in (written, schedule(written)):
-        for x, y in zip(graphs.run(found, args, 2), expected, strict=True):
+    for actual in (written, schedule(written)):
+        for x, y in zip(graphs.run(actual, args, 2), expected, strict=True):
             assert torch.equal(x, y)
     writes = [n for n in written.nodes if n.target is write_part]
     is_written = change in WRITTEN and not (fuses and change == "pointwise")
@@ -109,5 +109,5 @@ def test_the_gradient_of_a_head_exists_once(backend):
     plan = jitted.plan(head, x)
     of_head = 4 * head.numel()
     assert plan.peak_bytes - plan.argument_bytes < 1.25 * of_head
-    for found, expected in zip(jitted(head, x), grads(head, x), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(jitted(head, x), grads(head, x), strict=True):
+        torch.testing.assert_close(actual, expected)

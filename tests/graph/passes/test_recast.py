@@ -55,8 +55,8 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
     """Return how many casts to float32, or what they are scaled to, are alive at most at a time."""
     nodes, last = list(graph.nodes), aten.div.Tensor if scaled else aten._to_copy.default
     at = [i for i, n in enumerate(nodes) if n.target is last and stand_ins_of(n)[0].dtype == torch.float32]
-    found = [r for r in live_ranges(graph) if r.start in at]
-    return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
+    results = [r for r in live_ranges(graph) if r.start in at]
+    return max(sum(r.start <= i <= r.stop for r in results) for i in range(len(nodes)))
 
 
 @examples(10, 40)
@@ -64,10 +64,10 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
 def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
     graph = clipped(sizes, scaled=scaled)
     assert wide_alive(schedule(graph), scaled) == len(sizes)
-    found = schedule(recast(graph, 1))
-    assert wide_alive(found, scaled) == 1
+    result = schedule(recast(graph, 1))
+    assert wide_alive(result, scaled) == 1
     args = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in [*[2 * n for n in sizes], *sizes]]
-    assert [bits(x) for x in run(found, args, 2)] == [bits(x) for x in run(graph, args, 2)]
+    assert [bits(x) for x in run(result, args, 2)] == [bits(x) for x in run(graph, args, 2)]
 
 
 def test_what_waits_for_no_collective_is_not_cast_again():
@@ -176,8 +176,8 @@ def test_recast_is_forced_by_its_option():
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
 def test_recast_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
-    found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
-    assert {c.pass_settings.recast for c in found} == ({False, True} if tried else {False})
+    result = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
+    assert {c.pass_settings.recast for c in result} == ({False, True} if tried else {False})
 
 
 def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():

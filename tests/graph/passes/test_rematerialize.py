@@ -100,13 +100,13 @@ def test_a_gradient_is_not_computed_again_from_values_that_are_kept_for_that_alo
 def events(graph: Graph) -> list[tuple[int, str, int]]:
     """List the uses of gathered parameters, that are no results: where, which, of how many bytes."""
     index = {n: i for i, n in enumerate(graph.nodes)}
-    found = []
+    results = []
     for g in parameter_gathers(graph):
         for w in g.users:
             users = views_and_users(w)[1]
             if all(u.op != "output" for u in users):
-                found += [(index[u], g.meta["unit"], sum(map(nbytes, stand_ins_of(w)))) for u in users]
-    return sorted(found)
+                results += [(index[u], g.meta["unit"], sum(map(nbytes, stand_ins_of(w)))) for u in users]
+    return sorted(results)
 
 
 @examples(20, 100)

@@ -59,16 +59,16 @@ def test_where_both_are_one_there_is_one_clock():
     assert estimate_seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
 
 
-def check_timeline(found: list[Interval], seconds: float) -> None:
+def check_timeline(actual: list[Interval], seconds: float) -> None:
     """Check that compute fills the step without gaps, and that no stream does two things at once."""
     for stream in ("compute", "communication", "host"):
-        own = sorted([x for x in found if x.stream == stream], key=lambda x: x.start)
+        own = sorted([x for x in actual if x.stream == stream], key=lambda x: x.start)
         ends = [x.start + x.seconds for x in own]
         for end, after in zip(ends, own[1:], strict=False):
             gap = after.start - end
             assert gap == pytest.approx(0, abs=1e-9 * seconds) if stream == "compute" else gap >= -1e-9 * seconds
         assert max(ends, default=0) <= seconds * (1 + 1e-9)
-    assert sum(limits_of(found).values()) == pytest.approx(seconds)
+    assert sum(limits_of(actual).values()) == pytest.approx(seconds)
 
 
 @pytest.mark.slow
@@ -80,21 +80,21 @@ def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k
     args = (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(16)))
     for name in ("cpu", "cuda"):
         rank = fzero.graph.step_of_rank(jitted, *args, world_size=64, hardware=name)
-        plan, found = rank.plan(), rank.timeline()
-        check_timeline(found, plan.seconds)
-        assert plan.limits == pytest.approx(limits_of(found)) and set(plan.limits) <= {*LIMITS}
+        plan, actual = rank.plan(), rank.timeline()
+        check_timeline(actual, plan.seconds)
+        assert plan.limits == pytest.approx(limits_of(actual)) and set(plan.limits) <= {*LIMITS}
         assert plan.limits["wire"] > 0  # so small a model waits for its collectives
-        sent = [x for x in found if x.stream == "communication"]
+        sent = [x for x in actual if x.stream == "communication"]
         assert len(sent) == sum(c.times for c in plan.collectives) and {x.limit for x in sent} == {"wire"}
         names = ("mm", "addmm", "bmm")
         products = [o for o in plan.operations if o.target in [f"aten.{name}.default" for name in names]]
-        assert sum(x.name in names for x in found) == sum(o.times for o in products) > 0
+        assert sum(x.name in names for x in actual) == sum(o.times for o in products) > 0
 
 
 def test_a_timeline_has_intervals_of_host_and_copies():
-    found = timeline(traced(down_up), hardware=DEVICE)
-    check_timeline(found, 10)
-    assert [(x.stream, x.start, x.seconds, x.name, x.limit) for x in found] == [
+    result = timeline(traced(down_up), hardware=DEVICE)
+    check_timeline(result, 10)
+    assert [(x.stream, x.start, x.seconds, x.name, x.limit) for x in result] == [
         ("compute", 0, 1, "sin", "launches"),
         ("compute", 1, 1, "to_host", "host link"),
         ("host", 2, 4, "mul", "host"),

@@ -91,9 +91,9 @@ def test_activations_that_wait_on_the_host_arrive(late, backend):
     params = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     x = torch.linspace(-1, 1, 32).view(8, 4)
     step = fzero.shard(train_step, 0, fzero.mesh(dp=1))
-    found = fzero.jit(step, backend=backend, donate=())(params, step.mesh.split(x))
+    result = fzero.jit(step, backend=backend, donate=())(params, step.mesh.split(x))
     assert late.copies == 8  # of two blocks in four iterations; the batch stays
-    torch.testing.assert_close(found, train_step(params, x))
+    torch.testing.assert_close(result, train_step(params, x))
 
 
 def test_without_a_gpu_a_graph_stays_as_it_is():

@@ -83,10 +83,10 @@ def made_of(names: Sequence[str]) -> Callable[..., list[Value]]:
     """Make a function of a value and a parameter that takes steps one after the other, and returns the last two."""
 
     def f(x: Value, w: Value) -> list[Value]:
-        found = [x]
+        results = [x]
         for name in names:
-            found.append(STEPS[name](found[-1], w))
-        return found[-2:]
+            results.append(STEPS[name](results[-1], w))
+        return results[-2:]
 
     return f
 

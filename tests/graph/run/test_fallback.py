@@ -209,8 +209,8 @@ def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
 
 def test_refusals_of_all_ranks_are_joined_and_the_first_rank_speaks():
     a, b = Refusal("a", "why", ""), Refusal("b", "else", "1 B")
-    found = merge_refusals([serialize({}, 0), serialize({"x": a}, 1), serialize({"x": b, "y": b}, 2)])
-    assert found == {"x": a._replace(rank=1), "y": b._replace(rank=2)}
+    result = merge_refusals([serialize({}, 0), serialize({"x": a}, 1), serialize({"x": b, "y": b}, 2)])
+    assert result == {"x": a._replace(rank=1), "y": b._replace(rank=2)}
 
 
 def test_an_error_without_words_has_a_name():

@@ -38,11 +38,11 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
 )
 def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
-    found = _fit(lengths, [p.at(n) for n in lengths])
-    assert found is not None and [found.at(n) for n in lengths] == [p.at(n) for n in lengths]
+    result = _fit(lengths, [p.at(n) for n in lengths])
+    assert result is not None and [result.at(n) for n in lengths] == [p.at(n) for n in lengths]
     line = p._replace(square=0)
-    found = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
-    assert found is not None and [found.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
+    result = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
+    assert result is not None and [result.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
 
 
 def test_multiples_and_squares_go_before_lines():
@@ -128,36 +128,36 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
         patch.setattr(_template, "inductor_for_lengths", counted)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
-            found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
-            assert (code.name in found) == (i > 0) and count <= 2
-            if found:
+            actual = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+            assert (code.name in actual) == (i > 0) and count <= 2
+            if actual:
                 expected = GraphModule({}, code.graph).forward(*args)
-                (got,) = found[code.name]([*args])
+                (got,) = actual[code.name]([*args])
                 torch.testing.assert_close(got, expected[0], rtol=1e-10, atol=1e-10)
 
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
-    known, found = Lengths(), []
+    known, actual = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
-        found.append(code.name in for_all_lengths([code], known, shapes(*[x.shape for x in args]), None))
-    assert found == [False, True, False, True]
+        actual.append(code.name in for_all_lengths([code], known, shapes(*[x.shape for x in args]), None))
+    assert actual == [False, True, False, True]
 
 
 def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
-        known, found = Lengths(), []
+        known, actual = Lengths(), []
         for length in (10, 12, 14, 30, 32):
             code, args = code_at(["branching"], length)
             runs = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
-            found.append(code.name in runs)
+            actual.append(code.name in runs)
             if runs:
                 (got,) = runs[code.name]([*args])
                 assert torch.equal(got, args[0] * (2 if length < 20 else 3))
-        assert found[:3] == [False, True, True]
+        assert actual[:3] == [False, True, True]
     finally:
         del STEPS["branching"]
 
@@ -200,10 +200,10 @@ def test_one_compiled_segment_serves_all_lengths():
     known, runs = Lengths(), None
     for i, length in enumerate((7, 16, 33, 9)):
         code, args = code_at(["attention, backward", "shifted"], length)
-        found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+        result = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
         if i == 0:
             continue
-        (got,) = found[code.name]([*args])
+        (got,) = result[code.name]([*args])
         torch.testing.assert_close(got, GraphModule({}, code.graph).forward(*args)[0], rtol=1e-9, atol=1e-9)
         ((template, one, _),) = known.templates[next(iter(known.templates))]
         assert runs in (None, one) and template.length == 16
@@ -281,9 +281,9 @@ def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monke
 
     monkeypatch.setattr(_template, "inductor_for_lengths", fail)
     counted = Counted(monkeypatch)
-    found, run = train("inductor", (12, 16, 20), strict=True)
+    actual, run = train("inductor", (12, 16, 20), strict=True)
     expected, _ = train("fx", (12, 16, 20))
-    fzero.testing.assert_trees_close(found, expected)
+    fzero.testing.assert_trees_close(actual, expected)
     assert counted.one > 0 and all(not e.executable.uncompiled for e in run._entries.values())
     assert counted.all < counted.one  # a template that failed is not tried again
 

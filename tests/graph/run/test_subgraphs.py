@@ -95,12 +95,12 @@ def anew_in_loops(x: Segment) -> list[Node]:
     """List what Inductor would compute in each iteration: a 0-d value of 0-d ones that it need not hand out."""
     handed = next(n for n in x.graph.nodes if n.op == "output").args[0]
     assert isinstance(handed, tuple)
-    found = []
+    results = []
     for n in x.graph.nodes:
         of_scalars = n.op == "call_function" and n.all_input_nodes and all(map(is_small, [n, *n.all_input_nodes]))
         if of_scalars and n not in handed and not all(is_small(u) for u in n.users):
-            found.append(n)
-    return found
+            results.append(n)
+    return results
 
 
 @by_optimizer
@@ -202,9 +202,9 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch, readers):
 
     not_compiled(monkeypatch)
     expected, count = count_up(*values())
-    found = fzero.jit(count_up, donate=(0, 1))(*values())
-    assert found[1] == count
-    assert all(torch.equal(found[0][k]["w"], expected[k]["w"]) for k in expected)
+    actual = fzero.jit(count_up, donate=(0, 1))(*values())
+    assert actual[1] == count
+    assert all(torch.equal(actual[0][k]["w"], expected[k]["w"]) for k in expected)
 
 
 @by_optimizer
@@ -246,8 +246,8 @@ def test_sums_that_are_no_rounded_master_stay(monkeypatch):
         return of_another, of_another_dtype, twice, less, (p + ((r * 1).float() - p.float()) * 2).bfloat16()
 
     values = [torch.tensor([x, 1.0]).bfloat16() for x in (2.0, 3.0, 5.0)]
-    for found, expected in zip(fzero.jit(sums)(*values), sums(*values), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(fzero.jit(sums)(*values), sums(*values), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")

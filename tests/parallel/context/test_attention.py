@@ -39,9 +39,9 @@ def on_ranks(mesh: fzero.ranks.Mesh, f: Any, values: list[torch.Tensor], documen
     return mesh.spmd(lambda documents, *xs: fzero.PerRank(f(documents, *xs)))(documents, *boxes).value
 
 
-def assert_near(found: Any, expected: Any) -> None:
+def assert_near(actual: Any, expected: Any) -> None:
     """To 1e-12 of numbers near 1; a gradient may be exactly 0."""
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -89,8 +89,8 @@ def test_attention_across_ranks_is_attention_of_the_sequence(
         return to_sinks, [*grads, y]
 
     (to_sinks, *grads), y = loss_for(defined, documents)(sinks, *values)
-    own, found = on_ranks(mesh, gradients, values, documents)
-    assert_near(found, parts(mesh, [*grads, y]))
+    own, actual = on_ranks(mesh, gradients, values, documents)
+    assert_near(actual, parts(mesh, [*grads, y]))
     assert_near([own.sum(0)], [to_sinks])  # a rank has the gradient of its queries' sinks, or of its heads'
 
 
@@ -137,8 +137,8 @@ def test_derivatives_of_the_second_order_are_those_of_whole_sequences(
 
     mesh = fzero.mesh(cp=n, simulate=simulate)
     of_sinks, whole = derivatives(partial(defined, window=None), documents)(*values)
-    own, found = on_ranks(mesh, across, values, documents)
-    assert_near(found, parts(mesh, whole))
+    own, actual = on_ranks(mesh, across, values, documents)
+    assert_near(actual, parts(mesh, whole))
     assert_near([x.sum(0) for x in own], of_sinks)
 
 
@@ -151,9 +151,9 @@ def test_half_precision_is_as_exact_as_torchs_own(method):
     def f(documents: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
         return [context.attention(q, k, v, causal=True, method=method)]
 
-    (found,) = on_ranks(mesh, f, values, None)
-    assert found.dtype == torch.bfloat16
-    error = (found.double() - parts(mesh, [exact])[0]).abs().max()
+    (actual,) = on_ranks(mesh, f, values, None)
+    assert actual.dtype == torch.bfloat16
+    error = (actual.double() - parts(mesh, [exact])[0]).abs().max()
     q, k, v = values[:3]
     own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert error <= 2 * (own.double() - exact).abs().max(), error
@@ -187,10 +187,10 @@ def test_attention_sends_the_bytes_of_the_formulas(n, causal, has_documents):
 
         with collectives.record() as log:
             on_ranks(fzero.mesh(cp=n), gradients, values, documents)
-        found: dict[str, int] = {}
+        results: dict[str, int] = {}
         for call in log.events:
-            found[call.kind] = found.get(call.kind, 0) + call.elements
-        assert found == wanted[method], method
+            results[call.kind] = results.get(call.kind, 0) + call.elements
+        assert results == wanted[method], method
 
 
 @examples(6, 40)
@@ -207,7 +207,7 @@ def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal
         y = random.dropout(key, weights, 0.4) @ v.repeat_interleave(2, -3)
         return (y * w).sum(), y
 
-    def found(documents: Any, *values: torch.Tensor) -> Any:
+    def actual(documents: Any, *values: torch.Tensor) -> Any:
         def loss(q: Any, k: Any, v: Any, w: Any) -> Any:
             y = context.attention(q, k, v, causal=causal, documents=documents, dropout=0.4, key=key)
             return (y * w).sum(), y
@@ -217,7 +217,7 @@ def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal
 
     mesh = fzero.mesh(cp=n, simulate=simulate)
     grads, y = torch.func.grad(expected, (0, 1, 2), has_aux=True)(*values)
-    assert_near(on_ranks(mesh, found, values, documents), parts(mesh, [*grads, y]))
+    assert_near(on_ranks(mesh, actual, values, documents), parts(mesh, [*grads, y]))
 
 
 @pytest.mark.parametrize("n", [1, 2])

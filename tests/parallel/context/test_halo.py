@@ -21,8 +21,8 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_near(found: Any, expected: Any) -> None:
-    for x, y in zip(found, expected, strict=True):
+def assert_near(actual: Any, expected: Any) -> None:
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -45,13 +45,13 @@ def test_a_halo_has_the_tokens_around_each_part(n, half, before, after, dim, sim
     x = normal(0, *shape)
     mesh = fzero.mesh(cp=n, simulate=simulate)
     own = context.split(mesh, x, dims=dim, batch_axis=())
-    found = mesh.spmd(lambda x: fzero.PerRank(context.halo(x, before, after, dim=dim)))(own).value
+    actual = mesh.spmd(lambda x: fzero.PerRank(context.halo(x, before, after, dim=dim)))(own).value
     padded = F.pad(x.movedim(dim, 2), [before, after]).movedim(2, dim)
     for r in range(n):
         starts = [0] if n == 1 else [r * half, (2 * n - 1 - r) * half]
         size = length if n == 1 else half
-        assert len(found) == len(starts)
-        for part, start in zip(found, starts, strict=True):
+        assert len(actual) == len(starts)
+        for part, start in zip(actual, starts, strict=True):
             assert torch.equal(part[r], padded.narrow(dim, start, before + size + after))
 
 
@@ -76,8 +76,8 @@ def test_neighbours_are_those_of_the_document(n, half, before, after, dim, simul
 
     def run(x: Any, documents: Any, weights: Any) -> Any:
         def loss(x: Any) -> Any:
-            found = context.neighbours(x, before, after, documents=documents, dim=dim)
-            return sum((w * y).sum() for w, y in zip(weights, found, strict=True)), torch.stack(found)
+            actual = context.neighbours(x, before, after, documents=documents, dim=dim)
+            return sum((w * y).sum() for w, y in zip(weights, actual, strict=True)), torch.stack(actual)
 
         return fzero.PerRank(torch.func.grad(loss, has_aux=True)(x))
 
@@ -87,8 +87,8 @@ def test_neighbours_are_those_of_the_document(n, half, before, after, dim, simul
         if 0 <= other < length and documents[b, other] == documents[b, t]:
             expected[i, b].select(dim - 1, t).copy_(x[b].select(dim - 1, other))
             grad[b].select(dim - 1, other).add_(weights[i, b].select(dim - 1, t))
-    to_x, found = mesh.spmd(run)(own, numbers, own_weights).value
-    assert torch.equal(found, context.split(mesh, expected, dims=dim + 1, batch_axis=()).value)
+    to_x, actual = mesh.spmd(run)(own, numbers, own_weights).value
+    assert torch.equal(actual, context.split(mesh, expected, dims=dim + 1, batch_axis=()).value)
     assert_near([to_x], [context.split(mesh, grad, dims=dim, batch_axis=()).value])
 
 

@@ -122,9 +122,9 @@ def test_predictions_are_of_whole_sequences(mesh, backend):
 
     program = fzero.predict(step, outputs, axis="dp")
     program = program if backend is None else fzero.jit(program, backend=backend)
-    found = program(step.init(params, OPT)[0], context.split(mesh, batch, pad=0))
-    torch.testing.assert_close(found[:, :13], outputs(params, batch), rtol=1e-12, atol=1e-12)
-    assert found.shape == (8, 16, 13)
+    result = program(step.init(params, OPT)[0], context.split(mesh, batch, pad=0))
+    torch.testing.assert_close(result[:, :13], outputs(params, batch), rtol=1e-12, atol=1e-12)
+    assert result.shape == (8, 16, 13)
     with pytest.raises(ValueError, match="'tp' is not an axis"):
         fzero.predict(step, outputs, axis="tp")
 

@@ -124,10 +124,10 @@ def test_documents_replace_the_mask(name):
     def logits(tokens: Any, documents: Any) -> Any:
         return fzero.PerRank(apply(params, buffers, input_ids=tokens, documents=documents)[0].logits)
 
-    found = mesh.spmd(logits)(context.split(mesh, tokens), context.split(mesh, documents)).value
+    actual = mesh.spmd(logits)(context.split(mesh, tokens), context.split(mesh, documents)).value
     alone = [apply(params, buffers, input_ids=x)[0].logits for x in (tokens[:, :7], tokens[:, 7:])]
     expected = context.split(mesh, torch.cat(alone, 1)).value
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # rotary positions are relative
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)  # rotary positions are relative
 
 
 def test_labels_are_shifted_before_they_are_split():
@@ -326,9 +326,9 @@ def test_a_model_that_hands_on_no_documents_trains_without_them():
 
         return fzero.collectives.psum(torch.func.grad(loss_fn)(params))
 
-    found = mesh.spmd(grads)(context.split(mesh, tokens))
+    actual = mesh.spmd(grads)(context.split(mesh, tokens))
     expected = torch.func.grad(lambda p: plain(p, buffers, input_ids=tokens)[0].logits.square().sum())(params)
-    for path, x in found.items():
+    for path, x in actual.items():
         torch.testing.assert_close(x, expected[path], rtol=0, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
     with pytest.raises(ValueError, match=r"StableLmForCausalLM does not hand keyword arguments on .* documents do not"):
         mesh.spmd(lambda x: grads(x, documents=torch.zeros_like(x)))(context.split(mesh, tokens))

@@ -35,9 +35,9 @@ def rows_of(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_positions_are_taken_first_choices_first_and_tokens_in_order(s, t, k, capacity, seed):
     count = 5
     experts = choices(s, t, k, count, seed)
-    found = moe.assign_positions(experts, count, capacity)
+    result = moe.assign_positions(experts, count, capacity)
     c = t if capacity is None else min(t, math.ceil(capacity * t * k / count))
-    assert found.choice.shape == (s, count, c)
+    assert result.choice.shape == (s, count, c)
     for i in range(s):
         taken, choice = [0] * count, torch.full((count, c), t * k)
         for j in range(k):
@@ -47,8 +47,8 @@ def test_positions_are_taken_first_choices_first_and_tokens_in_order(s, t, k, ca
                 if e < count and taken[e] < c:
                     position, choice[e, taken[e]] = e * c + taken[e], token * k + j
                     taken[e] += 1
-                assert found.position[i, token, j] == position
-        assert torch.equal(found.choice[i], choice)
+                assert result.position[i, token, j] == position
+        assert torch.equal(result.choice[i], choice)
 
 
 @examples(13, 25)

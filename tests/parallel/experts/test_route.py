@@ -39,11 +39,11 @@ def test_experts_lie_in_the_best_groups(groups, k, biased, seed):
     n, most = groups
     logits, bias = logits_of(2, 3, 8, seed=seed), logits_of(8, seed=seed + 1)
     r = moe.route(logits, k, score="sigmoid", groups=groups, bias=bias if biased else None)
-    for row, found in zip(logits.sigmoid().flatten(0, 1) + bias * biased, r.experts.flatten(0, 1), strict=True):
+    for row, actual in zip(logits.sigmoid().flatten(0, 1) + bias * biased, r.experts.flatten(0, 1), strict=True):
         parts = row.chunk(n)
         best = sorted(range(n), key=lambda i, parts=parts: -parts[i].sort(descending=True)[0][:2].sum())[:most]
         allowed = [e for e in range(8) if e // (8 // n) in best]
-        assert found.tolist() == sorted(allowed, key=lambda e, row=row: -row[e])[:k]
+        assert actual.tolist() == sorted(allowed, key=lambda e, row=row: -row[e])[:k]
 
 
 def test_routing_is_in_float32_and_integer_choices_have_no_gradient():

@@ -216,8 +216,8 @@ def test_a_lost_nan_is_found(capacity):
     params["layer"]["router"][0, 0] = torch.nan
     mesh = fzero.mesh(ep=2)
     step = fzero.shard(train_step_for(loss_for(2, capacity), OPT), stage=0, mesh=mesh, split=SPLIT)
-    found = fzero.observe.nonfinite(step)(*step.init(params, OPT), mesh.split(BATCHES[0]))
-    assert "router" in str(found)
+    result = fzero.observe.nonfinite(step)(*step.init(params, OPT), mesh.split(BATCHES[0]))
+    assert "router" in str(result)
 
 
 @pytest.mark.slow

@@ -79,6 +79,6 @@ def check(
     run = step if jit is None else fzero.jit(step, **jit)
     for i in range(steps):
         *whole, value = train(*whole, batch_of(size, i))
-        *state, found = run(*state, mesh.split(batch_of(size, i), data))
-        assert_trees_close(found, value, 1e-9)
+        *state, actual = run(*state, mesh.split(batch_of(size, i), data))
+        assert_trees_close(actual, value, 1e-9)
     assert_trees_close(loss.unstack(step.gather(state[0]), mesh), whole[0], 1e-9)

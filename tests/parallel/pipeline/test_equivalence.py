@@ -38,8 +38,8 @@ NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 simulations = st.sampled_from(["vmap", "lockstep"])
 
 
-def close(found: Any, expected: Any) -> None:
-    assert_trees_close(found, expected, 1e-9)
+def close(actual: Any, expected: Any) -> None:
+    assert_trees_close(actual, expected, 1e-9)
 
 
 @examples(3, 30)
@@ -140,8 +140,8 @@ def test_parameters_may_be_tuples_and_hold_nothing(simulate):
     params = params_of(4)
     params = {**params, "bias": None, "blocks": tuple([(p["w"], None, p["b"]) for p in params["blocks"]])}
     loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
-    found = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
-    close(found, trained(loss, params, 4))
+    result = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
+    close(result, trained(loss, params, 4))
 
 
 def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,9 +153,9 @@ def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
 def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
     key, params = fzero.random.key(3), params_of(4)
     loss = loss_of(4, block=dropping, remat=remat)
-    found = trained_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
-    close(found, trained(loss, params, 8, key))
-    assert not torch.allclose(found[1][0], trained(loss, params, 8, fzero.random.key(4))[1][0])
+    result = trained_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
+    close(result, trained(loss, params, 8, key))
+    assert not torch.allclose(result[1][0], trained(loss, params, 8, fzero.random.key(4))[1][0])
     on_dp = fzero.mesh(dp=2, simulate=simulate)  # ranks along dp draw differently, those along pp alike
     close(
         trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
@@ -244,8 +244,8 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
 
     expected = run(None, 1)
     for stage, simulate in either(((3, "lockstep"),), [*itertools.product((1, 3), SIMULATED)]):
-        found = run(fzero.mesh(dp=2, pp=2, simulate=simulate), stage)
-        assert_trees_close(found, expected, 3e-2)
+        actual = run(fzero.mesh(dp=2, pp=2, simulate=simulate), stage)
+        assert_trees_close(actual, expected, 3e-2)
 
 
 @pytest.mark.slow
@@ -253,8 +253,8 @@ def test_a_loss_scale_keeps_small_gradients_in_float16():
     """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
     expected = moved_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
     for simulate in ("vmap", "lockstep"):
-        found = moved_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
-        assert_trees_close(found, expected, 1e-3)
+        actual = moved_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
+        assert_trees_close(actual, expected, 1e-3)
     with pytest.raises(AssertionError):  # without it they vanish
         assert_trees_close(moved_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
 
@@ -359,8 +359,8 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
         step = fzero.shard(evaluate, 3, mesh, axis=("dp", "pp"), split=loss.split)
         cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         with fzero.collectives.record() as log:
-            found = step.program(evaluate)(cut, mesh.split(batch_of(16), "dp"))
-        close(found, loss(params, batch_of(16)))
+            result = step.program(evaluate)(cut, mesh.split(batch_of(16), "dp"))
+        close(result, loss(params, batch_of(16)))
         if simulate == "lockstep":
             assert [e.elements for e in log.events if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
 
@@ -390,10 +390,10 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
         forward = RowExecutor._forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
-            found = forward(self, *args)
+            result = forward(self, *args)
             rank = self.stages.axis.rank
             most[rank] = max(most.get(rank, 0), len(self.vjp_fns))
-            return found
+            return result
 
         with monkeypatch.context() as patch:
             patch.setattr(RowExecutor, "_forward", counted)
@@ -401,8 +401,8 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
             trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
         schedule = loss.schedule(4)
         halves = name in ("zb", "zbv")  # eagerly the first half lets go of all
-        for rank, found in most.items():
-            assert found <= schedule.in_flight(rank) if halves else found == schedule.in_flight(rank)
+        for rank, result in most.items():
+            assert result <= schedule.in_flight(rank) if halves else result == schedule.in_flight(rank)
 
 
 @pytest.mark.parametrize("simulate", cases(["vmap"], SIMULATED))
@@ -426,5 +426,5 @@ def test_optimizers_see_each_block_by_itself(simulate):
     ]
     for stage, opt in either(few[::2], few + more):
         loss, params = loss_of(2, depth=5), params_of(5)
-        found = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
-        close(found, trained(loss, params, 8, opt=opt))
+        result = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
+        close(result, trained(loss, params, 8, opt=opt))

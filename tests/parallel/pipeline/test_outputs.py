@@ -42,9 +42,9 @@ def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> N
     ]
     evaluate, predict = [fzero.jit(p, backend="fx", **LEAST) if jit else p for p in programs]
     batches = list(fzero.data.once(DATA, mesh, global_batch=8, axis=step.data_axes))
-    found = fzero.data.mean(evaluate(cut, batch, rows) for batch, rows in batches)
+    actual = fzero.data.mean(evaluate(cut, batch, rows) for batch, rows in batches)
     total, weight = loss_of(1, depth=5)(params, ROWS)
-    assert found == pytest.approx((total / weight).item(), rel=1e-12)
+    assert actual == pytest.approx((total / weight).item(), rel=1e-12)
     expected = loss_of(1, depth=5).outputs(answers)(params, ROWS)
     parts = [fzero.tree.map(lambda x, rows=rows: x[:rows], predict(cut, batch)) for batch, rows in batches]
     for key, value in expected.items():

@@ -122,14 +122,14 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
     from fzero.graph import _entry
     from fzero.graph.loop._scan import loop_of
 
-    found = []
+    results = []
     before = _entry.make_plan
     try:
-        _entry.make_plan = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
+        _entry.make_plan = lambda graph, *args: (results.append(graph), before(graph, *args))[1]  # pyright: ignore
         planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
     finally:
         _entry.make_plan = before
-    return next(loop for n in found[0].nodes if (loop := loop_of(n)))
+    return next(loop for n in results[0].nodes if (loop := loop_of(n)))
 
 
 @pytest.mark.parametrize("name,rank", [("1f1b", 0), ("1f1b", 1), ("zbv", 0)])
@@ -159,9 +159,9 @@ def test_a_region_precedes_another_where_every_schedule_runs_it_first():
                 assert m != n or not other.precedes(one), (name, one, other)
                 said += [(one, other)] if m == n and one.precedes(other) else []
     regions = [LoopRegion(kind, stage) for kind in "FIW" for stage in (1, 3)]
-    found = {(a.kind, a.stage - b.stage, b.kind) for a in regions for b in regions if (a, b) in said}
+    results = {(a.kind, a.stage - b.stage, b.kind) for a in regions for b in regions if (a, b) in said}
     forward = {("F", -2, "F")} | {("F", apart, kind) for apart in (-2, 0, 2) for kind in "IW"}
-    assert found == forward | {("I", 2, "I"), ("I", 0, "W"), ("I", 2, "W")}
+    assert results == forward | {("I", 2, "I"), ("I", 0, "W"), ("I", 2, "W")}
 
 
 AHEAD = st.fixed_dictionaries(

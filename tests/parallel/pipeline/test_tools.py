@@ -46,25 +46,25 @@ def test_a_nonfinite_leaf_is_named_by_the_blocks_number(simulate):
     loss = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     params["blocks"][4]["w"][1, 1] = float("nan")  # of the last rank
     step, state, batch = made(mesh, loss, params, 3)
-    found = fzero.observe.nonfinite(fzero.jit(step) if simulate == "vmap" else step)(*state, batch)
-    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.4.w'"
-    assert any("'blocks.4.w'" in place for place in found.results)
+    result = fzero.observe.nonfinite(fzero.jit(step) if simulate == "vmap" else step)(*state, batch)
+    assert result.origin is not None and result.origin.leaf == "argument 0, leaf 'blocks.4.w'"
+    assert any("'blocks.4.w'" in place for place in result.results)
 
     def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
         return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
 
     loss = loss_of(4, depth=4, block=breaks)
     step, state, batch = made(mesh, loss, params_of(4))
-    found = fzero.observe.nonfinite(step)(*state, batch)  # by messages and sums from the first stage to all results
-    assert found.origin is not None and found.origin.operation == "log" and found.origin.ranks == (0, 2)
+    result = fzero.observe.nonfinite(step)(*state, batch)  # by messages and sums from the first stage to all results
+    assert result.origin is not None and result.origin.operation == "log" and result.origin.ranks == (0, 2)
 
 
 @pytest.mark.slow
 def test_a_jitted_pipeline_is_profiled():
     loss = loss_of(2)
     step, state, batch = made(fzero.mesh(dp=1, pp=2), loss, params_of(4))
-    found = fzero.profile(fzero.jit(step, backend="fx", **LEAST), *state, batch, steps=1, warmup=1)
-    assert any("block" in line.function for line in found.lines)
+    result = fzero.profile(fzero.jit(step, backend="fx", **LEAST), *state, batch, steps=1, warmup=1)
+    assert any("block" in line.function for line in result.lines)
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_a_pipeline_trains_on_numbered_batches():
                 log(i, {"loss": value})
         losses.append([values["loss"] for ((_, values),) in rows])
     assert len(losses[0]) == 3
-    for found in losses[1:]:
-        assert found == pytest.approx(losses[0], rel=1e-9)
+    for actual in losses[1:]:
+        assert actual == pytest.approx(losses[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
@@ -93,9 +93,9 @@ def test_another_pipeline_reads_the_state_in_memory(simulate, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "disk", step.mesh, memory=memory)
     runs.save_in_memory(7, {"state": state, "step": 7}).wait()
     to, like, _ = made(fzero.mesh(pp=2, dp=1, simulate=simulate), other, tree.map(torch.zeros_like, params), 1)
-    found = fzero.checkpoint.checkpoints(tmp_path / "disk", to.mesh, memory=memory).restore({"state": like, "step": 0})
-    assert found["step"] == 7
-    for one, two in zip(found["state"], state, strict=True):
+    result = fzero.checkpoint.checkpoints(tmp_path / "disk", to.mesh, memory=memory).restore({"state": like, "step": 0})
+    assert result["step"] == 7
+    for one, two in zip(result["state"], state, strict=True):
         assert same_bits(other.unstack(to.gather(one), to.mesh), loss.unstack(step.gather(two), step.mesh))
 
 

@@ -10,9 +10,9 @@ from tests.parallel.schedules.strategies import edited, schedules
 
 def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> PipelineSchedule:
     """Make a table of texts without a check of it."""
-    found = [[Action(x[1], int(x[0]), int(x[2:])) for x in row.split()] for row in rows]  # pyright: ignore[reportArgumentType]
+    results = [[Action(x[1], int(x[0]), int(x[2:])) for x in row.split()] for row in rows]  # pyright: ignore[reportArgumentType]
     return PipelineSchedule(
-        tuple(map(tuple, found)), tuple(range(len(rows))) if rank_of_stage is None else rank_of_stage, "wrong"
+        tuple(map(tuple, results)), tuple(range(len(rows))) if rank_of_stage is None else rank_of_stage, "wrong"
     )
 
 

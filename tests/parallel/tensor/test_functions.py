@@ -130,10 +130,10 @@ def test_an_axis_of_another_name(sequence):
 
 def test_the_longest_name_counts():
     rule = tp.split({"w": 0, "up.w": -1, "mlp.up.w": 1}, axis="tp")
-    found = fzero.mesh(tp=2).spmd(
+    result = fzero.mesh(tp=2).spmd(
         lambda: [rule(p, torch.ones(2, 2)) for p in ("a.w", "0.up.w", "b.mlp.up.w", "up", "w")]
     )()
-    assert found == [{"tp": 0}, {"tp": -1}, {"tp": 1}, None, {"tp": 0}]
+    assert result == [{"tp": 0}, {"tp": -1}, {"tp": 1}, None, {"tp": 0}]
 
 
 WORD: Any = "column"

@@ -172,8 +172,8 @@ def test_on_a_mesh_without_the_axis_the_module_runs_whole():
     layers = tp.layers(module, PLAN)
     apply, params, buffers = fzero.nn.functional(module, tp=layers)
     assert torch.equal(apply(params, buffers, X)[0], module(X))
-    found = fzero.mesh(dp=2).spmd(lambda: [layers.split(name, x) for name, x in params.items()])()
-    assert found == [None] * len(params)
+    result = fzero.mesh(dp=2).spmd(lambda: [layers.split(name, x) for name, x in params.items()])()
+    assert result == [None] * len(params)
 
 
 def test_the_table_shows_what_becomes_of_each_layer():

@@ -34,8 +34,8 @@ def test_training_on_any_mesh_is_dense_training(mesh, stage, micro, sequence, re
     options: Any = {"split": SPLIT, "axis": "dp"}
     assert_equivalent(mine, params, OPT, BATCHES, (stage,), meshes=[mesh], **options)
     for batch in BATCHES:  # and the function without axes is the plain one
-        found, expected = (step(params, OPT.init(params), batch) for step in (mine, plain))
-        assert_trees_close(found, expected)
+        actual, expected = (step(params, OPT.init(params), batch) for step in (mine, plain))
+        assert_trees_close(actual, expected)
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
@@ -55,6 +55,6 @@ def test_a_plan_names_the_layers_whose_activations_are_summed():
     mesh, params = fzero.mesh(dp=2, tp=2), params_of(False)
     step = fzero.shard(train_step_for(loss_for(False, False), OPT), 2, mesh, axis="dp", split=SPLIT)
     plan = fzero.plan(step, *step.init(params, OPT), mesh.split(BATCHES[0], "dp"))
-    found = {(c.unit, c.axis) for c in plan.collectives if c.kind == "all_reduce" and c.elements > 2 * 10}
-    assert {("blocks.0", "tp"), ("blocks.1", "tp")} <= found, found
+    results = {(c.unit, c.axis) for c in plan.collectives if c.kind == "all_reduce" and c.elements > 2 * 10}
+    assert {("blocks.0", "tp"), ("blocks.1", "tp")} <= results, results
     assert "(metric)" in {c.unit for c in plan.collectives if c.elements <= 2}  # an all_reduce counts twice

@@ -175,10 +175,10 @@ def test_dropout_by_a_key_leaves_one_value_one():
         run = fzero.random.seeded(lambda: apply(params, buffers, batch["input_ids"])[0])
         return loss_of(run(fzero.random.key(0)), batch)
 
-    found = []
+    results = []
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(dp=2, tp=2, simulate=simulate)
         step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=layers.split)
-        found.append(step(*step.init(params, OPT), mesh.split(batch, "dp"))[::2])
-    assert_trees_close(*found)
-    assert not torch.equal(found[0][1], loss(params, batch))
+        results.append(step(*step.init(params, OPT), mesh.split(batch, "dp"))[::2])
+    assert_trees_close(*results)
+    assert not torch.equal(results[0][1], loss(params, batch))

@@ -164,8 +164,8 @@ for path in sorted(pathlib.Path.cwd().glob("plan_*.py")):
     dist.all_reduce(mean)
     torch.testing.assert_close(mean / 2, loss.detach(), rtol=1e-4, atol=0, msg=path.name)
     for name, value in model.state_dict().items():
-        found = value.full_tensor() if hasattr(value, "full_tensor") else value
-        torch.testing.assert_close(found.cpu(), expected[name], rtol=1e-5, atol=2e-6, msg=f"{path.name} {name}")
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        torch.testing.assert_close(full.cpu(), expected[name], rtol=1e-5, atol=2e-6, msg=f"{path.name} {name}")
     if dist.get_rank() == 0:
         print("trained", path.name)
 dist.destroy_process_group()
@@ -348,10 +348,10 @@ SAID = {
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_what_a_system_cannot_say_is_said(system):
-    found = [exported(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
-    said = "\n".join([line for export in found for line in export.differences])
+    results = [exported(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
+    said = "\n".join([line for export in results for line in export.differences])
     assert [word for word in SAID[system] if word not in said] == []
-    for export in found:
+    for export in results:
         assert system == "deepspeed" or all(f"# {line}\n" in export.text for line in export.differences)
         assert export.system.split()[0].lower().startswith(system[:4])
     sums = [exported("accelerate", CONFIGS[name]).text for name in ("stage 3", "stage 0")]
