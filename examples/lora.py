@@ -40,7 +40,7 @@ args = parser.parse_args()
 
 def load() -> tuple[Any, Any, list[Any]]:
     """Return a model, its tokenizer and examples: those of the arguments, or tiny ones about sums."""
-    if all(given := (args.model, args.data)) or (any(given) and parser.error("--model and --data go together")):
+    if all(pair := (args.model, args.data)) or (any(pair) and parser.error("--model and --data go together")):
         examples = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(args.model), examples

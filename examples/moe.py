@@ -80,8 +80,8 @@ def loss_fn(params: Any, windows: torch.Tensor) -> tuple[torch.Tensor, dict[str,
     losses, routings = forward(params, windows)
     results = {"loss": fzero.collectives.pmean(losses.detach().mean())}
     if routings:
-        seen = moe.stats(routings[-1], args.capacity or None)
-        results |= {"dropped": seen["dropped"], "least": seen["load"].min(), "most": seen["load"].max()}
+        stats = moe.stats(routings[-1], args.capacity or None)
+        results |= {"dropped": stats["dropped"], "least": stats["load"].min(), "most": stats["load"].max()}
     return losses.mean() + sum([0.01 * moe.balance_loss(r) + 0.001 * moe.z_loss(r) for r in routings]), results
 
 

@@ -22,12 +22,12 @@ class Arena(TorchDispatchMode):
     A result lies where its operands do, but for the two moves. What is made of nothing lies where it is first used.
     """
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *values: Any) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.space: dict[int, str] = {}
         self.peak = {"device": 0, "host": 0}
-        for x in tree.flatten(given, is_box)[0]:
+        for x in tree.flatten(values, is_box)[0]:
             pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", x)]
             for space, piece in pieces:
                 for t in tree.flatten(piece)[0]:
@@ -50,12 +50,12 @@ class Arena(TorchDispatchMode):
             self.peak[space] = max(self.peak[space], live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        known = {s for x in given if x.dim() and (s := self.space.get(StorageWeakRef(x.untyped_storage()).cdata))}
-        if len(known) > 1:
+        operands = [x for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        spaces = {s for x in operands if x.dim() and (s := self.space.get(StorageWeakRef(x.untyped_storage()).cdata))}
+        if len(spaces) > 1:
             raise MixedError(f"{func} met both memories")
-        space = {DOWN: "host", UP: "device"}.get(func, next(iter(known), None))
-        for x in given:
+        space = {DOWN: "host", UP: "device"}.get(func, next(iter(spaces), None))
+        for x in operands:
             if func not in (DOWN, UP) and space is not None and x.dim():
                 self._hold(x, space)
         out = func(*args, **(kwargs or {}))

@@ -68,8 +68,8 @@ def ordered(files: Iterable[str]) -> list[str]:
     """List the tests of changed files: those of the whole project, those that changed, the mirrors."""
     tests = [test for file in files for test in mirrored(file)]
     own = [test for test in tests if test in files]
-    chosen = dict.fromkeys([*whole_project(), *own, *tests])
-    return [test for test in chosen if test in own or test.split("::")[0] not in own]
+    selection = dict.fromkeys([*whole_project(), *own, *tests])
+    return [test for test in selection if test in own or test.split("::")[0] not in own]
 
 
 def warnings(files: Iterable[str], left: Sequence[str]) -> list[str]:
@@ -152,9 +152,9 @@ def main() -> int:
         return 0
     started = lint_and_types(files)
     os.environ["HYPOTHESIS_PROFILE"] = "check"  # few examples
-    chosen, deadline = ordered(files), Deadline(SECONDS, whole_project())
-    print("tests:", *chosen, sep="\n  ")
-    code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *chosen], plugins=[deadline])
+    selection, deadline = ordered(files), Deadline(SECONDS, whole_project())
+    print("tests:", *selection, sep="\n  ")
+    code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *selection], plugins=[deadline])
     failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
     wrong = [p.args for p in started if p.wait()]
     if deadline.left:

@@ -100,13 +100,13 @@ def test_checkpoints_name_their_devices(tmp_path):
 def test_batches_name_their_devices():
     data = [{"x": torch.full((3,), float(i), device=CPU)} for i in range(12)]
 
-    def seen():
+    def device_of_new():
         batches = fzero.data.batches(data, fzero.mesh(dp=2), global_batch=4, seed=1)
         return [batch.value for _, batch in batches.steps(0, 4)]
 
     with torch.device("meta"):
-        with_meta = seen()
-    assert_same(with_meta, seen())
+        with_meta = device_of_new()
+    assert_same(with_meta, device_of_new())
 
 
 def test_keys_and_scales_name_their_devices():

@@ -159,9 +159,9 @@ def test_export_has_all_bits():
 
 
 def test_a_state_of_the_other_kind_is_refused():
-    kept, shards = policies()
+    full, shards = policies()
     step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
-    states = [step.init({"w": torch.ones(4)}, optim.master_weights(optim.sgd(0.1), p)) for p in (kept, shards)]
+    states = [step.init({"w": torch.ones(4)}, optim.master_weights(optim.sgd(0.1), p)) for p in (full, shards)]
     for (params, _), (_, opt_state), has in [(*states, "no"), (*states[::-1], ", too,")]:
         update = optim.master_weights(optim.sgd(0.1), shards).update
         grads = step.partition({"w": torch.ones(4)})

@@ -136,7 +136,7 @@ def test_inductor_follows_eager():
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
-    seen: list[Any] = []
+    records: list[Any] = []
     for reduce, grad in [(torch.float32, None), (torch.float16, torch.float32), (torch.float16, None)]:
         precision = fzero.Precision(torch.float16, reduce=reduce, grad=grad, full=wide_norm)
         opt = optim.master_weights(optim.sgd(0.5), precision)
@@ -146,7 +146,7 @@ def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
                 params, batch
             )
             inner = fzero.value_and_grad(linear_loss, micro_batches=k, precision=precision)(params, batch)[1]
-            seen.append({x.dtype for x in tree.tensors(inner)})
+            records.append({x.dtype for x in tree.tensors(inner)})
             grads = tree.map(lambda g, d: g.to(d.dtype), grads, inner)
             updates, opt_state = opt.update(grads, opt_state, params)
             return optim.apply_updates(params, updates), opt_state, loss
@@ -160,7 +160,7 @@ def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
             gathers = e.kind == "all_gather"
             assert e.dtype == (torch.float32 if e.unit == "n" else torch.float16 if gathers else reduce)
         assert {"reduce_scatter" if stage else "all_reduce"} <= {e.kind for e in log.unit_events}
-        assert seen.pop() == {torch.float32, grad or reduce}
+        assert records.pop() == {torch.float32, grad or reduce}
         # the same on the traced graph: bytes an element
         plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(torch.ones(2 * k)))
         widths = {(c.kind, c.unit): c.bytes // c.elements for c in plan.collectives if c.unit in ("w", "n")}
@@ -186,7 +186,7 @@ def test_state_bytes_are_the_formulas(half, n):
         return optim.apply_updates(params, updates), opt_state, grads
 
     held = [14 * psi, 2 * psi + 12 * psi // n, 2 * psi + 12 * psi // n, 14 * psi // n]
-    given = [16 * psi, 2 * psi + 14 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n]
+    formulas = [16 * psi, 2 * psi + 14 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n]
     for stage in range(4):
         mesh = fzero.mesh(simulate=True, dp=n)
         step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -195,7 +195,7 @@ def test_state_bytes_are_the_formulas(half, n):
         assert step.state_bytes(*state) - count == held[stage]
         *state, grads = step(*state, mesh.split(torch.ones(n)))
         assert step.state_bytes(*state) - count == held[stage]
-        assert step.state_bytes(*state, grads) - count == given[stage]
+        assert step.state_bytes(*state, grads) - count == formulas[stage]
 
 
 def test_full_leaves_have_no_second_copy():
@@ -255,12 +255,12 @@ def test_a_master_beyond_the_range_of_half_precision_comes_back():
     opt = optim.master_weights(optim.sgd(1.0), fzero.Precision(torch.float16))
     params = {"w": torch.tensor([60000.0])}
     state, params = opt.init(params), {"w": params["w"].half()}
-    seen = []
+    records = []
     for g in (-10000.0, 20000.0):
         updates, state = opt.update({"w": torch.tensor([g])}, state, params)
         params = optim.apply_updates(params, updates)
-        seen.append(params["w"].item())
-    assert seen == [65504.0, torch.tensor(50000.0).half().item()] and state.master["w"].item() == 50000.0
+        records.append(params["w"].item())
+    assert records == [65504.0, torch.tensor(50000.0).half().item()] and state.master["w"].item() == 50000.0
 
 
 def test_a_tie_has_the_dtype_of_its_first_place():

@@ -17,71 +17,71 @@ LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def monitor(monkeypatch):
     """A rank's processes as the system would show them: the state, the seconds used, and whether that is all."""
-    seen = types.SimpleNamespace(use=_Usage("S", 0.0, True), file=os.memfd_create("place"))
-    os.truncate(seen.file, RECORD.size)
-    monkeypatch.setattr(_beats.ProcessMonitor, "sample", lambda self, now: seen.use)
-    yield seen
-    os.close(seen.file)
+    monitor = types.SimpleNamespace(use=_Usage("S", 0.0, True), file=os.memfd_create("place"))
+    os.truncate(monitor.file, RECORD.size)
+    monkeypatch.setattr(_beats.ProcessMonitor, "sample", lambda self, now: monitor.use)
+    yield monitor
+    os.close(monitor.file)
 
 
-def process(seen: Any) -> _Process:
-    return _Process(Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, seen.file))
+def process(monitor: Any) -> _Process:
+    return _Process(Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, monitor.file))
 
 
-def write(seen: Any, count: int, step: int, waiting: bool, text: str) -> None:
-    os.pwrite(seen.file, RECORD.pack(count, step, waiting, 0.0, 0.0, text.encode()), 0)
+def write(monitor: Any, count: int, step: int, waiting: bool, text: str) -> None:
+    os.pwrite(monitor.file, RECORD.pack(count, step, waiting, 0.0, 0.0, text.encode()), 0)
 
 
-def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(seen):
-    rank = process(seen)
-    write(seen, 1, 7, True, "psum at a.py:3")
+def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(monitor):
+    rank = process(monitor)
+    write(monitor, 1, 7, True, "psum at a.py:3")
     for now in range(100):
         place = rank.place(float(now))
         assert (place.idle, place.seconds, place.is_known) == (now, now, now > 0)
     assert str(rank.place(100.0)) == "in step 7, waiting in psum at a.py:3"
-    write(seen, 2, 7, False, "work")
+    write(monitor, 2, 7, False, "work")
     assert rank.place(101.0).idle == 0.0
     assert rank.place(131.0).idle == 30.0
 
 
-def test_a_rank_that_works_is_not_idle(seen):
-    rank = process(seen)
-    write(seen, 1, 7, False, "compiles")
+def test_a_rank_that_works_is_not_idle(monitor):
+    rank = process(monitor)
+    write(monitor, 1, 7, False, "compiles")
     for now in range(0, 1000, 2):
-        seen.use = _Usage("S", now * 0.5, True)
+        monitor.use = _Usage("S", now * 0.5, True)
         assert rank.place(float(now)).idle < 20
-    seen.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
+    monitor.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
     for now in range(1000, 1500, 2):
         rank.place(float(now))
     assert rank.place(1500.0).idle > 300
 
 
-def test_where_the_system_does_not_tell_all_that_is_said(seen):
-    rank = process(seen)
+def test_where_the_system_does_not_tell_all_that_is_said(monitor):
+    rank = process(monitor)
     for now in range(3):
-        seen.use = _Usage("S", 0.0, now < 2)
+        monitor.use = _Usage("S", 0.0, now < 2)
         assert rank.place(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
 
 
-def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(seen):
-    rank = process(seen)
+def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(monitor):
+    rank = process(monitor)
     rank.place(0.0)
-    seen.use = _Usage("S", 0.0, True, {LINK: 40.0})
+    monitor.use = _Usage("S", 0.0, True, {LINK: 40.0})
     rank.place(40.0)
     rank.links.find(LINK, 5, 99, 0.0)
     assert rank.place(41.0).cut == (5, 40.0)
-    write(seen, 1, 7, True, "the next place")
+    write(monitor, 1, 7, True, "the next place")
     assert rank.place(42.0).cut == (-1, 0.0)
 
 
-def test_a_rank_that_waits_for_a_disk_is_not_idle(seen):
-    rank = process(seen)
+def test_a_rank_that_waits_for_a_disk_is_not_idle(monitor):
+    rank = process(monitor)
     rank.place(0.0)
-    seen.use = _Usage("D", 0.0, True)
+    monitor.use = _Usage("D", 0.0, True)
     assert rank.place(1000.0).idle == 0.0
-    seen.use = _Usage("T", 0.0, True)
+    monitor.use = _Usage("T", 0.0, True)
     assert rank.place(1001.0).process == "stopped"
 
 

@@ -44,10 +44,10 @@ class Network:
                 if target:
                     self.members[target].hear(message, self.now)
                 else:
-                    place, sent, echo = message
+                    place, sent_at, echo = message
                     self.hub.hear(source, place, echo, self.now)
                     verdict, places = self.hub.verdict, show_places({r: p for r, p in self.hub.places.items() if r})
-                    self.send(0, source, {**self.reply(places, verdict), "echo": sent})
+                    self.send(0, source, {**self.reply(places, verdict), "echo": sent_at})
             if round(self.now * 10) % round(BEAT * 10) == 0:
                 self.hub.hear(0, self.places[0], None, self.now)
                 for rank, member in self.members.items():

@@ -72,10 +72,10 @@ def test_a_peer_that_does_not_read_is_no_sign_of_work():
     one, other = connection()
     with one, other:
         one.setblocking(False)
-        sent = 0
+        size = 0
         for _ in range(100):
             try:
-                sent += one.send(b"x" * 10**6)
+                size += one.send(b"x" * 10**6)
             except BlockingIOError:
                 time.sleep(0.02)
         assert not _tcp_sockets()[inode(one)].is_sending

@@ -7,13 +7,13 @@ from fzero._torch import allocations, profiling
 
 
 def test_the_peak_is_the_most_that_is_alive_at_once():
-    kept = torch.ones(1000)
+    survivor = torch.ones(1000)
     with allocations() as memory:
         a = torch.empty(100_000)
         b = a + a
         del a
         c = torch.empty(50_000)
-    assert memory.peak == 800_000 and kept.sum() == 1000
+    assert memory.peak == 800_000 and survivor.sum() == 1000
     with allocations() as memory:
         del b, c
     assert memory.peak == 0

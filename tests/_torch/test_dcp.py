@@ -14,8 +14,8 @@ def test_metadata_of_this_torch_is_read(tmp_path):
     values = {"a": {"w": torch.ones(2, 3)}, "l": [torch.zeros((), dtype=torch.bfloat16), 3], "n": None}
     torch_dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
     result = load_metadata((tmp_path / ".metadata").read_bytes())
-    known = torch_dcp.FileSystemReader(tmp_path).read_metadata()
-    assert result.state_dict_metadata == known.state_dict_metadata and result.storage_data == known.storage_data
+    metadata = torch_dcp.FileSystemReader(tmp_path).read_metadata()
+    assert result.state_dict_metadata == metadata.state_dict_metadata and result.storage_data == metadata.storage_data
     assert result.planner_data == {"a.w": ("a", "w"), "l.0": ("l", 0), "l.1": ("l", 1), "n": ("n",)}
 
 

@@ -55,7 +55,7 @@ def random(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [functional.dropout(x, 0.5), torch.randn(2, 3), torch.randint(9, (3,)), x.clone().uniform_()]
 
 
-def known(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+def counters(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     size = torch.tensor(3)
     size.add_(1)
     return [x * (size + 1).item(), y + size]
@@ -104,7 +104,7 @@ def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
     return mine.graph, other.graph
 
 
-@pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, known, constants])
+@pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, counters, constants])
 def test_a_trace_is_what_make_fx_records(f):
     """From torch 2.15 on make_fx writes a detach as an alias, which is a view as well."""
     mine, other = both(f, torch.randn(4, 4), torch.randn(4, 4))

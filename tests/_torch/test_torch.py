@@ -75,12 +75,12 @@ def test_vmaps_are_known_with_their_randomness():
 
 
 def test_a_trace_in_another_thread_is_not_ours():
-    seen, begun, end = [], threading.Event(), threading.Event()
+    records, begun, end = [], threading.Event(), threading.Event()
 
     def traced(x: torch.Tensor) -> torch.Tensor:
         begun.set()
         end.wait(10)
-        seen.append(_torch.is_tracing())
+        records.append(_torch.is_tracing())
         return x + 1
 
     thread = threading.Thread(target=lambda: make_fx(traced)(torch.zeros(1)))
@@ -89,20 +89,20 @@ def test_a_trace_in_another_thread_is_not_ours():
     assert not _torch.is_tracing()
     end.set()
     thread.join()
-    assert seen == [True]
+    assert records == [True]
 
 
 def test_is_tracing_knows_make_fx_and_dynamo():
 
-    seen: list[bool] = []
+    records: list[bool] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_tracing())
+        records.append(_torch.is_tracing())
         return x + 1
 
     f(torch.ones(1))
     make_fx(f)(torch.ones(1))
-    assert seen == [False, True]
+    assert records == [False, True]
     assert torch.compile(lambda x: x + (1 if _torch.is_tracing() else 0), backend="eager")(torch.zeros(1)).item() == 1
 
 
@@ -198,9 +198,9 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
 
 
 def test_traced_code_knows_that_it_is_compiled_and_only_it():
-    seen = []
-    _torch.trace(lambda x: seen.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
-    assert seen == [True] and not torch.compiler.is_compiling()
+    records = []
+    _torch.trace(lambda x: records.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
+    assert records == [True] and not torch.compiler.is_compiling()
 
 
 def test_stand_ins_may_lie_on_a_device_that_is_not_at_hand():
@@ -365,15 +365,15 @@ def test_torch_has_no_type_for_an_old_function_and_its_text_tells_it():
 def test_a_tensor_that_a_vmap_does_not_map_over_is_known():
     from fzero._torch.levels import may_differ
 
-    seen, same = [], torch.ones(2)
+    records, same = [], torch.ones(2)
 
     def within(token, x):
-        torch.func.grad(lambda y: seen.append([may_differ(v, token) for v in (y, y + x, x, same)]) or y.sum())(same)
+        torch.func.grad(lambda y: records.append([may_differ(v, token) for v in (y, y + x, x, same)]) or y.sum())(same)
         return x
 
     torch.vmap(torch.vmap(within, in_dims=(None, 0)), in_dims=(0, None))(torch.arange(3), torch.ones(4))  # x by another
     torch.vmap(within)(torch.arange(3), torch.ones(3))
-    assert seen == [[False] * 4, [False, True, True, False]]
+    assert records == [[False] * 4, [False, True, True, False]]
     assert may_differ(same, torch.arange(3))  # no vmap tells
 
 
@@ -431,19 +431,19 @@ def test_memory_given_anew_is_seen_even_where_it_lies_at_the_address_of_the_old(
 
 
 def test_a_function_mode_can_be_left_out():
-    seen = []
+    records = []
 
     class Sees(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
+            records.append(func)
             return func(*args, **(kwargs or {}))
 
     with Sees():
         torch.ones(2) + 1
-        before = len(seen)
+        before = len(records)
         with _torch.without_function_modes():
             torch.ones(2) + 1
-    assert before and len(seen) == before
+    assert before and len(records) == before
 
 
 def test_recurrent_modules_see_parameters_that_were_none():

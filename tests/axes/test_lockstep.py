@@ -26,16 +26,16 @@ def test_a_lockstep_mesh_shows_its_simulation():
 
 
 def test_ranks_run_in_order_from_one_meeting_to_the_next():
-    seen = []
+    records = []
 
     def program(x: torch.Tensor) -> torch.Tensor:
         for i in range(3):
-            seen.append((i, int(fzero.axes.axis_index())))
+            records.append((i, int(fzero.axes.axis_index())))
             x = fzero.collectives.psum(x)
         return x
 
     out = lockstep(dp=3).spmd(program)(torch.ones(()))
-    assert seen == [(i, r) for i in range(3) for r in range(3)] and out.item() == 27
+    assert records == [(i, r) for i in range(3) for r in range(3)] and out.item() == 27
 
 
 def test_any_python_runs():
@@ -43,10 +43,10 @@ def test_any_python_runs():
     mesh = lockstep(dp=3)
 
     def program(x: torch.Tensor) -> Any:
-        kept = x[x > 0]
-        n = len(kept) if kept.sum().item() > 0 else -1
+        positive = x[x > 0]
+        n = len(positive) if positive.sum().item() > 0 else -1
         buffer = torch.zeros(5)
-        buffer[: len(kept)] = kept
+        buffer[: len(positive)] = positive
         return fzero.collectives.psum(buffer), PerRank(torch.tensor(n)), PerRank(x.nonzero().sum())
 
     x = torch.tensor([[1.0, -1.0], [0.0, -3.0], [2.0, 5.0]])
@@ -263,7 +263,7 @@ def test_an_error_names_its_rank_and_where_the_others_are():
 
 def test_a_handler_cannot_hold_a_rank_back():
     """When one rank fails the others end, whatever they catch; and the next run is a new world."""
-    seen = []
+    records = []
 
     def program(x: torch.Tensor) -> torch.Tensor:
         if fzero.axes.axis_index().item() == 2:
@@ -271,15 +271,15 @@ def test_a_handler_cannot_hold_a_rank_back():
         try:
             return fzero.collectives.psum(x)
         except Exception:
-            seen.append("caught")
+            records.append("caught")
             return x
         finally:
-            seen.append("left")
+            records.append("left")
 
     mesh = lockstep(dp=3)
     with pytest.raises(KeyError, match="mine"):
         mesh.spmd(program)(torch.ones(2))
-    assert seen == ["left", "left"]
+    assert records == ["left", "left"]
     assert mesh.spmd(fzero.collectives.psum)(torch.ones(())).item() == 3
 
 

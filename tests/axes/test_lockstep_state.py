@@ -108,15 +108,15 @@ def meet() -> None:
 
 def states_of_ranks(size: int = 3) -> list[Any]:
     """What each rank has at its beginning and after a meeting."""
-    seen: list[Any] = []
+    records: list[Any] = []
 
     def program() -> None:
-        seen.append(state())
+        records.append(state())
         meet()
-        seen.append(state())
+        records.append(state())
 
     lockstep(size).spmd(program)()
-    return seen
+    return records
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -134,20 +134,20 @@ def test_a_rank_switches_for_itself(name):
     """Ranks 1 and 2 are within their `with`s at the same time, and rank 1 leaves it first."""
     with SWITCHES[name]():
         switched = state()
-    seen: list[Any] = []
+    records: list[Any] = []
 
     def program() -> None:
         rank = int(fzero.axes.axis_index())
         with SWITCHES[name]() if rank else contextlib.nullcontext():
             for _ in range(rank + 1):
                 meet()
-                seen.append(state() == (switched if rank else BASE))
-        seen.append(state() == BASE)
+                records.append(state() == (switched if rank else BASE))
+        records.append(state() == BASE)
         for _ in range(2 - rank):
             meet()
 
     lockstep().spmd(program)()
-    assert len(seen) == 9 and all(seen)
+    assert len(records) == 9 and all(records)
     assert state() == BASE
 
 

@@ -552,6 +552,6 @@ if __name__ == "__main__":
     parser.add_argument("format", choices=FORMATS, nargs="+")
     for option, default in (("seed", 0), ("cases", 3500), ("first", 0)):
         parser.add_argument(f"--{option}", type=int, default=default)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps({f: run(f, chosen.seed, chosen.cases, chosen.first) for f in chosen.format}))
+    print(json.dumps({f: run(f, options.seed, options.cases, options.first) for f in options.format}))

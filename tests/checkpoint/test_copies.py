@@ -140,11 +140,11 @@ def test_a_host_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing)
     """Its files of the step are not all there. The others made the step again, and that counts."""
     World(["a", "b"], 0).run(saving(tmp_path, range(1, 3), 1, set()))
     (away,) = (tmp_path / "memory" / "fzero").glob("b/*/step-00000002")
-    kept = {file.name: file.read_bytes() for file in away.iterdir() if missing not in file.name}
+    contents = {file.name: file.read_bytes() for file in away.iterdir() if missing not in file.name}
     shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
     World(["a", "c"], 0).run(saving(tmp_path, range(2, 3), 1, set()))
     away.mkdir(parents=True)
-    for name, content in kept.items():
+    for name, content in contents.items():
         (away / name).write_bytes(content)
     assert restored(tmp_path, ["b", "a", "c"], 1) == 2
 

@@ -26,31 +26,31 @@ def numbered(i: int) -> dict[str, Any]:
     return {"w": torch.full((5,), float(i)), "step": i}
 
 
-KEPT = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*range(7)])]
+NEWEST = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*range(7)])]
 
 
-@pytest.mark.parametrize("keep,every,kept", KEPT)
-def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
+@pytest.mark.parametrize("keep,every,steps", NEWEST)
+def test_the_newest_are_kept_and_every_nth(keep, every, steps, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, keep_every=every)
     for i in range(7):
         runs.save(i, numbered(i))
     runs.wait()
-    assert runs.steps() == kept and sorted(os.listdir(tmp_path)) == [f"step-{i:08d}" for i in kept]
+    assert runs.steps() == steps and sorted(os.listdir(tmp_path)) == [f"step-{i:08d}" for i in steps]
     assert runs.restore(numbered(99))["step"] == 6
 
 
 def test_old_checkpoints_stay_until_a_newer_one_is_committed(tmp_path, monkeypatch):
-    runs, seen = fzero.checkpoint.checkpoints(tmp_path, keep=1), []
+    runs, lists = fzero.checkpoint.checkpoints(tmp_path, keep=1), []
     runs.save(1, numbered(1)).wait()
     put = _files.LocalFolder.put
 
     def looking(files: Any, name: str, data: bytes) -> None:
-        seen.append(runs.steps())
+        lists.append(runs.steps())
         put(files, name, data)
 
     monkeypatch.setattr(_files.LocalFolder, "put", looking)
     runs.save(2, numbered(2)).wait()
-    assert seen == [[1]] and runs.steps() == [2]
+    assert lists == [[1]] and runs.steps() == [2]
 
 
 def test_without_a_checkpoint_restore_returns_like(tmp_path):

@@ -61,9 +61,9 @@ def cached(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     results = {}
     for stage in range(4):
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
-        kept = step.init(lambda: {f"w{i}": torch.ones(3, 1024, 1024) for i in range(16)}, opt)
+        result = step.init(lambda: {f"w{i}": torch.ones(3, 1024, 1024) for i in range(16)}, opt)
         results[stage] = {"reserved": torch.cuda.memory_reserved(), "used": torch.cuda.memory_allocated()}
-        del kept
+        del result
     return results
 
 
@@ -87,11 +87,11 @@ def batches(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
 def prefetch(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     """The streams of copies and kernels of three steps whose batches are taken ahead."""
     step = fzero.shard(train_step, stage=3, mesh=mesh, check=False)
-    kept: list[Any] = list(step.init(make, OPT))
+    result: list[Any] = list(step.init(make, OPT))
     loaded = fzero.data.prefetch((mesh.local(mesh_batch(mesh)) for _ in range(6)), mesh)
 
     def call() -> None:
-        kept[:] = step(*kept, next(loaded))[:2]
+        result[:] = step(*result, next(loaded))[:2]
 
     for _ in range(2):
         call()

@@ -55,10 +55,10 @@ def test_an_epoch_has_each_example_at_most_once(case, shuffle, epoch):
     _, batch, length, seed = case
     result = data.batches(Squares(length), fzero.mesh(dp=1), global_batch=batch, seed=seed, shuffle=shuffle)
     assert result.per_epoch == length // batch
-    seen = [j for i in range(epoch * result.per_epoch, (epoch + 1) * result.per_epoch) for j in result.indices(i)]
-    assert len(set(seen)) == len(seen) == result.per_epoch * batch
+    indices = [j for i in range(epoch * result.per_epoch, (epoch + 1) * result.per_epoch) for j in result.indices(i)]
+    assert len(set(indices)) == len(indices) == result.per_epoch * batch
     if not shuffle:
-        assert seen == list(range(len(seen)))
+        assert indices == list(range(len(indices)))
 
 
 def test_orders_differ_by_epoch_and_seed():

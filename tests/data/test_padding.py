@@ -52,7 +52,7 @@ def test_an_example_is_what_it_was_and_padding_behind_it(lengths, seed):
     pad = data.padding(lengths, global_batch=1, buckets=3, fill={"labels": -100, "scores": 0.5})
     for i, n in enumerate(lengths):
         tokens = torch.randint(1, 9, (n,), generator=g)
-        given = {
+        sample = {
             "input_ids": tokens.tolist(),
             "labels": tokens,
             "scores": torch.rand(n, 2, generator=g),
@@ -60,11 +60,11 @@ def test_an_example_is_what_it_was_and_padding_behind_it(lengths, seed):
             "name": "x",
         }
         length = pad.length_of([i])
-        got = pad.example(given, length)
-        assert got["id"] == i and got["name"] == "x" and "attention_mask" not in given
+        got = pad.example(sample, length)
+        assert got["id"] == i and got["name"] == "x" and "attention_mask" not in sample
         for name, filled in (("input_ids", 0), ("labels", -100), ("scores", 0.5)):
-            assert len(got[name]) == length and got[name].dtype == torch.as_tensor(given[name]).dtype
-            assert torch.equal(got[name][:n], torch.as_tensor(given[name])) and (got[name][n:] == filled).all()
+            assert len(got[name]) == length and got[name].dtype == torch.as_tensor(sample[name]).dtype
+            assert torch.equal(got[name][:n], torch.as_tensor(sample[name])) and (got[name][n:] == filled).all()
         assert got["attention_mask"].tolist() == [1] * n + [0] * (length - n)
         assert pad.example(tokens, length).tolist() == [*tokens.tolist(), *[0] * (length - n)]
 
@@ -113,8 +113,8 @@ EMBED = {
 def mixing_loss(params: Any, batch: Any) -> Any:
     """Sum a small model's losses, and count them. Each token sees all others that are not masked."""
     x = params["table"][batch["input_ids"]]
-    seen = batch["attention_mask"][:, None, :] * torch.eye(x.shape[1], dtype=x.dtype).logical_not()
-    weights = (x @ x.mT).masked_fill(seen == 0, -torch.inf).softmax(-1)
+    mask = batch["attention_mask"][:, None, :] * torch.eye(x.shape[1], dtype=x.dtype).logical_not()
+    weights = (x @ x.mT).masked_fill(mask == 0, -torch.inf).softmax(-1)
     logits = torch.tanh(weights @ x) @ params["head"]
     each = torch.nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="sum")
     return each, (batch["labels"] != -100).sum()

@@ -90,10 +90,10 @@ def messages_are_not_taken_for_a_users(mesh: fzero.ranks.Mesh) -> None:
         mine = torch.full((3,), float(10 * i + rank))
         gathered = gloo.wait(gloo.all_gather(mine, n, process_group.group_name))
         assert torch.equal(gathered, 10 * i + torch.arange(n).repeat_interleave(3)), gathered
-    sent = [
+    messages = [
         torch.distributed.isend(torch.full((3,), 100.0 * rank + tag), ahead, process_group, tag) for tag in range(4)
     ]
-    for work in [*works, *sent]:
+    for work in [*works, *messages]:
         work.wait()
     assert all(torch.equal(x, torch.full((3,), 100.0 * behind + tag)) for tag, x in enumerate(received)), received
 

@@ -186,21 +186,21 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
 def each_process_loads_its_own_rows(mesh: fzero.ranks.Mesh) -> None:
     """Of the global batch that a simulation sees; and means and predictions are the simulation's."""
     alike = fzero.mesh(dp=mesh.size, simulate="vmap")
-    seen: list[int] = []
+    steps: list[int] = []
 
     class Own(list):
         def __getitem__(self, i: int) -> torch.Tensor:  # pyright: ignore
-            seen.append(i)
+            steps.append(i)
             return torch.tensor([float(i), 1.0])
 
     def pairs(mesh: fzero.ranks.Mesh) -> fzero.data.Batches:
         return fzero.data.batches(Own(range(4 * mesh.size + 1)), mesh, global_batch=2 * mesh.size, seed=3)
 
     for i, batch in pairs(mesh).steps(1, 4):
-        assert len(seen) == 2, "and nobody else's"
-        seen.clear()
+        assert len(steps) == 2, "and nobody else's"
+        steps.clear()
         assert torch.equal(batch.value, pairs(alike)[i].value[mesh.rank])
-        seen.clear()
+        steps.clear()
     texts = [torch.arange(1, 2 + 5 * i % 17) for i in range(4 * mesh.size)]
     pad = fzero.data.padding([len(x) for x in texts], global_batch=2 * mesh.size, buckets=(4, 8, 12, 20), mask=None)
     for m in (mesh, alike):

@@ -212,7 +212,7 @@ def test_every_option_of_fzero_plan_is_in_the_tables_of_its_page():
 
 
 def test_every_name_that_a_guide_uses_is_in_the_reference():
-    known, missing = described(), set()
+    names, missing = described(), set()
     for page in [*TUTORIAL, *GUIDES, ROOT / "README.md"]:
         for name in re.findall(r"\bfzero(?:\.[a-z]\w*)+\.\w+", page.read_text()):
             module, _, last = name.rpartition(".")
@@ -220,7 +220,7 @@ def test_every_name_that_a_guide_uses_is_in_the_reference():
                 there = getattr(importlib.import_module(module), last, None)
             except ModuleNotFoundError:
                 continue  # an attribute of a class
-            if callable(there) and name not in known and not last.startswith("_"):
+            if callable(there) and name not in names and not last.startswith("_"):
                 missing.add(name)
     assert missing == set(), "docs/api: add a line `::: NAME` for each"
 

@@ -332,14 +332,14 @@ def test_an_error_of_torch_has_a_note_of_what_each_rank_got(stage):
 
 
 def test_a_step_may_look_at_python_variables_and_draw_from_torch():
-    seen: list[int] = []
+    lines: list[int] = []
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        seen.append(len(batch["x"]))
+        lines.append(len(batch["x"]))
         batch = {**batch, "x": batch["x"] + torch.rand(1) * 0.01}
         return TRAIN_STEP(params, opt_state, batch)
 
-    assert run(train_step)[2].ndim == 0 and seen[0] == 4
+    assert run(train_step)[2].ndim == 0 and lines[0] == 4
 
 
 def test_a_step_may_skip_an_update_and_return_what_it_was_given():

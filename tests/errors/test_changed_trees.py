@@ -82,8 +82,8 @@ def test_a_forgotten_state_is_refused_under_jit_and_in_a_chain(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_only_reads_its_state_need_not_return_it(stage):
     params, state = init(stage)
-    kept, count = run(stage, params, state, train_step=lambda p, s, x: (p, s.count))
-    assert_trees_close(step_of(stage).gather(kept), PARAMS)
+    params_out, count = run(stage, params, state, train_step=lambda p, s, x: (p, s.count))
+    assert_trees_close(step_of(stage).gather(params_out), PARAMS)
     assert count == 0
 
 

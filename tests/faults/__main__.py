@@ -100,9 +100,9 @@ def news(root: Path) -> list[dict[str, Any]]:
     return results
 
 
-def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
+def run(start: Start, root: Path, rng: random.Random, event_count: int) -> bool:
     """Run a world until a rank has ended, and end the others, as torchrun does; return whether it hung."""
-    ranks, first, last, count = world(start, root), 0.0, time.monotonic(), seen
+    ranks, first, last, count = world(start, root), 0.0, time.monotonic(), event_count
     limit = rng.uniform(0.1, 1.0) if start.fault.kind in SOON else 1.5
     hung = is_broken = False
     while all(r.is_alive() for r in ranks) and not hung:
@@ -239,11 +239,11 @@ def main() -> int:
         if kind in host_kinds:
             on_host.run(kind, rng)
             continue
-        start, seen, t = drawn(rng, kind), len(news(root)), time.monotonic()
+        start, event_count, t = drawn(rng, kind), len(news(root)), time.monotonic()
         if kind == "a flipped bit" and (damaged := flip_a_bit(root, rng)) is not None:
             tally.committed.discard(damaged)
-        hangs += run(start, root, rng, seen)
-        tally.take(news(root)[seen:], f"cycle {i}, {start}")
+        hangs += run(start, root, rng, event_count)
+        tally.take(news(root)[event_count:], f"cycle {i}, {start}")
         counts[kind] += 1
         cycles.append(time.monotonic() - t)
     same = same_end(root, rng, 3) if kinds else True

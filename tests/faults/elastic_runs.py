@@ -63,10 +63,10 @@ def host_lost(root: Path, rng: random.Random) -> None:
             lose(second)
             shutil.rmtree(root / "memory" / "fzero" / "b", ignore_errors=True)
             wait_for(root, lambda actual: any(e.get("size") == 1 for e in actual))
-            seen = len(events(root))
-        wait_for(root, lambda actual: any("step" in e for e in actual[seen:]))
+            event_count = len(events(root))
+        wait_for(root, lambda actual: any("step" in e for e in actual[event_count:]))
         with agent(root, *options, *joins, host="b", slow=0.3, steps=80) as third:
-            wait_for(root, lambda actual: any(e.get("size") == 2 for e in actual[seen:]))
+            wait_for(root, lambda actual: any(e.get("size") == 2 for e in actual[event_count:]))
             (root / "hurry").touch()
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (root / "out.a").read_text()[-3000:]
 

@@ -10,14 +10,14 @@ from fzero.graph._collector import paused_collector
 
 
 def test_a_step_is_traced_without_the_collector():
-    seen = []
+    records = []
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        seen.append(gc.isenabled())
+        records.append(gc.isenabled())
         return x + 1
 
     fzero.jit(step, backend="fx").plan(torch.ones(2))
-    assert seen == [False] and gc.isenabled()
+    assert records == [False] and gc.isenabled()
 
 
 def test_the_collector_runs_again_after_an_error():

@@ -282,11 +282,11 @@ def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(monkeypatch, warm):
-    seen = set()
+    states = set()
 
     def uncompiled(codes: Any, one: Any) -> Any:
         for code in codes:
-            seen.add(gc.isenabled())
+            states.add(gc.isenabled())
             yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
 
     Pretended(monkeypatch)
@@ -295,7 +295,7 @@ def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(m
     monkeypatch.setattr(_backends, "compile_all", uncompiled)
     step, _ = both()
     trained(step, fzero.jit(step), range(1))
-    assert seen == {not warm} and gc.isenabled()
+    assert states == {not warm} and gc.isenabled()
 
 
 def test_nothing_is_loaded_until_inductor_is(monkeypatch):

@@ -224,11 +224,11 @@ def test_a_step_may_drop_a_part_of_aux():
     f = fzero.value_and_grad(
         lambda w, x: ((w * x).sum(), {"norm": x.norm(), "sum": x.sum()}), has_aux=True, micro_batches=3
     )
-    for kept in ("", "norm", "sum"):
+    for part in ("", "norm", "sum"):
 
-        def step(w: torch.Tensor, x: torch.Tensor, kept: str = kept) -> Any:
+        def step(w: torch.Tensor, x: torch.Tensor, part: str = part) -> Any:
             (y, aux), grad = f(w, x)
-            return y, grad, aux[kept] if kept else None
+            return y, grad, aux[part] if part else None
 
         jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
         bitwise(jitted(w, x), step(w, x))

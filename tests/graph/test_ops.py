@@ -19,7 +19,7 @@ aten = graphs.aten
 
 
 def rows(column: _OperationTraits) -> list[str]:
-    return [name for name, known in _OPERATIONS.items() if column in known]
+    return [name for name, traits in _OPERATIONS.items() if column in traits]
 
 
 @pytest.mark.parametrize("name", _OPERATIONS)
@@ -35,7 +35,7 @@ def test_columns_imply_others():
     cheap = {*rows(_OperationTraits.CHEAP)}
     assert cheap >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.EMPTY), *rows(_OperationTraits.LAYOUT)}
     assert {*rows(_OperationTraits.BY_RANK)} >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.LAYOUT)}
-    assert all(known for known in _OPERATIONS.values())
+    assert all(traits for traits in _OPERATIONS.values())
 
 
 CALLS = {  # of operations that are linear, or lay out, or share memory: what they may be called with beside a tensor

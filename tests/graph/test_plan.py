@@ -153,11 +153,11 @@ def test_a_budget_buys_speed_and_a_small_one_warns(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", BOTH)
 def test_where_there_is_room_a_gather_starts_ahead(model):
-    kept, plain = planned(model, 3), planned(model, 3, prefetch=0)
-    assert kept.settings["prefetch"] == "fitting" and "prefetch fitting" in kept.details()
-    assert kept.peak_bytes == plain.peak_bytes and kept.seconds < plain.seconds
+    ahead, plain = planned(model, 3), planned(model, 3, prefetch=0)
+    assert ahead.settings["prefetch"] == "fitting" and "prefetch fitting" in ahead.details()
+    assert ahead.peak_bytes == plain.peak_bytes and ahead.seconds < plain.seconds
     asked = planned(model, 3, prefetch="fitting")
-    assert (asked.settings, asked.seconds) == (kept.settings, kept.seconds)
+    assert (asked.settings, asked.seconds) == (ahead.settings, ahead.seconds)
     assert all(settings["prefetch"] == "fitting" for settings, *_ in asked.rejected)
     everywhere = planned(model, 3, prefetch=1)
     budget = planned(model, 3, prefetch="fitting", memory_budget=2 * everywhere.peak_bytes)
@@ -219,8 +219,8 @@ def test_an_unsharded_step_is_planned_with_meta_arguments():
 def test_a_rank_program_is_planned_in_another_world():
     mesh = fzero.mesh(dp=2)
     program = mesh.spmd(lambda x: fzero.collectives.psum(x))
-    (sent,) = fzero.plan(program, mesh.split(torch.ones(4)), world_size=512).collectives
-    assert (sent.kind, sent.bytes) == ("all_reduce", 16)  # there and back
+    (collective,) = fzero.plan(program, mesh.split(torch.ones(4)), world_size=512).collectives
+    assert (collective.kind, collective.bytes) == ("all_reduce", 16)  # there and back
 
 
 def test_planning_runs_nothing():

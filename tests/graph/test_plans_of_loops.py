@@ -142,8 +142,8 @@ def test_schedules_look_into_loops():
     looped, flat = with_and_without_a_loop(3)
 
     def tried(plan: fzero.graph.Plan) -> dict[Any, int]:
-        kept = (plan.settings, plan.peak_bytes)
-        return {tuple(s.values()): peak for s, peak in [kept, *[r[:2] for r in plan.rejected]]}
+        before = (plan.settings, plan.peak_bytes)
+        return {tuple(s.values()): peak for s, peak in [before, *[r[:2] for r in plan.rejected]]}
 
     def ways(plan: fzero.graph.Plan) -> set[Any]:
         return {settings[-2:] for settings in tried(plan)}

@@ -136,13 +136,13 @@ def test_between_averages_nothing_is_sent_along_the_replicas():
     opt, mesh = optim.adam(0.1), fzero.mesh(replica=2, dp=2)
     step = local_steps(fzero.shard(train_step_of(opt), stage=3, mesh=mesh), every=3)
     params, state = step.init(start(), opt)
-    sent = []
+    byte_counts = []
     for x in batches_of(3, 4):
         with fzero.collectives.record() as log:
             params, state, _ = step(params, state, mesh.split(x))
-        sent.append(sum([e.bytes for e in log.events if "replica" in e.axis.split(",")]))
-    assert sent[:2] == [0, 0]
-    assert sent[2] == 2 * step.outer_step.step.state_bytes(state.anchor)  # an all_reduce counts twice
+        byte_counts.append(sum([e.bytes for e in log.events if "replica" in e.axis.split(",")]))
+    assert byte_counts[:2] == [0, 0]
+    assert byte_counts[2] == 2 * step.outer_step.step.state_bytes(state.anchor)  # an all_reduce counts twice
 
 
 def test_tied_leaves_stay_tied():
@@ -299,7 +299,7 @@ def test_a_codec_rounds_each_pseudo_gradient_once_alike_on_any_mesh(codec):
 @pytest.mark.slow
 def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_path):
     opt, mesh = optim.sgd(0.01), fzero.mesh(replica=2, dp=2)
-    sent, saved = {}, {}
+    byte_counts, saved = {}, {}
     for name, codec in (("float32", None), ("int8", fzero.codecs.int8()), ("int4", fzero.codecs.int4())):
         step = local_steps(fzero.shard(train_step_of(opt), stage=3, mesh=mesh), every=4, delay=2, codec=codec)
         wide = {"first.w": (3, 4096), "first.b": (4096,), "second.w": (4096,)}
@@ -309,7 +309,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
         with fzero.collectives.record() as log:
             for x in batches_of(5, 4, torch.float32):
                 params, state, _ = step(params, state, mesh.split(x))
-        sent[name] = sum([e.bytes for e in log.events if e.axis == "replica"])
+        byte_counts[name] = sum([e.bytes for e in log.events if e.axis == "replica"])
         step.save(tmp_path / name, params, state)
         again = step.load(tmp_path / name, *step.init(first, opt))
         runs = []
@@ -319,7 +319,7 @@ def test_a_codec_sends_fewer_bytes_between_replicas_and_is_saved_decoded(tmp_pat
         torch.testing.assert_close(*runs, rtol=0, atol=0)
         saved[name] = runs[0]
     # an all_reduce counts its buffer twice, and an all_gather that of both replicas
-    assert sent["int8"] / sent["float32"] < 0.27 and sent["int4"] / sent["float32"] < 0.14
+    assert byte_counts["int8"] / byte_counts["float32"] < 0.27 and byte_counts["int4"] / byte_counts["float32"] < 0.14
     assert not torch.equal(saved["int8"]["first.w"], saved["float32"]["first.w"])
 
 

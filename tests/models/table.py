@@ -112,8 +112,8 @@ def pretrained(auto: Any, name: str, dropout: float = 0.0, experts: str = "", **
         for key in DROPOUTS:
             if hasattr(config, key):
                 setattr(config, key, dropout)
-        chosen = {"experts_implementation": experts} if experts else {}
-        return auto.from_config(config, attn_implementation=attention, **chosen)
+        experts_option = {"experts_implementation": experts} if experts else {}
+        return auto.from_config(config, attn_implementation=attention, **experts_option)
 
     return build
 

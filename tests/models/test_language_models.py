@@ -34,8 +34,10 @@ def train_step_for(model: nn.Module, opt: Any, loss: Any = loss_of, **options: A
     apply, params, buffers = fzero.nn.functional(model)
 
     def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
-        given = {("labels" if k == "targets" else k): x for k, x in batch.items() if k != "targets" or loss is own_loss}
-        return loss(apply(params, buffers, **given)[0], batch)
+        inputs = {
+            ("labels" if k == "targets" else k): x for k, x in batch.items() if k != "targets" or loss is own_loss
+        }
+        return loss(apply(params, buffers, **inputs)[0], batch)
 
     def train_step(params: Any, opt_state: Any, batch: Batch) -> Any:
         value, grads = fzero.value_and_grad(loss_fn, **options)(params, batch)
@@ -89,10 +91,10 @@ def test_padded_batches_equal_unsharded(name, attention, simulate):
     """Of sequences that end earlier only the keys are masked: every token counts in the loss, on each rank as many."""
     opt = optim.adamw(1e-2, eps=1e-3)
     train_step, params = train_step_for(built(name, attention), opt)
-    seen = torch.arange(7) < torch.tensor([7, 5, 7, 3, 6, 7, 4, 2])[:, None]  # [batch, keys]
+    visible = torch.arange(7) < torch.tensor([7, 5, 7, 3, 6, 7, 4, 2])[:, None]  # [batch, keys]
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
     four_d = attention == "sdpa" and simulate == "vmap"
-    mask = seen[:, None, None] & causal if four_d else seen.long()  # [batch, 1, queries, keys] or [batch, keys]
+    mask = visible[:, None, None] & causal if four_d else visible.long()  # [batch, 1, queries, keys] or [batch, keys]
     batches = [{**batch, "attention_mask": mask} for batch in MODELS[name].batches()]
     with sdpa_kernel(SDPBackend.MATH) if four_d else contextlib.nullcontext():
         meshes = [fzero.mesh(dp=2, simulate=simulate)]

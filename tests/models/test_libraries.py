@@ -62,8 +62,8 @@ def train_step_for(module: nn.Module, opt: optim.Optimizer, timed: bool) -> tupl
     apply, params, buffers = fzero.nn.functional(module.eval())  # no dropout, and BatchNorm's kept statistics
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-        given = (batch["x"], batch["t"]) if timed else (batch["x"],)
-        out, _ = apply(params, buffers, *given)
+        arguments = (batch["x"], batch["t"]) if timed else (batch["x"],)
+        out, _ = apply(params, buffers, *arguments)
         out = getattr(out, "sample", out)
         return (out.flatten(1)[:, :3] - batch["y"]).square().mean()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def run(made: Any, params: Any, batch: Any) -> Any:
-    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
+    x, arguments = made.first(params["rest"], batch), made.block_arguments(batch)
     for i, p in enumerate(params["blocks"]):
-        x = made.block(p, x, given, i)
+        x = made.block(p, x, arguments, i)
     return made.last(params["rest"], x, batch)

@@ -88,8 +88,8 @@ def test_a_function_that_holds_a_parameter_or_reads_the_module_as_a_global_is_re
 
 
 def test_what_a_hook_records_reaches_the_one_who_registered_it():
-    module, seen = nn.Linear(2, 2), []
-    module.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    module, records = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda m, args, out: records.append(out.shape))
     apply, params, buffers = functional(module)
     apply(params, buffers, torch.ones(3, 2))
-    assert seen == [(3, 2)]
+    assert records == [(3, 2)]

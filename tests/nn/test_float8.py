@@ -280,9 +280,9 @@ def test_a_weight_that_is_sent_in_float8_is_rounded_once(n, block, seed, scaling
     """
     w = spread((48, 32), seed, decades=1)
     coarse = w.abs() < w.abs().max() / 8192
-    sent = torch.where(coarse, w, fzero.codecs.float8(block=block).round(w))
+    coded = torch.where(coarse, w, fzero.codecs.float8(block=block).round(w))
     x, mesh = spread((5, 32), seed + 1), fzero.mesh(dp=n)
-    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scaling=scaling))(sent)
+    y = mesh.spmd(lambda w: float8_linear(x, fzero.gather(fzero.partition({"w": w}))["w"], scaling=scaling))(coded)
     assert torch.equal(y, float8_linear(x, w, scaling=scaling))
 
 

@@ -83,8 +83,8 @@ def test_without_blocks_the_first_and_the_last_layer_stay_exact():
 
 def test_a_layer_that_attention_only_reads_is_not_chosen():
     layer = nn.TransformerEncoderLayer(32, 2, 64)
-    chosen = MatmulPrecision("float8").paths(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
-    assert chosen == ("layers.0.linear1.weight", "layers.0.linear2.weight")
+    paths = MatmulPrecision("float8").paths(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+    assert paths == ("layers.0.linear1.weight", "layers.0.linear2.weight")
 
 
 def test_transposed_weights_of_transformers_are_multiplied_in_float8():

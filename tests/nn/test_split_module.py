@@ -37,26 +37,26 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(name):
 def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
     made, params = split_module(built(name))
     batch = batch_for(name)
-    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
+    x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
     xs = torch.stack([x + r for r in range(len(indices))])
     stacked = {key: torch.stack([params["blocks"][i][key] for i in indices]) for key in params["blocks"][0]}
-    want = torch.stack([made.block(params["blocks"][i], xs[r], given, i) for r, i in enumerate(indices)])
+    want = torch.stack([made.block(params["blocks"][i], xs[r], inputs, i) for r, i in enumerate(indices)])
 
     def one(p: Any, x: Any, r: Any) -> Any:
-        return made.block(p, x, given, DynamicIndex(indices, r))
+        return made.block(p, x, inputs, DynamicIndex(indices, r))
 
     got = torch.vmap(one)(stacked, xs, torch.arange(len(indices)))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    got = torch.vmap(lambda p, x, i: made.block(p, x, given, i))(stacked, xs, torch.tensor(indices))
+    got = torch.vmap(lambda p, x, i: made.block(p, x, inputs, i))(stacked, xs, torch.tensor(indices))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def kinds(name: str) -> list[list[int]]:
     made, params = split_module(built(name))
     batch = batch_for(name)
-    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
+    x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
     index = DynamicIndex((0, 1, 2, 3), torch.tensor(0))
-    return _kinds(made._run_block, {}, params["blocks"][0], made.block_constants, x, given, index)
+    return _kinds(made._run_block, {}, params["blocks"][0], made.block_constants, x, inputs, index)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_blocks_that_call_the_same_functions_are_of_one_kind():
 
 def test_each_block_has_its_own_mask():
     made, _ = split_module(built("gemma2"))
-    masks = [given.kwargs["attention_mask"] for given in made.block_arguments(batch_for("gemma2"))]
+    masks = [inputs.kwargs["attention_mask"] for inputs in made.block_arguments(batch_for("gemma2"))]
     assert masks[0] is masks[2] and masks[1] is masks[3]
     assert not masks[0].equal(masks[1])
 
@@ -109,9 +109,9 @@ def test_training_is_that_of_the_whole_model(simulate, remat):
     block = fzero.remat(made.block) if remat else made.block
 
     def cut_loss(params: Any, batch: Any) -> Any:
-        x, given = made.first(params["rest"], batch), made.block_arguments(batch)
+        x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
         for i, p in enumerate(params["blocks"]):
-            x = block(p, x, given, i)
+            x = block(p, x, inputs, i)
         return made.last(params["rest"], x, batch).logits.square().mean()
 
     def trained(loss_fn: Any, params: Any, mesh: Any) -> Any:
@@ -243,11 +243,11 @@ def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
 
     made, params = split_module(Stack(in_turn, [Scaled(i) for i in range(3)]))
     x, p = torch.randn(3, 3), params["blocks"][0]
-    given = made.block_arguments(x)
+    inputs = made.block_arguments(x)
     index = DynamicIndex((2, 0, 1), torch.tensor(0))
-    assert _kinds(made._run_block, {}, p, made.block_constants, x, given, index) == [[0, 1, 2]]
+    assert _kinds(made._run_block, {}, p, made.block_constants, x, inputs, index) == [[0, 1, 2]]
     for r, i in enumerate(index.indices):
-        assert made.block(p, x, given, DynamicIndex(index.indices, torch.tensor(r))).equal(made.block(p, x, given, i))
+        assert made.block(p, x, inputs, DynamicIndex(index.indices, torch.tensor(r))).equal(made.block(p, x, inputs, i))
 
 
 def backwards(model: Stack, x: Any) -> Any:

@@ -36,17 +36,17 @@ def without_rate(rows: Any) -> list[Any]:
 
 @given(st.integers(0, 9), st.integers(1, 4))
 def test_every_step_is_written_once(steps, every):
-    kept = Kept()
-    with observe.log(kept, every=every) as log:
+    writer = Kept()
+    with observe.log(writer, every=every) as log:
         for i in range(steps):
             mixed = {"loss": torch.tensor(i / 2), "a": {"n": torch.tensor([i]), "ok": torch.tensor(i > 2)}, "lr": 0.5}
             log(i, mixed)
-            assert len(kept.calls) == i // every
-    rows = [row for call in kept.calls for row in call]
+            assert len(writer.calls) == i // every
+    rows = [row for call in writer.calls for row in call]
     assert without_rate(rows) == [(i, {"loss": i / 2, "a.n": i, "a.ok": i > 2, "lr": 0.5}) for i in range(steps)]
-    assert all(type(row["a.n"]) is int for _, row in rows) and kept.closed
-    rates = [row["steps/s"] for call in kept.calls for _, row in call if "steps/s" in row]
-    assert len(rates) == max(len(kept.calls) - (every == 1 or steps == 1), 0) and all(rate > 0 for rate in rates)
+    assert all(type(row["a.n"]) is int for _, row in rows) and writer.closed
+    rates = [row["steps/s"] for call in writer.calls for _, row in call if "steps/s" in row]
+    assert len(rates) == max(len(writer.calls) - (every == 1 or steps == 1), 0) and all(rate > 0 for rate in rates)
 
 
 def test_a_log_waits_for_no_tensor_between_its_writes(monkeypatch):
@@ -62,12 +62,12 @@ def test_a_log_waits_for_no_tensor_between_its_writes(monkeypatch):
 
 
 def test_a_steps_metrics_may_come_in_parts():
-    kept = Kept()
-    with observe.log(kept, every=1) as log:
+    writer = Kept()
+    with observe.log(writer, every=1) as log:
         log(1, {"loss": 1.0})
         log(2, {"loss": 2.0})
         log(2, {"test loss": torch.tensor(3.0)})
-    assert [without_rate(x) for x in kept.calls] == [[(1, {"loss": 1.0})], [(2, {"loss": 2.0, "test loss": 3.0})]]
+    assert [without_rate(x) for x in writer.calls] == [[(1, {"loss": 1.0})], [(2, {"loss": 2.0, "test loss": 3.0})]]
 
 
 def test_metrics_of_a_step_hold_no_graph():
@@ -78,19 +78,19 @@ def test_metrics_of_a_step_hold_no_graph():
 
 
 def test_a_users_rate_is_kept():
-    kept = Kept()
-    with observe.log(kept, every=2) as log:
+    writer = Kept()
+    with observe.log(writer, every=2) as log:
         for i in range(2):
             log(i, {"steps/s": 7.0})
-    assert kept.calls[0][1][1]["steps/s"] == 7.0
+    assert writer.calls[0][1][1]["steps/s"] == 7.0
 
 
 def test_what_was_kept_is_written_after_an_error():
-    kept = Kept()
-    with pytest.raises(RuntimeError), observe.log(kept) as log:
+    writer = Kept()
+    with pytest.raises(RuntimeError), observe.log(writer) as log:
         log(0, {"loss": 1.0})
         raise RuntimeError
-    assert kept.calls == [[(0, {"loss": 1.0})]] and kept.closed
+    assert writer.calls == [[(0, {"loss": 1.0})]] and writer.closed
 
 
 def test_each_metric_that_is_no_number_is_told_once(caplog):
@@ -98,8 +98,8 @@ def test_each_metric_that_is_no_number_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, logger="fzero"), observe.log(every=2) as log:
         for i in range(6):
             log(i + 1, {"loss": torch.tensor(math.nan if i > 2 else 1.0), "norm": math.inf if i > 0 else 1.0, "lr": i})
-    told = [r.message.split(":")[1] for r in caplog.records]
-    assert told == [
+    texts = [r.message.split(":")[1] for r in caplog.records]
+    assert texts == [
         " the metric 'norm' is inf at step 2 of the log (reported once)",
         " the metric 'loss' is nan at step 4 of the log (reported once)",
     ]

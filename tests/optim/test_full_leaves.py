@@ -174,8 +174,8 @@ def test_muon_moves_a_shard_there_and_back(stage):
     with fzero.collectives.record() as log:
         step(*state, step.mesh.split({"x": torch.ones(n, dtype=torch.float64)}))
     numel = 4 * 64
-    sent = [(e.kind, e.elements, e.dtype) for e in log.other_events if e.kind == "all_to_all"]
-    assert sent == [("all_to_all", numel // n, torch.bfloat16)] * (2 if stage else 0)
+    messages = [(e.kind, e.elements, e.dtype) for e in log.other_events if e.kind == "all_to_all"]
+    assert messages == [("all_to_all", numel // n, torch.bfloat16)] * (2 if stage else 0)
     assert log.elements == 2 * numel  # and nothing is gathered for the update
 
 

@@ -64,11 +64,11 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
         )
         return fzero.plan(fzero.jit(step, backend="fx", max_reuse_bytes=0), *state, step.mesh.split(normal((4, width))))
 
-    kept, low = planned(1.0, False), planned(1.0, True)
+    full, low = planned(1.0, False), planned(1.0, True)
     shard = width * width * 4 // 2
     up = sum(t.bytes for t in low.transfers if t.kind == "to_device")
     assert up == 2 * blocks * shard
-    assert low.peak_of("device") < kept.peak_of("device") - (blocks - 2) * shard
+    assert low.peak_of("device") < full.peak_of("device") - (blocks - 2) * shard
     assert set(low.live_of("parameters", "host")) == {blocks * shard} and not any(low.live_of("parameters", "device"))
 
 

@@ -149,10 +149,10 @@ def test_scheduled_training_equals_torch_lambda_lr(name, dtype):
 
 
 def test_a_schedule_of_ones_own_sees_the_number_of_updates_done():
-    seen = []
+    records = []
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        seen.append(int(count))
+        records.append(int(count))
         return 0.1 / (1 + count)
 
     opt = optim.sgd(schedule)
@@ -160,7 +160,7 @@ def test_a_schedule_of_ones_own_sees_the_number_of_updates_done():
     for t in range(3):
         updates, state = opt.update({"w": torch.ones(2)}, state)
         torch.testing.assert_close(updates["w"], torch.full((2,), -0.1 / (1 + t)))
-    assert seen == [0, 1, 2]
+    assert records == [0, 1, 2]
 
 
 def test_a_schedule_that_does_not_end_after_its_warmup_is_refused():

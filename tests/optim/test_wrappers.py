@@ -97,8 +97,8 @@ def test_leaf_norms_of_the_whole_tree_take_one_psum(opt, numbers):
     state = step.init(params, opt)
     with fzero.collectives.record() as log:
         step(*state, mesh.split(batches_of(1)[0]))
-    sent = [event.elements for event in log.other_events if event.elements > 2]  # without the loss's mean
-    assert sent == [2 * numbers * len(tree.tensors(params))]  # an all_reduce counts twice
+    sizes = [event.elements for event in log.other_events if event.elements > 2]  # without the loss's mean
+    assert sizes == [2 * numbers * len(tree.tensors(params))]  # an all_reduce counts twice
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -266,14 +266,14 @@ def test_averaged_parameters_equal_torch_averaged_model(stage):
 
 @given(decay=st.floats(0, 0.999), steps=st.integers(1, 5))
 def test_a_debiased_average_is_the_weighted_mean_of_what_it_saw(decay, steps):
-    seen = [{"w": normal((4,), i)} for i in range(steps)]
+    records = [{"w": normal((4,), i)} for i in range(steps)]
     weights = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)], dtype=torch.float64)
-    expected = (weights / weights.sum()) @ torch.stack([x["w"] for x in seen])
+    expected = (weights / weights.sum()) @ torch.stack([x["w"] for x in records])
 
     plain, tail = optim.ema(decay), optim.params_ema(decay, debias=True)
     params = {"w": torch.full((4,), 1e6, dtype=torch.float64)}  # forgotten
     state, tail_state, average = plain.init(params), tail.init(params), None
-    for x in seen:
+    for x in records:
         average, state = plain.update(x, state)
         updates = tree.map(lambda a, b: a - b, x, params)
         passed, tail_state = tail.update(updates, tail_state, params)
@@ -353,11 +353,11 @@ def test_a_jitted_step_takes_new_hyperparameters_without_another_trace(stage):
 def test_a_scheduled_hyperparameter_is_in_the_state_to_read():
     opt = optim.inject_hyperparams(optim.sgd)(optim.linear(0.5, 0.0, 2), momentum=lambda count: 0.25)
     state, grads = opt.init({"w": torch.ones(())}), {"w": torch.ones(())}
-    seen = []
+    records = []
     for _ in range(3):
         _, state = opt.update(grads, state)
-        seen.append(state.hyperparams["learning_rate"].item())
-    assert seen == [0.5, 0.25, 0.0]
+        records.append(state.hyperparams["learning_rate"].item())
+    assert records == [0.5, 0.25, 0.0]
     assert state.hyperparams["momentum"].item() == 0.25
     assert {v.dtype for v in state.hyperparams.values()} == {torch.float64}
     assert set(state.hyperparams) == {"learning_rate", "momentum"}  # nesterov is a bool

@@ -71,7 +71,7 @@ def with_accelerate(epochs: int, dropout: float, **options: Any) -> Run:
     """Train with accelerate alone: the loop of its documentation."""
     accelerator, *prepared = make(dropout, **options)
     model, optimizer, loader, schedule = accelerator.prepare(*prepared)
-    run, kept = Run([], [], [], torch.empty(0), {}), []
+    run, losses = Run([], [], [], torch.empty(0), {}), []
     for _ in range(epochs):
         model.train()
         for data in loader:
@@ -83,11 +83,11 @@ def with_accelerate(epochs: int, dropout: float, **options: Any) -> Run:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            kept.append(loss.item())
+            losses.append(loss.item())
             if accelerator.sync_gradients:
-                run.losses.append(mean(accelerator, kept))
+                run.losses.append(mean(accelerator, losses))
                 run.rates.append([group["lr"] for group in optimizer.param_groups])
-                kept.clear()
+                losses.clear()
     model.eval()
     with torch.no_grad():
         results = [

@@ -206,12 +206,12 @@ def test_weights_within_fit_and_a_save_after_it(tmp_path):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             assert all(p.is_meta for p in pl_module.parameters())
             copied = plug.full_model(trainer)
-            seen.append(weights(copied.eval()))
+            records.append(weights(copied.eval()))
             assert copied(torch.ones(2, 4)).shape == (2, 1)
 
-    seen: list[Any] = []
+    records: list[Any] = []
     module, trainer, _ = train(tmp_path, plug.Strategy(3), callbacks=[Looks()], max_epochs=1, max_steps=-1)
-    torch.testing.assert_close(seen, [weights(module)], rtol=0, atol=0)
+    torch.testing.assert_close(records, [weights(module)], rtol=0, atol=0)
     with pytest.raises(TypeError, match="runs nothing"):
         plug.full_model(trainer)
     trainer.save_checkpoint(tmp_path / "end.ckpt")

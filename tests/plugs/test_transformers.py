@@ -382,12 +382,12 @@ def test_weights_cannot_be_read_or_changed_between_steps(tmp_path, name):
             act(model)
 
     trainer = make_trainer(tmp_path, callbacks=[Acts()])
-    given = trainer.model
+    own_model = trainer.model
     sharded = plug.shard_trainer(trainer, stage=3, backend=None)
     with pytest.raises(RuntimeError, match=message):
         sharded.train()
     with pytest.raises(RuntimeError, match=message):
-        act(given)
+        act(own_model)
 
 
 class Autocasts(Trainer):

@@ -154,11 +154,11 @@ def test_dropout_drops_scales_and_differentiates():
     x, k = torch.randn(N), random.key(0)
     for p in (0.0, 0.25, 1.0):
         y = random.dropout(k, x, p)
-        kept = y != 0
-        assert sigmas(kept, 1 - p, max(p * (1 - p), 1e-3)) < 4
-        torch.testing.assert_close(y[kept], x[kept] / (1 - p) if p < 1 else y[kept])
+        mask = y != 0
+        assert sigmas(mask, 1 - p, max(p * (1 - p), 1e-3)) < 4
+        torch.testing.assert_close(y[mask], x[mask] / (1 - p) if p < 1 else y[mask])
         gradient = torch.func.grad(lambda x, p=p: random.dropout(k, x, p).sum())(x)
-        torch.testing.assert_close(gradient, kept / (1 - p) if p < 1 else torch.zeros(N))
+        torch.testing.assert_close(gradient, mask / (1 - p) if p < 1 else torch.zeros(N))
     with pytest.raises(ValueError, match=r"p=1\.5"):
         random.dropout(k, x, 1.5)
     with pytest.raises(ValueError, match="no integer from low=3 to high=3"):

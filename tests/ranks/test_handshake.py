@@ -80,7 +80,7 @@ def generation_of_the_dead(store: dist.Store, size: int, dies_at: dict[int, int]
 def test_ranks_agree_on_a_prefix_of_their_own(kind, tmp_path):
     """In worlds one after the other, of any size, as an elastic job has them."""
     first = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) if kind == "tcp" else dist.HashStore()
-    seen = []
+    records = []
     for size in (1, 3, 2, 3):
         stores = {
             "hash": lambda: first,
@@ -88,8 +88,8 @@ def test_ranks_agree_on_a_prefix_of_their_own(kind, tmp_path):
             "tcp": lambda: dist.TCPStore("localhost", first.port, None, False),  # pyright: ignore
         }
         result = meet([stores[kind]() for _ in range(size)], list(range(size)), size)
-        assert len(set(result)) == 1 and result[0] not in seen
-        seen.append(result[0])
+        assert len(set(result)) == 1 and result[0] not in records
+        records.append(result[0])
 
 
 @pytest.mark.parametrize("late", range(3))

@@ -67,11 +67,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("launched", [False, True], ids=["alone", "launched"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, launched):
-    given, error, message = REFUSED[name]
+    axes, error, message = REFUSED[name]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     for key, value in (rank_variables(0, 2, 1) if launched else {}).items():
         monkeypatch.setenv(key, str(value))
-    arguments = given if {"dp", "", "dp,ep", "dp\n"} & set(given) else {"dp": 2, **given}
+    arguments = axes if {"dp", "", "dp,ep", "dp\n"} & set(axes) else {"dp": 2, **axes}
     with pytest.raises(error, match=message):
         fzero.mesh(**arguments)
     assert not torch.distributed.is_initialized()

@@ -68,11 +68,11 @@ def main() -> int:
     if asked.write:
         PAGE.write_text(written(read()))
         return 0
-    known = {} if asked.fresh else {key for key, actual in read().items() if actual["outcome"] in DONE}
+    keys = {} if asked.fresh else {key for key, actual in read().items() if actual["outcome"] in DONE}
     todo = [
         (name, case)
         for name, case in commands()
-        if re.search(asked.models, name) and re.search(asked.cases, case.name) and (name, case.name) not in known
+        if re.search(asked.models, name) and re.search(asked.cases, case.name) and (name, case.name) not in keys
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     bad = 0

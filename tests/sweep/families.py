@@ -120,10 +120,10 @@ def of_transformers(name: str, kind: str, **more: Any) -> Callable[[str | None],
 
 def built(auto: Any, config: Any, attention: str | None) -> nn.Module:
     """Build a model with an implementation of attention, or with products and a softmax where it has no other."""
-    for chosen in ({} if attention is None else {"attn_implementation": attention}, {"attn_implementation": "eager"}):
+    for options in ({} if attention is None else {"attn_implementation": attention}, {"attn_implementation": "eager"}):
         torch.manual_seed(0)
         try:
-            return auto.from_config(copy.deepcopy(config), **chosen)
+            return auto.from_config(copy.deepcopy(config), **options)
         except ValueError as error:
             if "does not support an attention implementation" not in str(error):
                 raise

@@ -58,13 +58,13 @@ def _column(case: str) -> str:
 
 
 def _cell(actual: list[Mapping[str, Any] | None]) -> str:
-    known = [x for x in actual if x is not None and x["outcome"] != "absent"]
-    if not known:
+    outcomes = [x for x in actual if x is not None and x["outcome"] != "absent"]
+    if not outcomes:
         return "not run" if actual else ""
-    if len({x["outcome"] for x in known}) == 1 and known[0]["outcome"] == "refused":
+    if len({x["outcome"] for x in outcomes}) == 1 and outcomes[0]["outcome"] == "refused":
         return "refused"
-    good = sum(x["outcome"] == "ok" for x in known)
-    return f"{good} of {len(known)}" if good < len(known) or len(known) > 1 else "yes"
+    good = sum(x["outcome"] == "ok" for x in outcomes)
+    return f"{good} of {len(outcomes)}" if good < len(outcomes) or len(outcomes) > 1 else "yes"
 
 
 def _short(text: str) -> str:

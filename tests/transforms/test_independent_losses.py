@@ -18,7 +18,7 @@ X = torch.ones(8, 4)
 SAID = r"the loss of loss_fn depends on no leaf of argument 0 \('w', 'b'\), so its gradients are zero"
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records if "depends on no leaf" in r.message]
 
 
@@ -69,10 +69,10 @@ def test_a_loss_without_parameters_is_refused(way, options, loss, caplog):
 
     if depends:
         trained()
-        assert not told(caplog)
+        assert not notices(caplog)
     elif way == "lockstep":  # another rank's loss may depend on them
         grads = trained()
-        assert re.search(SAID, told(caplog)[0]) and not any(g.any() for g in fzero.tree.tensors(grads))
+        assert re.search(SAID, notices(caplog)[0]) and not any(g.any() for g in fzero.tree.tensors(grads))
     else:
         with pytest.raises(ValueError, match=SAID):
             trained()
@@ -114,4 +114,4 @@ def test_other_reads_of_parameters_give_no_notice(caplog):
     torch.func.grad(lambda p: fzero.value_and_grad(reads)(p, X)[0])(PARAMS)
     with torch.no_grad():
         fzero.value_and_grad(reads)(PARAMS, X)
-    assert not told(caplog)
+    assert not notices(caplog)

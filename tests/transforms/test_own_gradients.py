@@ -147,20 +147,20 @@ def test_a_process_knows_what_arrived_in_a_box():
     """As one rank of a planned world: its argument, or a view of it, and not what the step makes of it."""
     mesh, opt = fzero.mesh(dp=2), optim.sgd(0.1)
 
-    def step_of(given: Any) -> Any:
+    def step_of(box: Any) -> Any:
         def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-            _, grads = fzero.value_and_grad(loss, argnums=1)(params, given(x), y)
+            _, grads = fzero.value_and_grad(loss, argnums=1)(params, box(x), y)
             return params, opt_state, fzero.collectives.pmean(fzero.tree.tensors(grads)[0].sum())
 
         return fzero.shard(train_step, stage=2, mesh=mesh)
 
-    def plan(given: Any) -> Any:
-        step = step_of(given)
+    def plan(box: Any) -> Any:
+        step = step_of(box)
         return fzero.plan(
             step, *step.init(mlp_params(), opt), mesh.split(BATCH["x"]), mesh.split(BATCH["y"]), world_size=4
         )
 
-    for given in (lambda x: x, lambda x: x[:, :]):
+    for box in (lambda x: x, lambda x: x[:, :]):
         with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* pass fzero\.PerRank\(x\)"):
-            plan(given)
+            plan(box)
     assert plan(PerRank).peak_bytes > 0

@@ -106,13 +106,13 @@ def test_an_object_that_could_be_written_is_an_error():
 
 
 class Keeps(torch.nn.Module):
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, change: Any) -> None:
         super().__init__()
-        self.w, self.kept, self.aux = torch.nn.Parameter(torch.eye(3)), kept, None
+        self.w, self.change, self.aux = torch.nn.Parameter(torch.eye(3)), change, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ self.w)
-        self.aux = self.kept(h.square().mean())
+        self.aux = self.change(h.square().mean())
         return x + h
 
 
@@ -126,8 +126,8 @@ def test_what_a_block_leaves_elsewhere_is_refused():
 
     with pytest.raises(ValueError, match=r"a tensor float32 \[\] that the block computed .* held elsewhere"):
         grad(lambda p: fzero.remat(block)(p, torch.ones(2)).sum() + held[-1])(torch.ones(2))
-    for kept, refused in [(lambda a: a, True), (torch.Tensor.detach, False), (torch.Tensor.item, False)]:
-        apply, params, buffers = fzero.nn.functional(torch.nn.Sequential(Keeps(kept)), remat=True)
+    for change, refused in [(lambda a: a, True), (torch.Tensor.detach, False), (torch.Tensor.item, False)]:
+        apply, params, buffers = fzero.nn.functional(torch.nn.Sequential(Keeps(change)), remat=True)
         loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
         if refused:
             with pytest.raises(ValueError, match="held elsewhere"):

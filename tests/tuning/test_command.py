@@ -176,9 +176,9 @@ def test_a_browser_chooses_sorts_and_filters(several):
     dom = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
     match = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     assert match, dom[-2000:]
-    first, chosen, up, down, filtered = json.loads(html.unescape(match[1]))
-    assert first[0].startswith("tiny, ranks 2, batch 8, length 8") and chosen[0].startswith("tiny, ranks 4")
-    assert chosen[2].startswith("best: stage 3") and chosen[3] >= 2 and len(chosen[1]) == 2
+    first, choice, up, down, filtered = json.loads(html.unescape(match[1]))
+    assert first[0].startswith("tiny, ranks 2, batch 8, length 8") and choice[0].startswith("tiny, ranks 4")
+    assert choice[2].startswith("best: stage 3") and choice[3] >= 2 and len(choice[1]) == 2
     assert up[1] == ["1 x 2", "2 x 1"] and down[1] == up[1][::-1] and filtered[1] == ["2 x 1"]
 
 

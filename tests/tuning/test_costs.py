@@ -169,8 +169,10 @@ def test_a_plans_work_is_the_formulas():
     # the first layer's input needs no gradient
     assert planned_.flops == pytest.approx(formula.flops * (1 - 1 / (3 * layers)), rel=1e-3)
     assert planned_.forward_flops == pytest.approx(formula.forward_flops, rel=1e-3)
-    saved, told = [w.device_bytes[0] - w.device_bytes[1] for w in (planned_, formula)]
-    assert 12 / 14 * told * 0.999 <= saved <= told * 1.001  # gradients count where they are all there at the peak
+    saved, by_formula = [w.device_bytes[0] - w.device_bytes[1] for w in (planned_, formula)]
+    assert (
+        12 / 14 * by_formula * 0.999 <= saved <= by_formula * 1.001
+    )  # gradients count where they are all there at the peak
     # 14 bytes of each element, and the same of the unit that is updated: no more than 16
     assert 14 <= planned_.host_bytes[1] / planned_.elements <= 16
 

@@ -109,10 +109,10 @@ def test_the_bytes_are_those_of_a_formula(table):
 def test_the_best_is_that_of_trying_all(table):
     """At each budget that a row just meets, and just does not."""
     results = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
-    kept = Kept()
-    assert fzero.tune(kept, **FEW, memory=1e12).rows == table.rows
+    writer = Kept()
+    assert fzero.tune(writer, **FEW, memory=1e12).rows == table.rows
     for budget in sorted({n - less for _, n, _ in results for less in (0, 1)})[:: either(3, 1)]:
-        tuned = fzero.tune(kept, **FEW, memory=budget)
+        tuned = fzero.tune(writer, **FEW, memory=budget)
         fits = [(seconds, n, str(c)) for c, n, seconds in results if n <= budget]
         assert {str(r.config) for r in tuned.fitting} == {c for _, _, c in fits}
         if fits:
@@ -216,8 +216,8 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
     (line,) = [x for x in str(table).splitlines() if x.startswith("    3  8 x 8  no     bfloat16         0   2   2")]
     row = next(r for r in table.rows if (r.config.stage, r.config.tp, r.config.pp) == (3, 2, 2))
     assert f"{row.traffic_bytes['tp'] / 1e3:.1f} kB" in line and f"{row.traffic_bytes['pp'] / 1e3:.1f} kB" in line
-    told = str(table).replace("\n", " ")
-    assert any("tp times pp" in v.rule for v in table.rules()) and all(str(v) in told for v in table.rules())
+    text = str(table).replace("\n", " ")
+    assert any("tp times pp" in v.rule for v in table.rules()) and all(str(v) in text for v in table.rules())
     record = table.records()[-1]
     assert {"tp", "pp"} < {*record} and not {"ep", "schedule"} & {*record}
     said = json.loads(table.to_json())
@@ -337,9 +337,9 @@ def test_the_lines_to_paste_run(changed):
     state = (names["params"], names["opt_state"]) if config.pp > 1 else step.init(params, names["opt"])
     batch = torch.randn(config.global_batch, 8)
     (call,) = [line.removeprefix("# call step with ") for line in said.splitlines() if "call step with" in line]
-    given = eval(call, {"mesh": mesh, "batch": batch})
-    assert fzero.plan(step, *state, given).peak_bytes
-    actual = step.step(*state, given)[2]  # without compiling it
+    arguments = eval(call, {"mesh": mesh, "batch": batch})
+    assert fzero.plan(step, *state, arguments).peak_bytes
+    actual = step.step(*state, arguments)[2]  # without compiling it
     names["block"] = apply_block
     assert float(actual) == pytest.approx(float(of(params, batch)), rel=1e-5)
 

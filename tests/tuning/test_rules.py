@@ -54,23 +54,23 @@ def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
 def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why):
     """The one that the rule would take is slower; were it the faster, the rule would be kept."""
     result = judged(row(1.0, **best), row(1.5, **other))
-    kept, said = result[rule]
-    assert not kept and said.startswith(str(replace(USUAL, **{k: v for k, v in other.items() if k in vars(USUAL)})))
+    holds, said = result[rule]
+    assert not holds and said.startswith(str(replace(USUAL, **{k: v for k, v in other.items() if k in vars(USUAL)})))
     assert said.endswith(f" takes 50% more: {why}")
     assert judged(row(2.0, **best), row(1.5, **other))[rule] == (True, "")
 
 
 def test_what_the_model_cannot_tell_is_said():
-    (kept, why) = judged(row(1.0, stage=2), row(1.004, stage=1))[STAGE]
-    assert not kept and why.endswith("takes 0.4% more, which is less than the cost model can resolve")
+    (holds, why) = judged(row(1.0, stage=2), row(1.004, stage=1))[STAGE]
+    assert not holds and why.endswith("takes 0.4% more, which is less than the cost model can resolve")
 
 
 def test_settings_are_chosen_at_the_smallest_micro_batch():
     """There stage 3 is the fastest; where the batch is set aside, another stage is."""
     small = [row(4.0, stage=1), row(3.0, stage=3)]
     large = [row(s, stage=stage, micro_batch=8, accumulation=1) for s, stage in ((1.0, 1), (2.0, 3))]
-    kept, why = judged(*small, *large)[SETTINGS]
-    assert not kept and why.startswith("stage 3, micro-batch 8 x 1, bfloat16 takes 100% more")
+    holds, why = judged(*small, *large)[SETTINGS]
+    assert not holds and why.startswith("stage 3, micro-batch 8 x 1, bfloat16 takes 100% more")
     assert judged(*small, replace(large[1], seconds=0.5))[SETTINGS] == (True, "")
 
 
@@ -87,11 +87,11 @@ def test_a_model_lies_within_a_machine_and_a_pipeline_across():
     rows = row(1.0, tp=4, pp=4), row(2.0, tp=8, pp=2), row(3.0, tp=16), row(4.0, tp=2, pp=8)
     assert judged(*rows, devices_per_host=4)[WITHIN] == (True, "")
     for devices_per_host, first in ((8, "tp 8, pp 2 by 1f1b"), (16, "tp 16"), (2, "tp 2, pp 8 by 1f1b")):
-        kept, why = judged(*rows, devices_per_host=devices_per_host)[WITHIN]
-        assert not kept and why.startswith(f"stage 1, micro-batch 1 x 8, bfloat16, {first} takes ")
+        holds, why = judged(*rows, devices_per_host=devices_per_host)[WITHIN]
+        assert not holds and why.startswith(f"stage 1, micro-batch 1 x 8, bfloat16, {first} takes ")
     assert SPREAD not in judged(*rows)
-    kept, why = judged(*rows, row(5.0, tp=2, pp=2), row(6.0, tp=4))[SPREAD]
-    assert not kept and why.startswith("stage 1, micro-batch 1 x 8, bfloat16, tp 4 takes 500% more")
+    holds, why = judged(*rows, row(5.0, tp=2, pp=2), row(6.0, tp=4))[SPREAD]
+    assert not holds and why.startswith("stage 1, micro-batch 1 x 8, bfloat16, tp 4 takes 500% more")
     assert WITHIN not in judged(row(1.0, pp=4), row(2.0, pp=2)) and WITHIN not in judged(row(1.0), row(2.0))
 
 
@@ -105,8 +105,8 @@ def test_a_layout_is_compared_whatever_follows_from_it():
 def test_a_pipeline_is_filled_and_not_overfilled():
     rows = [row(s, pp=2, micro_batch=m, accumulation=64 // m) for s, m in ((1.0, 4), (2.0, 2), (3.0, 8), (4.0, 1))]
     assert judged(*rows)[CHUNKS] == (True, "")  # 16 for two ranks
-    kept, why = judged(*rows[1:])[CHUNKS]
-    assert kept and not why  # 32, since 8 are too few
+    holds, why = judged(*rows[1:])[CHUNKS]
+    assert holds and not why  # 32, since 8 are too few
     assert judged(rows[2], row(4.0, pp=2, micro_batch=16, accumulation=4))[CHUNKS] == (True, "")
     assert judged(rows[0], rows[2])[CHUNKS][0] and not judged(replace(rows[2], seconds=0.1), rows[0])[CHUNKS][0]
     assert CHUNKS not in judged(row(1.0), row(2.0, micro_batch=8, accumulation=1))

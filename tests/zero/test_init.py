@@ -241,7 +241,7 @@ def test_a_function_that_cannot_be_traced_is_run_whole(caplog):
 
 def test_a_profiler_goes_on_and_init_is_still_traced(caplog):
     """A trace sets a profile function of its own, in whose place cProfile's was called, which cannot be."""
-    profiler, seen = cProfile.Profile(), []
+    profiler, records = cProfile.Profile(), []
     step = step_on(3, dp=2)
     profiler.enable()
     step.init(lambda: {"w": torch.randn(4)}, optim.sgd(0.1))
@@ -249,14 +249,14 @@ def test_a_profiler_goes_on_and_init_is_still_traced(caplog):
     profiler.disable()
     assert "hypot" in str(profiler.getstats())
     previous = sys.getprofile()
-    sys.setprofile(lambda frame, event, function: seen.append(event))
+    sys.setprofile(lambda frame, event, function: records.append(event))
     try:
         step.init(lambda: {"w": torch.randn(4)}, optim.sgd(0.1))
-        seen.clear()
+        records.clear()
         math.hypot(3.0, 4.0)
     finally:
         sys.setprofile(previous)
-    assert "c_call" in seen
+    assert "c_call" in records
     assert "cannot be traced" not in caplog.text
 
 

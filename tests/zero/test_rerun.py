@@ -112,15 +112,15 @@ def test_a_mistake_is_found_in_the_calls_that_run_twice(stage, run, found_in):
     mesh = fzero.mesh(dp=2, simulate="lockstep")
     step = fzero.shard(mistaken(calls, {run}), stage=stage, mesh=mesh, check=Rerun(every=2))
     state: Any = step.init(mlp_params(), OPT)
-    seen = None
+    count = None
     for i in range(4):
         try:
             *state, _ = step(*state, mesh.split(mlp_batch(4, i)))
         except CorruptionError as error:
             assert "than in a second run of call" in str(error)
-            seen = i + 1
+            count = i + 1
             break
-    assert seen == found_in
+    assert count == found_in
 
 
 @pytest.mark.parametrize("swap,is_found", [("dp", True), (None, False)])

@@ -100,14 +100,14 @@ def test_jit_refuses_at_every_stage(write, stage):
     """As one rank of a world; torch.vmap refuses some by itself."""
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(writing(write), stage=stage, mesh=mesh)
-    given = (*step.init(PARAMS, OPT), mesh.split(X))
+    arguments = (*step.init(PARAMS, OPT), mesh.split(X))
     what = f"argument 0, {'leaf' if stage == 0 else 'unit'} 'w'"
     did = r"assigns to a tensor's \.data at .*test_writes" if write == "other .data" else f"writes into {what}"
     with pytest.raises(RuntimeError, match=f"fzero.jit: the step {did}"):
-        fzero.plan(step, *given, world_size=2)
+        fzero.plan(step, *arguments, world_size=2)
     if write in UNDER_VMAP:
         with pytest.raises(RuntimeError, match=f"fzero.jit: the step {did}"):
-            fzero.jit(step, backend="fx")(*given)
+            fzero.jit(step, backend="fx")(*arguments)
 
 
 @pytest.mark.slow

@@ -152,9 +152,9 @@ def scaled(body: Any, chain: Any) -> None:
 def read_before(body: Any, chain: Any) -> Any:
     """Show a user the sum before each micro-batch."""
     with body.inserting_before(chain.add):
-        seen = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[0], 2.0))
-    seen.meta = dict(chain.add.args[0].meta)
-    return seen
+        product = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[0], 2.0))
+    product.meta = dict(chain.add.args[0].meta)
+    return product
 
 
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])

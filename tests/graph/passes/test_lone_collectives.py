@@ -32,8 +32,8 @@ def test_a_gathered_unit_lies_in_the_argument():
 def test_others_stay_and_so_does_one_that_a_result_lies_in():
     b = Builder(1, [(4,)], [{}], False)
     (x,) = b.inputs
-    kept, apart = b.gather(x, "drop_lone_collectives"), b.all_reduce(x, "others")
-    graph = b.done([b(aten.view.default, kept, [2, 2]), b(aten.mul.Tensor, apart, 2), b(aten.mul.Tensor, kept, 2)])
+    gather, apart = b.gather(x, "drop_lone_collectives"), b.all_reduce(x, "others")
+    graph = b.done([b(aten.view.default, gather, [2, 2]), b(aten.mul.Tensor, apart, 2), b(aten.mul.Tensor, gather, 2)])
     assert sum(is_collective(n) for n in drop_lone_collectives(graph, ["drop_lone_collectives"]).nodes) == 2
     assert drop_lone_collectives(graph, []) is graph
 

@@ -27,12 +27,12 @@ def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(mak
     before = donate(sample.graph, sample.pairs, sample.donated) if donated else sample.graph
     after = in_place(before)
     assert in_place(after).python_code("self").src == after.python_code("self").src
-    memory, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).indices[n]}
+    memory, inputs = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).indices[n]}
     for old, new in zip(before.nodes, after.nodes, strict=True):
         if old.target is c10d.all_reduce.default:
             (s,) = memory.indices[old.all_input_nodes[0]]
             readers = [n for n in before.nodes if s in memory.read_by(n) and not is_view(n)]
-            mine = s not in given and readers == [old]
+            mine = s not in inputs and readers == [old]
             assert (new.target is c10d.all_reduce_.default) == mine
         else:
             assert new.target is old.target
@@ -41,8 +41,8 @@ def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(mak
 def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_used_again_not():
     b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     (x,) = b.inputs
-    fresh, kept = b(graphs.aten.tanh.default, x), b(graphs.aten.exp.default, x)
-    graph = in_place(b.done([b.all_reduce(fresh), b.all_reduce(kept), kept, b.all_reduce(x)]))
+    fresh, gradient = b(graphs.aten.tanh.default, x), b(graphs.aten.exp.default, x)
+    graph = in_place(b.done([b.all_reduce(fresh), b.all_reduce(gradient), gradient, b.all_reduce(x)]))
     expected = [c10d.all_reduce_.default, c10d.all_reduce.default, c10d.all_reduce.default]
     assert [n.target for n in graph.nodes if is_collective(n)] == expected
 
@@ -112,9 +112,9 @@ def test_a_gathered_unit_that_is_only_written_arrives_in_its_leaves(change):
         collective_kind(start) == "all_gather" and full_bytes(start) == moved_numel(start) * 4 == 3 * 3 * 4
     )  # padding counts
     assert not any(n.target is COPY or n.target is c10d.all_gather_into_tensor.default for n in after.nodes)
-    given, the_sum = sum(x.nbytes for x in graphs.arguments(UNIT)), 4
-    assert peak_bytes(schedule(before)) == given + full_bytes(start)
-    assert peak_bytes(schedule(after)) == given + the_sum
+    inputs, the_sum = sum(x.nbytes for x in graphs.arguments(UNIT)), 4
+    assert peak_bytes(schedule(before)) == inputs + full_bytes(start)
+    assert peak_bytes(schedule(after)) == inputs + the_sum
     for late in (False, True):
         for graph in (after, schedule(after, 0, 1)):
             args = graphs.arguments(UNIT)

@@ -80,8 +80,8 @@ def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
     packs = [n for n in after.nodes if name_of(n) == "cat"]
     assert len(packs) == (1 if change == "read" else 0)  # the half; the old part is not copied
     assert (view.args[2], view.args[1], view.args[3]) == ([1], [4], 0)
-    taken = [sum(r.bytes for r in live_ranges(schedule(graph))) for graph in (before, after)]
-    assert taken[0] - taken[1] == (0 if change == "masters" else 16)
+    totals = [sum(r.bytes for r in live_ranges(schedule(graph))) for graph in (before, after)]
+    assert totals[0] - totals[1] == (0 if change == "masters" else 16)
     assert peak_bytes(schedule(after)) <= peak_bytes(schedule(before))
 
 

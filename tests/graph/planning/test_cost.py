@@ -84,8 +84,8 @@ def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k
         check_timeline(actual, plan.seconds)
         assert plan.limits == pytest.approx(limits_of(actual)) and set(plan.limits) <= {*LIMITS}
         assert plan.limits["wire"] > 0  # so small a model waits for its collectives
-        sent = [x for x in actual if x.stream == "communication"]
-        assert len(sent) == sum(c.times for c in plan.collectives) and {x.limit for x in sent} == {"wire"}
+        messages = [x for x in actual if x.stream == "communication"]
+        assert len(messages) == sum(c.times for c in plan.collectives) and {x.limit for x in messages} == {"wire"}
         names = ("mm", "addmm", "bmm")
         products = [o for o in plan.operations if o.target in [f"aten.{name}.default" for name in names]]
         assert sum(x.name in names for x in actual) == sum(o.times for o in products) > 0

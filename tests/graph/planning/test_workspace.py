@@ -42,8 +42,8 @@ def test_workspaces_are_the_allocators(name):
     x = torch.randn(128, 128).to(dtype)
     nodes = [n for n in make_fx(kernel)(x).graph.nodes if n.op == "call_function"]
     kernel(x)
-    kept = []
-    measured = peak_bytes(lambda: kept.append(kernel(x))) - nbytes(*stand_ins_of(nodes[-1]))
+    outputs = []
+    measured = peak_bytes(lambda: outputs.append(kernel(x))) - nbytes(*stand_ins_of(nodes[-1]))
     assert abs(measured - sum(map(_workspace_bytes, nodes))) < 1024, measured
 
 

@@ -171,14 +171,14 @@ def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
     "x", [torch.ones(2, 3), torch.ones(3).expand(2, 3), torch.ones(0, 3), torch.tensor(1), torch.ones(4, 6)[::2, 1::2]]
 )
 def test_arguments_are_made_up_as_their_stand_ins_lie(x):
-    seen = []
+    records = []
 
     def runs(args: list[torch.Tensor]) -> list[torch.Tensor]:
-        seen.extend(args)
+        records.extend(args)
         return [args[0] + 1]
 
     check_outputs(code_of(lambda x: [x + 1], x), runs)
-    assert [(a.shape, a.stride(), a.dtype) for a in seen] == [(x.shape, x.stride(), x.dtype)]
+    assert [(a.shape, a.stride(), a.dtype) for a in records] == [(x.shape, x.stride(), x.dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -59,15 +59,15 @@ def shapes(*sizes: Sequence[int]) -> Any:
 
 
 def test_a_call_has_a_length_if_it_differs_from_the_first_in_one():
-    known = Lengths()
-    assert known.length_of(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
-    assert known.length_of(shapes((4, 64), (4, 64), (7,))) is None
-    assert known.length_of(shapes((4, 72), (4, 72), (7,))) == 72 and known.start == 64
-    assert known.length_of(shapes((4, 72), (4, 64), (7,))) is None
-    assert known.length_of(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
-    assert known.length_of(shapes((4, 80), (4, 96), (7,))) is None
-    assert known.length_of(shapes((4, 80), (4, 80))) is None
-    assert known.length_of(shapes((4, 80), (4, 80), (7,))) == 80
+    cache = Lengths()
+    assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
+    assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None
+    assert cache.length_of(shapes((4, 72), (4, 72), (7,))) == 72 and cache.start == 64
+    assert cache.length_of(shapes((4, 72), (4, 64), (7,))) is None
+    assert cache.length_of(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
+    assert cache.length_of(shapes((4, 80), (4, 96), (7,))) is None
+    assert cache.length_of(shapes((4, 80), (4, 80))) is None
+    assert cache.length_of(shapes((4, 80), (4, 80), (7,))) == 80
 
 
 # ---------------------------------------------------------------- segments
@@ -117,7 +117,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
 )
 def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
     """And from the fourth length on nothing is compiled anew: three tell all numbers."""
-    known, count = Lengths(), 0
+    cache, count = Lengths(), 0
 
     def counted(*args: Any) -> Any:
         nonlocal count
@@ -128,7 +128,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
         patch.setattr(_template, "inductor_for_lengths", counted)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
-            actual = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+            actual = for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None)
             assert (code.name in actual) == (i > 0) and count <= 2
             if actual:
                 expected = GraphModule({}, code.graph).forward(*args)
@@ -138,10 +138,10 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
-    known, actual = Lengths(), []
+    cache, actual = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
-        actual.append(code.name in for_all_lengths([code], known, shapes(*[x.shape for x in args]), None))
+        actual.append(code.name in for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None))
     assert actual == [False, True, False, True]
 
 
@@ -149,10 +149,10 @@ def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypa
     monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
-        known, actual = Lengths(), []
+        cache, actual = Lengths(), []
         for length in (10, 12, 14, 30, 32):
             code, args = code_at(["branching"], length)
-            runs = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+            runs = for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None)
             actual.append(code.name in runs)
             if runs:
                 (got,) = runs[code.name]([*args])
@@ -197,15 +197,15 @@ class Counted:
 @needs_symbols
 @needs_compiler
 def test_one_compiled_segment_serves_all_lengths():
-    known, runs = Lengths(), None
+    cache, runs = Lengths(), None
     for i, length in enumerate((7, 16, 33, 9)):
         code, args = code_at(["attention, backward", "shifted"], length)
-        result = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+        result = for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None)
         if i == 0:
             continue
         (got,) = result[code.name]([*args])
         torch.testing.assert_close(got, GraphModule({}, code.graph).forward(*args)[0], rtol=1e-9, atol=1e-9)
-        ((template, one, _),) = known.templates[next(iter(known.templates))]
+        ((template, one, _),) = cache.templates[next(iter(cache.templates))]
         assert runs in (None, one) and template.length == 16
         runs = one
 

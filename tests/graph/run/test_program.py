@@ -87,9 +87,9 @@ def test_a_register_is_free_right_after_its_last_use(make, how):
         held = (held | {*outs}) - {*instruction.free}
         last |= dict.fromkeys([*ins, *outs], i)
         freed |= dict.fromkeys(instruction.free, i)
-    kept = {*range(count), *[r for r in program.results if r is not None]}
-    assert held == kept
-    assert freed == {s: i for s, i in last.items() if s not in kept}
+    survivors = {*range(count), *[r for r in program.results if r is not None]}
+    assert held == survivors
+    assert freed == {s: i for s, i in last.items() if s not in survivors}
 
 
 @pytest.mark.slow

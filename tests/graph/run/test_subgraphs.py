@@ -93,12 +93,12 @@ def is_small(node: Node) -> bool:
 
 def anew_in_loops(x: Segment) -> list[Node]:
     """List what Inductor would compute in each iteration: a 0-d value of 0-d ones that it need not hand out."""
-    handed = next(n for n in x.graph.nodes if n.op == "output").args[0]
-    assert isinstance(handed, tuple)
+    outputs = next(n for n in x.graph.nodes if n.op == "output").args[0]
+    assert isinstance(outputs, tuple)
     results = []
     for n in x.graph.nodes:
         of_scalars = n.op == "call_function" and n.all_input_nodes and all(map(is_small, [n, *n.all_input_nodes]))
-        if of_scalars and n not in handed and not all(is_small(u) for u in n.users):
+        if of_scalars and n not in outputs and not all(is_small(u) for u in n.users):
             results.append(n)
     return results
 

@@ -237,11 +237,11 @@ def test_a_leaf_that_somebody_keeps_keeps_the_unit_that_it_lay_in():
         fzero.shard(train_step_for(mlp_loss, opt), stage=1, mesh=fzero.mesh(dp=1)), backend="fx", **LEAST
     )
     params, state = jitted.init(mlp_params(), opt)
-    kept = params["blocks"][0]["b"]
-    params["blocks"][0]["b"] = torch.zeros_like(kept)
+    leaf = params["blocks"][0]["b"]
+    params["blocks"][0]["b"] = torch.zeros_like(leaf)
     with pytest.raises(ValueError, match=r"'blocks.0.w.*'.*a leaf beside it.*by a clone"):
         jitted(params, state, jitted.mesh.split(mlp_batch(4)))
-    kept = kept.clone()
+    leaf = leaf.clone()
     jitted(params, state, jitted.mesh.split(mlp_batch(4)))
 
 
@@ -254,9 +254,9 @@ def test_parts_of_one_buffer_may_be_donated_again_and_again():
     params = {"a": buffer[:2], "b": buffer[2:]}
     del buffer
     f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
-    kept = []
+    holders = []
     for i in range(3):
-        kept.append(params)  # the dead must not count as holders
+        holders.append(params)  # the dead must not count as holders
         params = f(params)
         assert params["a"].tolist() == [i + 1] * 2 and params["b"].tolist() == [i + 1] * 4
 

@@ -28,23 +28,23 @@ def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str,
     logits = x @ p["router"]
     e = torch.exp(logits)
     scores = 1 / (1 + 1 / e) if options.get("score") == "sigmoid" else e / e.sum(-1, keepdim=True)
-    y, chosen = torch.zeros_like(x), torch.zeros(s, count, dtype=x.dtype)
+    y, shares = torch.zeros_like(x), torch.zeros(s, count, dtype=x.dtype)
     for i in range(s):
         best = [sorted(range(count), key=lambda e, j=j: -float(scores[i, j, e].detach()))[:k] for j in range(t)]
-        taken = [0] * count
+        counts = [0] * count
         for c, j in [(c, j) for c in range(k) for j in range(t)]:
             e = best[j][c]
-            chosen[i, e] += 1 / (t * k)
-            taken[e] += 1
-            if taken[e] <= positions:
+            shares[i, e] += 1 / (t * k)
+            counts[e] += 1
+            if counts[e] <= positions:
                 whole = sum(scores[i, j, other] for other in best[j]) if options.get("normalize", True) else 1
                 gate = options.get("scale", 1.0) * scores[i, j, e] / whole
                 h = torch.tanh(x[i, j] @ p["experts"]["up"][e] + p["experts"]["bias"][e])
                 y[i, j] = y[i, j] + gate * (h @ p["experts"]["down"][e])
     if over == "batch":
-        balance = count * sum(chosen.mean(0)[e] * scores[..., e].mean() for e in range(count))
+        balance = count * sum(shares.mean(0)[e] * scores[..., e].mean() for e in range(count))
     else:
-        balance = count * sum(chosen[i, e] * scores[i, :, e].mean() for i in range(s) for e in range(count)) / s
+        balance = count * sum(shares[i, e] * scores[i, :, e].mean() for i in range(s) for e in range(count)) / s
     return y, 0.1 * balance + 0.01 * torch.log(torch.exp(logits).sum(-1)).pow(2).mean()
 
 

@@ -39,13 +39,13 @@ def test_exchanges_are_called_by_their_layer(stage, k, capacity):
     step = fzero.shard(train_step, stage, mesh, split=moe.split("experts"))
     state = step.init({"inp": ends["inp"], "blocks": blocks, "head": ends["head"]}, OPT)
     plan = fzero.plan(fzero.jit(step, backend="fx", **LEAST), *state, mesh.split(batch_of(24)))
-    sent = [c for c in plan.collectives if c.kind == "all_to_all"]
-    forward = [c.unit for c in sent if plan.operations[c.position].phase == "forward"]
-    backward = [c.unit for c in sent if plan.operations[c.position].phase == "backward"]
+    messages = [c for c in plan.collectives if c.kind == "all_to_all"]
+    forward = [c.unit for c in messages if plan.operations[c.position].phase == "forward"]
+    backward = [c.unit for c in messages if plan.operations[c.position].phase == "backward"]
     there_and_back = len(forward) // 3  # without capacity it sends the experts' numbers, too
     assert forward == [name for name in LAYERS for _ in range(there_and_back)] and there_and_back >= 2
     assert backward == [name for name in reversed(LAYERS) for _ in range(2)]
-    assert {c.times for c in sent} == {k}
+    assert {c.times for c in messages} == {k}
     assert not [c.unit for c in plan.collectives if c.kind != "all_reduce" and "(metric)" in c.unit]
     assert "all_to_all" in str(plan) and "blocks.*" in str(plan)
     metrics = [c.unit for c in plan.collectives if c.kind == "all_reduce" and "blocks" not in c.unit]

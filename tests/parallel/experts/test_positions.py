@@ -39,14 +39,14 @@ def test_positions_are_taken_first_choices_first_and_tokens_in_order(s, t, k, ca
     c = t if capacity is None else min(t, math.ceil(capacity * t * k / count))
     assert result.choice.shape == (s, count, c)
     for i in range(s):
-        taken, choice = [0] * count, torch.full((count, c), t * k)
+        counts, choice = [0] * count, torch.full((count, c), t * k)
         for j in range(k):
             for token in range(t):
                 e = int(experts[i, token, j])
                 position = count * c
-                if e < count and taken[e] < c:
-                    position, choice[e, taken[e]] = e * c + taken[e], token * k + j
-                    taken[e] += 1
+                if e < count and counts[e] < c:
+                    position, choice[e, counts[e]] = e * c + counts[e], token * k + j
+                    counts[e] += 1
                 assert result.position[i, token, j] == position
         assert torch.equal(result.choice[i], choice)
 

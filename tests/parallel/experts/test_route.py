@@ -68,14 +68,16 @@ def test_a_token_with_a_nan_goes_nowhere_and_hides_nothing(score, capacity):
 
     r, y = run(logits)
     assert (r.experts[0, 1] == 4).all() and y[0, 1].isnan().all()
-    kept = torch.tensor([0, 2, 3])
-    assert y[0, kept].isfinite().all() and y[1].isfinite().all()
-    cut = moe.route(logits[:1, kept], 2, score=score, normalize=True)
+    indices = torch.tensor([0, 2, 3])
+    assert y[0, indices].isfinite().all() and y[1].isfinite().all()
+    cut = moe.route(logits[:1, indices], 2, score=score, normalize=True)
     if capacity is None:
-        torch.testing.assert_close(y[:1, kept], moe.layer(lambda p, r, linear: linear(r, p), up, x[:1, kept], cut))
+        torch.testing.assert_close(
+            y[:1, indices], moe.layer(lambda p, r, linear: linear(r, p), up, x[:1, indices], cut)
+        )
     else:
         positions, alone = (moe.assign_positions(e.experts, 4, 0.5 * 4 / 3 if e is cut else 0.5) for e in (r, cut))
-        assert torch.equal(positions.position[:1, kept] < 4, alone.position < 4)
+        assert torch.equal(positions.position[:1, indices] < 4, alone.position < 4)
 
 
 # ---------------------------------------------------------------- jitter

@@ -178,11 +178,11 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
     other = fzero.jit(step, backend="fx", **LEAST)(*step.init(params_of(), OPT), batch)
     assert_trees_close([step.gather(x) for x in other], [step.gather(x) for x in one])
     plan = fzero.plan(step, *step.init(params_of(), OPT), batch, world_size={"dp": 8})
-    sent = [c.bytes for c in plan.collectives if c.kind == "all_to_all"]
+    byte_counts = [c.bytes for c in plan.collectives if c.kind == "all_to_all"]
     s, t, k, d, count = 2, 5, 2, 6, 4
     # rows forth and back, and their gradients; a rank sends its positions, or what it could choose; counts once
     rows = count * 2 * s if capacity else 2 * s * t * k
-    assert sorted(sent) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
+    assert sorted(byte_counts) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
 
 
 NO_AXIS = ({"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3})

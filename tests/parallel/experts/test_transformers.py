@@ -133,14 +133,14 @@ def test_other_families_have_the_numbers_of_their_own_experts(name):
 @pytest.mark.parametrize("name", cases(FAST, ["qwen3_moe"]))
 def test_experts_by_default_train_without_a_word_and_the_model_stays_as_it_is(name):
     model = model_of(name, "")
-    chosen = model.config._experts_implementation
+    implementation = model.config._experts_implementation
     apply, params, buffers = fzero.nn.functional(model)
     (batch, _) = batches()
 
     def loss_fn(params: Any) -> torch.Tensor:
         return loss_of(apply(params, buffers, batch["input_ids"])[0], batch)
 
-    assert model.config._experts_implementation == chosen == "grouped_mm"
+    assert model.config._experts_implementation == implementation == "grouped_mm"
     grads, loss = torch.func.grad_and_value(loss_fn)(params)
     by_loop = model_of(name, "eager")
     expected = loss_of(by_loop(batch["input_ids"]), batch)

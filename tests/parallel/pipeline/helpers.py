@@ -48,18 +48,18 @@ def expert(p: Any, rows: torch.Tensor, linear: Any) -> torch.Tensor:
     return torch.tanh(linear(rows, p["w"]))
 
 
-def block(p: Any, given: Any) -> Any:
-    x = given["x"] * p["scale"]
-    x = given["x"] + tp.row(torch.tanh(tp.column(x, p["up"], p["bias"])), p["down"])
+def block(p: Any, stream: Any) -> Any:
+    x = stream["x"] * p["scale"]
+    x = stream["x"] + tp.row(torch.tanh(tp.column(x, p["up"], p["bias"])), p["down"])
     if "router" not in p:
-        return {**given, "x": x}
+        return {**stream, "x": x}
     routing = moe.route(x @ p["router"], k=2)
     y = moe.layer(expert, p["experts"], x, routing, axis="ep", capacity=1.0)
-    return {"x": x + y, "balance": given["balance"] + moe.balance_loss(routing, over="sequence")}
+    return {"x": x + y, "balance": stream["balance"] + moe.balance_loss(routing, over="sequence")}
 
 
-def last(rest: Any, given: Any, batch: Any) -> torch.Tensor:
-    return tp.cross_entropy(tp.column(given["x"], rest["head"]), batch["y"]) + 0.1 * given["balance"]
+def last(rest: Any, stream: Any, batch: Any) -> torch.Tensor:
+    return tp.cross_entropy(tp.column(stream["x"], rest["head"]), batch["y"]) + 0.1 * stream["balance"]
 
 
 def check(

@@ -119,13 +119,13 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
     def begin(rest: Any, batch: Any) -> Any:
         return {"x": first(rest, batch), "loss": torch.zeros((), dtype=torch.float64)}
 
-    def counted(p: Any, given: Any, *, index: Any, batch: Any) -> Any:
-        x = block(p, given["x"]) + (index + 1) * batch["weights"][:, None]
-        return {"x": x, "loss": given["loss"] + x.square().sum() * (index + 1)}
+    def counted(p: Any, stream: Any, *, index: Any, batch: Any) -> Any:
+        x = block(p, stream["x"]) + (index + 1) * batch["weights"][:, None]
+        return {"x": x, "loss": stream["loss"] + x.square().sum() * (index + 1)}
 
-    def end(rest: Any, given: Any, batch: Any) -> Any:
-        total, weight = last(rest, given["x"], batch)
-        return total + given["loss"], weight
+    def end(rest: Any, stream: Any, batch: Any) -> Any:
+        total, weight = last(rest, stream["x"], batch)
+        return total + stream["loss"], weight
 
     params = params_of(5)
     few = [("1f1b", "vmap"), ("zb", "lockstep")]

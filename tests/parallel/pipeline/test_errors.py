@@ -139,8 +139,8 @@ def test_a_rule_that_was_forgotten(simulate, stage):
     """Every rank would have the blocks of all, and run those of the first."""
     mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, axis=("dp", "pp"))
-    for given, shape in ((loss.stack(params_of(4), mesh), "[2, 5"), (params_of(2), "[5")):
-        params, _ = step.init(given, optim.sgd(0.1))
+    for wrong_params, shape in ((loss.stack(params_of(4), mesh), "[2, 5"), (params_of(2), "[5")):
+        params, _ = step.init(wrong_params, optim.sgd(0.1))
         with raises(ValueError, f" is torch.float64 {shape}") as error:
             step(params, mesh.split(batch_of(8), "dp"))
         assert "fzero.shard(..., split=loss.split)" in str(error.value)

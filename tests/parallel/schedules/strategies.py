@@ -20,8 +20,8 @@ def schedules(draw: Any, least: int = 1) -> PipelineSchedule:
     stages, extra = draw(st.integers(1, 3)), draw(st.integers(0, 4))
     cap = draw(st.sampled_from([None, stages + extra, lambda rank: stages * (ranks - rank) + extra]))
     placement, split = draw(st.sampled_from(["loop", "v"])), draw(st.booleans())
-    known = draw(durations(ranks * stages))
-    return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, split=split, **known)
+    seconds = draw(durations(ranks * stages))
+    return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, split=split, **seconds)
 
 
 def edited(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:

@@ -302,9 +302,9 @@ def test_of_a_block_each_child_works_on_the_tokens_that_it_needs(simulate):
 def test_between_blocks_a_rank_has_a_part_of_the_tokens():
     module, x = Stack().double(), torch.ones(2, 4, 6, dtype=torch.float64)
     layers = tp.layers(module, {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, sequence=True)
-    seen = []
+    records = []
     module.blocks[1].register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append(kwargs["hidden_states"].shape), with_kwargs=True
+        lambda m, args, kwargs: records.append(kwargs["hidden_states"].shape), with_kwargs=True
     )
     apply, params, buffers = fzero.nn.functional(module, tp=layers)
 
@@ -312,7 +312,7 @@ def test_between_blocks_a_rank_has_a_part_of_the_tokens():
         return apply(fzero.gather(fzero.partition(params, (), split=layers.split)), buffers, x)[0]
 
     fzero.mesh(tp=2).spmd(program)(params)
-    assert seen == [(2, 2, 6)]
+    assert records == [(2, 2, 6)]
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
