@@ -26,7 +26,7 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.slow
 def test_the_script_is_killed_and_goes_on(script, tmp_path):
     assert "steps, folder = 120," in script
-    killed = script.replace("        log(i + 1, found)\n", "        log(i + 1, found)\n        assert i < 75\n", 1)
+    killed = script.replace("        log(i + 1, metrics)\n", "        log(i + 1, metrics)\n        assert i < 75\n", 1)
     (tmp_path / "killed.py").write_text(killed)
     (tmp_path / "train.py").write_text(script)
     first = world(2, "killed.py", cwd=tmp_path)

@@ -33,7 +33,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hos
     """Three hosts train; all are ended, and one is lost. Of three hosts two can share the batch in larger parts."""
     options = ("--standalone", "--nproc-per-node=3")
     with agent(tmp_path, *options, host="host%", slow=0.3, steps=30) as process:
-        wait_for(tmp_path, lambda actual: any(e.get("step", 0) >= 5 for e in actual))
+        wait_for(tmp_path, lambda log: any(e.get("step", 0) >= 5 for e in log))
         lose(process)
     shutil.rmtree(tmp_path / "memory" / "fzero" / "host1")
     with agent(tmp_path, *options, host="host%", micro=6, steps=30) as process:
@@ -49,7 +49,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hos
 def test_ranks_leave_after_the_next_saved_step_on_sigterm(tmp_path):
     """As torchrun tells them when a host joins, and a cluster before it takes a host away."""
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", slow=0.3, steps=12) as process:
-        wait_for(tmp_path, lambda actual: any(e.get("step", 0) >= 4 for e in actual))
+        wait_for(tmp_path, lambda log: any(e.get("step", 0) >= 4 for e in log))
         for pid in [e["pid"] for e in events(tmp_path) if "pid" in e]:
             os.kill(pid, signal.SIGTERM)
         assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
@@ -65,14 +65,14 @@ def test_a_lost_host_is_gone_on_without_and_joins_again(tmp_path):
     script = {"steps": 80, "slow": 0.3}
     with agent(tmp_path, *options, *is_host, host="a", **script) as first:
         with agent(tmp_path, *options, *joins, host="b", **script) as second:
-            wait_for(tmp_path, lambda result: any(e.get("step", 0) >= 5 for e in result))
+            wait_for(tmp_path, lambda log: any(e.get("step", 0) >= 5 for e in log))
             lose(second)
             shutil.rmtree(tmp_path / "memory" / "fzero" / "b")
-            wait_for(tmp_path, lambda result: any(e.get("size") == 1 for e in result))
+            wait_for(tmp_path, lambda log: any(e.get("size") == 1 for e in log))
             lost = events(tmp_path)
-        wait_for(tmp_path, lambda result: any("step" in e for e in result[len(lost) :]))
+        wait_for(tmp_path, lambda log: any("step" in e for e in log[len(lost) :]))
         with agent(tmp_path, *options, *joins, host="b", **script) as third:
-            wait_for(tmp_path, lambda result: any(e.get("size") == 2 for e in result[len(lost) :]))
+            wait_for(tmp_path, lambda log: any(e.get("size") == 2 for e in log[len(lost) :]))
             (tmp_path / "hurry").touch()
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (tmp_path / "out.a").read_text()[-3000:]
     both, alone, again = starts(tmp_path)

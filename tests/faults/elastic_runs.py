@@ -62,18 +62,18 @@ def host_lost(root: Path, rng: random.Random) -> None:
             time.sleep(rng.uniform(0, 0.6))
             lose(second)
             shutil.rmtree(root / "memory" / "fzero" / "b", ignore_errors=True)
-            wait_for(root, lambda actual: any(e.get("size") == 1 for e in actual))
+            wait_for(root, lambda log: any(e.get("size") == 1 for e in log))
             event_count = len(events(root))
-        wait_for(root, lambda actual: any("step" in e for e in actual[event_count:]))
+        wait_for(root, lambda log: any("step" in e for e in log[event_count:]))
         with agent(root, *options, *joins, host="b", slow=0.3, steps=80) as third:
-            wait_for(root, lambda actual: any(e.get("size") == 2 for e in actual[event_count:]))
+            wait_for(root, lambda log: any(e.get("size") == 2 for e in log[event_count:]))
             (root / "hurry").touch()
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (root / "out.a").read_text()[-3000:]
 
 
 def reached(root: Path, steps: int) -> None:
     """Wait for so many steps of the newest start."""
-    wait_for(root, lambda actual: len(newest(actual)) >= steps)
+    wait_for(root, lambda log: len(newest(log)) >= steps)
 
 
 def newest(actual: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def kill(root: Path, rng: random.Random) -> None:
     alive = [e["pid"] for e in events(root) if "pid" in e and Path(f"/proc/{e['pid']}").exists()]
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(alive), signal.SIGKILL)
-    wait_for(root, lambda actual: len([e for e in actual if "size" in e and e["rank"] == 0]) > before)
+    wait_for(root, lambda log: len([e for e in log if "size" in e and e["rank"] == 0]) > before)
 
 
 def judged(root: Path) -> list[str]:
