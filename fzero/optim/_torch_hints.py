@@ -16,7 +16,7 @@ from fzero._tracebacks import api_boundary
 __all__ = ["check_has_method", "torch_hints", "torch_optimizer_message"]
 
 
-_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # torch.optim has classes of the same names
+_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # of classes of torch.optim
 
 
 def check_has_method(opt: Any, method: str) -> None:
@@ -43,8 +43,10 @@ def check_has_method(opt: Any, method: str) -> None:
 def torch_optimizer_message(opt: Any) -> str:
     """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
-    text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
-    text += "(init, update) pair, two pure functions: "
+    own = kind.__module__.startswith("torch.")
+    name = f"a torch.optim.{kind.__name__}" if own else f"an optimizer of torch, {kind.__module__}.{kind.__qualname__}"
+    text = f"opt is {name}, which writes into parameters that it holds. A sharded step takes an (init, update) pair, "
+    text += "two pure functions: "
     if kind.__name__.lower() not in _EQUIVALENTS:
         return f"{text}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
     rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])

@@ -9,6 +9,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.optim._torch_hints import _EQUIVALENTS
 from tests.errors.helpers import (
     FOUR,
     PARAMS,
@@ -24,6 +25,11 @@ from tests.errors.helpers import (
     run,
     step_of,
 )
+
+
+class Unknown(torch.optim.SGD):
+    """An optimizer that fzero has no equivalent of."""
+
 
 MAKING: dict[str, Row] = {
     "stage 4": (lambda: step_of(4), ValueError, r"stage=4: expected a stage of ZeRO, 0 to 3"),
@@ -198,9 +204,9 @@ for _stage in STAGES:
             r"opt is a torch.optim.SGD.* fzero.optim.sgd\(1e-3\)",
         ),
         f"torch.optim without an equivalent at {_stage}": (
-            lambda s=_stage: step_of(s).init(PARAMS, torch.optim.RMSprop),
+            lambda s=_stage: step_of(s).init(PARAMS, Unknown),
             TypeError,
-            r"torch.optim.RMSprop.* fzero.optim has sgd, adam, adamw, adagrad, adafactor",
+            rf"opt is an optimizer of torch, .*Unknown, .* fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb",
         ),
         f"a function at {_stage}": (
             lambda s=_stage: step_of(s).init(PARAMS, optim.adamw),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.optim._states import _STATES
+from fzero.optim._torch_hints import _EQUIVALENTS
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import cases, examples, train_step_for
 from tests.optim.helpers import (
@@ -413,7 +414,12 @@ def test_every_public_state_counts_as_an_optimizers_state():
     """`is_opt_state` lists them, so that a new optimizer's state in place of parameters is told, too."""
     names = [name for name in optim.__all__ if name.endswith("State") and name != "OptState"]  # that is any tree
     public = {getattr(optim, name) for name in names}
-    assert public == {*_STATES}
+    assert public == {*_STATES}, "fzero/optim/_states.py: _STATES"
+
+
+def test_every_optimizer_that_torch_has_too_is_named_to_its_users():
+    classes = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/_torch_hints.py"
 
 
 # ---------------------------------------------------------------- optimizers of others

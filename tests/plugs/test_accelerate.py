@@ -24,6 +24,10 @@ def fresh_state():
     GradientState._reset_state()
 
 
+class Unknown(torch.optim.SGD):
+    """An optimizer that fzero has no equivalent of."""
+
+
 QUICK = [(3, "fx"), (1, None)]
 OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if (stage, backend) not in QUICK]
 
@@ -106,9 +110,9 @@ def test_unsupported_settings_of_accelerate_are_refused(tmp_path):
         shard_loop(accelerator, model, prepared)
     with pytest.raises(TypeError, match="model is prepared by accelerate already"):
         shard_loop(accelerator, accelerator.prepare(model), optimizer)
-    with pytest.raises(ValueError, match=r"optimizer: torch\.optim\.rmsprop\.RMSprop owns its parameters"):
+    with pytest.raises(ValueError, match=r"optimizer: .*Unknown owns its parameters"):
         _, other, _, _, _ = make(0.0, 8, 4)
-        shard_loop(accelerator, other, torch.optim.RMSprop(other.parameters()))
+        shard_loop(accelerator, other, Unknown(other.parameters()))
     hooks = [
         (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16), r"comm_hook=\.\.\.\) cannot hold"),
         (AutocastKwargs(enabled=False), r"AutocastKwargs\(enabled=False\) cannot hold"),

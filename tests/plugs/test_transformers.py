@@ -1,6 +1,7 @@
 """Trainer, sharded: the numbers of the same Trainer unsharded, whatever its settings; and what it refuses."""
 
 import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import fzero
 from fzero.plugs import transformers as plug
+from fzero.plugs._param_groups import _OPTIMIZERS
 from tests.distributed.launch import torchrun, world
 from tests.helpers import cases, either
 from tests.plugs.helpers import documents, llama, logged, make_trainer, weights
 
+ROOT = pathlib.Path(__file__).parents[2]
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 
 
@@ -144,6 +147,14 @@ OPTIMIZERS = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9, nesterov=True),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
 }
+
+
+def test_every_optimizer_that_plugs_translate_is_tested_and_on_their_pages():
+    assert {*OPTIMIZERS} == {*_OPTIMIZERS}
+    *first, last = _OPTIMIZERS
+    for page in ("trainer", "lightning", "accelerate"):
+        text = (ROOT / f"docs/{page}.md").read_text()
+        assert f"torch's {', '.join(first)} and {last}" in text, f"docs/{page}.md: the optimizers that it translates"
 
 
 @pytest.mark.parametrize("name", cases(["AdamW", "Adam", "SGD"], OPTIMIZERS))
