@@ -63,7 +63,7 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
     """Return a hint that names the nearest parameter of `f` for each unknown name; "" if no parameter is near."""
     parameters = list(inspect.signature(f).parameters)
     nearest = [(name, difflib.get_close_matches(name, parameters, 1)) for name in names if name not in parameters]
-    return "; ".join([f"did you mean {matches[0]}= by {name}=?" for name, matches in nearest if matches])
+    return "; ".join([f"did you mean {matches[0]}=, not {name}=?" for name, matches in nearest if matches])
 
 
 class UserFrames:

@@ -336,6 +336,24 @@ def test_public_functions_have_an_example():
     assert set(without) <= strategies, without
 
 
+# Functions that run within a step, whose errors the step shortens; and `testing`, which shows what it tested.
+WITHIN_STEPS = ("axes", "collectives", "parallel.tensor", "parallel.experts", "random", "tree", "testing")
+WITHIN_STEPS_TOO = ("all_finite", "global_norm", "leaf_norms")
+
+
+def test_errors_of_public_functions_end_at_the_users_call():
+    """A wrapped function has `__wrapped__`."""
+    without = [
+        name
+        for name, value in public()
+        if inspect.isfunction(value)
+        and not hasattr(value, "__wrapped__")
+        and name.rpartition(".")[0].removeprefix("fzero.") not in WITHIN_STEPS
+        and name.rpartition(".")[2] not in WITHIN_STEPS_TOO
+    ]
+    assert not without, "@api_boundary"
+
+
 def test_a_file_is_one_idea():
     for path in FILES:
         assert len(path.read_text().splitlines()) <= 500, path

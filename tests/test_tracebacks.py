@@ -207,7 +207,7 @@ def test_an_error_that_fzero_did_not_mean_keeps_its_frames():
 def test_a_word_that_is_misspelt_has_the_nearest_beside_it():
     with pytest.raises(TypeError, match="stge") as caught:
         fzero.shard(train_step, stge=3)  # pyright: ignore
-    assert "did you mean stage= by stge=?" in caught.value.__notes__
+    assert "did you mean stage=, not stge=?" in caught.value.__notes__
     with pytest.raises(TypeError) as caught:
         fzero.mesh(4)  # pyright: ignore
     assert "Give each axis a name: fzero.mesh(dp=4)" in caught.value.__notes__

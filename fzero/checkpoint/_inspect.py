@@ -10,6 +10,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from fzero._torch.types import StrPath
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._blocks import BlockRange, full_block
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
@@ -24,6 +25,7 @@ __all__ = ["differences", "export", "leaves", "read", "verify"]
 _ABSENT = object()
 
 
+@api_boundary
 def leaves(path: StrPath) -> dict[str, Leaf]:
     """List the leaves of a checkpoint, with shapes and dtypes. A tied leaf is listed at each of its paths.
 
@@ -41,6 +43,7 @@ def leaves(path: StrPath) -> dict[str, Leaf]:
     return {path: layout.leaves[i] for path, i in sorted(layout.leaf_index.items())}
 
 
+@api_boundary
 def read(path: StrPath, name: str) -> Any:
     """Read one full leaf, or one value that is not a tensor, whatever ranks and stage wrote the checkpoint.
 
@@ -105,6 +108,7 @@ def _fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) ->
     return x
 
 
+@api_boundary
 def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
     """Read all files of a checkpoint, and check each block's checksum.
 

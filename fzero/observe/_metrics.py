@@ -13,6 +13,7 @@ from fzero import tree
 from fzero._arguments import check_int
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.types import StrPath
+from fzero._tracebacks import api_boundary
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import is_box
 from fzero.tree import Tree
@@ -26,6 +27,7 @@ Rows = Sequence[tuple[int, dict[str, float]]]
 """The argument of a writer: the number and the metrics of each step since its last call."""
 
 
+@api_boundary
 def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = None) -> "MetricsLog":
     """Make a log. Call it with the number and the metrics of a step; it writes them once in `every` steps.
 
@@ -169,6 +171,7 @@ def _on_host(pending: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, d
 # Writers of metrics: a bar on the terminal, TensorBoard, a file of JSON lines.
 
 
+@api_boundary
 def progress(total: int | None = None) -> "_Progress":
     """Make a writer that shows a progress bar in a terminal or a notebook, and prints lines elsewhere.
 
@@ -215,6 +218,7 @@ class _Progress:
             self._bar.stop()
 
 
+@api_boundary
 def tensorboard(folder: StrPath) -> "_TensorBoard":
     """Make a writer for TensorBoard. A run that resumes hides the earlier values of the steps that it repeats.
 
@@ -261,6 +265,7 @@ class _TensorBoard:
             self._writer.close()
 
 
+@api_boundary
 def jsonl(path: StrPath) -> "_JsonLines":
     """Make a writer of JSON lines, one for each step. `pandas.read_json(path, lines=True)` reads the file.
 

@@ -11,6 +11,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.watched import record_node_lines, watch_operations
+from fzero._tracebacks import api_boundary
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, as_step
 from fzero.observe._nonfinite_tracker import NonFiniteTracker, nonfinite_kind
@@ -186,6 +187,7 @@ class Nonfinite:
     __repr__ = __str__
 
 
+@api_boundary
 def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     """Make a function that runs a step once, and reports the origin of the first nan or infinity that reaches a result.
 

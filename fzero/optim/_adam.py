@@ -7,6 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
@@ -280,6 +281,7 @@ def lamb(
     )
 
 
+@api_boundary
 def scale_by_trust_ratio() -> Optimizer:
     """Scale each leaf's step to the norm of the leaf (LARS, arXiv:1708.03888; LAMB, arXiv:1904.00962).
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, Params, Updates, apply_updates
 from fzero.optim._hyperparams import Scalar, check_fraction
 from fzero.optim._shapes import check_gradients_like
@@ -20,6 +21,7 @@ class EmaState(NamedTuple):
     ema: Tree
 
 
+@api_boundary
 def params_ema(decay: Scalar, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Keep a moving average of the parameters, for evaluation; updates pass unchanged.
 
@@ -69,6 +71,7 @@ def params_ema(decay: Scalar, debias: bool = False, accumulator_dtype: torch.dty
     return Optimizer(init, update, exact_on_shards=True)
 
 
+@api_boundary
 def ema(decay: Scalar, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Replace values by their moving average: `optax.ema`'s numbers.
 

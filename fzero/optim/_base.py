@@ -196,6 +196,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return params
 
 
+@api_boundary
 def chain(*opts: OptimizerLike) -> Optimizer:
     """Compose optimizers: the updates of one are the gradients of the next.
 

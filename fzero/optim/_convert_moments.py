@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.optim._adam import AdamState
 from fzero.optim._base import OptState
 from fzero.optim._moments import elements_of, kind_of, map_moments
@@ -23,6 +24,7 @@ _MOMENTS: dict[type, dict[str, bool]] = {
 }
 
 
+@api_boundary
 def convert_moments(opt_state: OptState, like: OptState) -> OptState:
     """Return an optimizer's state with its moments stored as in another state: in 8 bits, in bfloat16, or in neither.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, OptState, Params, Updates, wrap_optimizers
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
@@ -22,6 +23,7 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: OptState
 
 
+@api_boundary
 def inject_hyperparams(
     factory: Callable[..., Optimizer], static_args: str | Iterable[str] = ()
 ) -> Callable[..., Optimizer]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates
 from fzero.optim._hyperparams import Scalar, check_nonnegative, is_zero
 from fzero.optim._schedules import Schedule
@@ -26,6 +27,7 @@ class ScaleByScheduleState(NamedTuple):
     count: torch.Tensor
 
 
+@api_boundary
 def scale(factor: Scalar) -> Optimizer:
     """Multiply gradients by `factor`.
 
@@ -43,6 +45,7 @@ def scale(factor: Scalar) -> Optimizer:
     return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
+@api_boundary
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """Multiply gradients by the value of a schedule at the current number of updates.
 
@@ -72,6 +75,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     return Optimizer(init, update, exact_on_shards=True)
 
 
+@api_boundary
 def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
     """Multiply gradients by minus the learning rate, to descend.
 
@@ -95,6 +99,7 @@ def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
     return scale(-learning_rate)
 
 
+@api_boundary
 def set_to_zero() -> Optimizer:
     """Replace gradients by zeros. With `masked` this freezes leaves.
 
@@ -119,6 +124,7 @@ def _times(grads: Updates, factor: Scalar) -> Updates:
     return tree.elementwise(lambda g: (g * factor).to(g.dtype), grads)
 
 
+@api_boundary
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optimizer:
     """Add a fraction of the parameters to their gradients.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.collectives import psum, to_host
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, find_state, wrap_optimizers
 from fzero.optim._hyperparams import check_positive
@@ -32,6 +33,7 @@ class LossScaleState(NamedTuple):
     inner: OptState
 
 
+@api_boundary
 def dynamic_loss_scale(
     opt: OptimizerLike,
     initial: float = 2.0**16,
@@ -104,6 +106,7 @@ def dynamic_loss_scale(
     return replace(wrap_optimizers(init, update, opt), skips_overflow=True)
 
 
+@api_boundary
 def static_loss_scale(opt: OptimizerLike, scale: float) -> Optimizer:
     """Skip steps whose gradients overflowed, at a constant loss scale. See `dynamic_loss_scale`.
 
@@ -125,6 +128,7 @@ def static_loss_scale(opt: OptimizerLike, scale: float) -> Optimizer:
     return dynamic_loss_scale(opt, scale, 1.0, 1.0, minimum=scale, maximum=scale)
 
 
+@api_boundary
 def loss_scale(opt_state: OptState) -> LossScaleState:
     """Return the loss scale's state from an optimizer's state, for `fzero.scaled_value_and_grad` and for metrics.
 

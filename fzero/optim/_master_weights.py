@@ -7,6 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import warn_once
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import (
     Optimizer,
     OptimizerLike,
@@ -42,6 +43,7 @@ class MasterState(NamedTuple):
     inner: OptState
 
 
+@api_boundary
 def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
     """Apply an optimizer to master weights, and return updates that set the parameters to the rounded masters.
 
@@ -133,6 +135,7 @@ def difference(p: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.
     return new.to(dtype) - p.to(dtype)
 
 
+@api_boundary
 def master_params(params: Params, opt_state: OptState) -> Params:
     """Return parameters in full precision: the master weights, and the parameters without master weights.
 
@@ -159,6 +162,7 @@ def master_params(params: Params, opt_state: OptState) -> Params:
     return tree.unflatten(structure, [p if m is None else m for p, m in zip(param_entries, entries, strict=True)])
 
 
+@api_boundary
 def convert_masters(params: Params, opt_state: OptState, precision: Precision) -> tuple[Params, OptState]:
     """Return parameters and state with master weights where a policy keeps them: in the state, or as the shards.
 

@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
+from fzero._tracebacks import api_boundary
 from fzero.collectives import psum
 from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyperparams import Scalar, check_positive
@@ -161,6 +162,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Optimizer:
     return Optimizer(lambda params: (), update, exact_on_shards=True, elementwise=False)
 
 
+@api_boundary
 def clip_by_block_rms(threshold: Scalar) -> Optimizer:
     """Scale each leaf's gradient by `min(1, threshold / rms)`, with its root mean square (arXiv:1804.04235).
 

@@ -12,6 +12,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_choice
+from fzero._tracebacks import api_boundary
 from fzero.collectives import to_device, to_host
 from fzero.optim._base import (
     Optimizer,
@@ -44,6 +45,7 @@ class DelayedState(NamedTuple):
     inner: OptState
 
 
+@api_boundary
 def offload(
     opt: OptimizerLike, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False
 ) -> Optimizer:
@@ -219,6 +221,7 @@ def _update_on_device(
     ), plan.state_to_host(new)
 
 
+@api_boundary
 def with_offload_ratio(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
     """Return an optimizer's state as `offload` keeps it at `ratio`, from any other ratio; 0 moves all to the device.
 

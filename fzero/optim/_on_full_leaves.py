@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.axes import LayoutRules, bound_axis
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
 from fzero.optim._wrappers import check_no_master_weights
@@ -31,6 +32,7 @@ from fzero.sharding import (
 __all__ = ["on_full_leaves"]
 
 
+@api_boundary
 def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
     """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other optimizers run on shards.
 

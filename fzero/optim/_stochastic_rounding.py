@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, apply_updates, wrap_optimizers
 from fzero.optim._master_weights import check_dtypes, difference
 from fzero.optim._precision import Precision
@@ -24,6 +25,7 @@ class StochasticRoundingState(NamedTuple):
     inner: OptState
 
 
+@api_boundary
 def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Tensor) -> Optimizer:
     """Round updated parameters to bfloat16 up or down at random, so that the mean is the exact value.
 

@@ -82,6 +82,7 @@ def where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x if mask else y
 
 
+@api_boundary
 def leafwise(opt: OptimizerLike) -> Optimizer:
     """Run a third-party (init, update) pair on one leaf at a time; each leaf's state takes the leaf's place.
 

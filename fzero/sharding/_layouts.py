@@ -7,6 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._report import Report
+from fzero._tracebacks import api_boundary
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
 from fzero.sharding._spec import Split, item_of
 from fzero.tree import Tree
@@ -44,6 +45,7 @@ class Layouts(Report):
     __repr__ = __str__
 
 
+@api_boundary
 def layouts(values: Tree) -> Layouts:
     """List the layout of each leaf of a tree: replicated, sharded in a unit over axes, or different by rank.
 

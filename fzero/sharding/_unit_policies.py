@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, layout_rules
 from fzero.sharding._subtrees import divide_tree
 from fzero.sharding._unit_policy import NUMEL, UnitPolicy, find_unit_leaves
@@ -13,6 +14,7 @@ from fzero.tree import Tree
 __all__ = ["by_granularity", "by_size"]
 
 
+@api_boundary
 def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> UnitPolicy:
     """Make a rule whose units are the topmost subtrees with a granularity of at most `threshold`.
 
@@ -113,6 +115,7 @@ def _unit(path: str, fine_keys: Container[_Keys], nodes: Mapping[_Keys, _Node], 
     return (".".join(parent) if parent and nodes[parent].direct <= max_numel else path) or "params"
 
 
+@api_boundary
 def by_size(
     params: Tree,
     min_numel: int | None = None,

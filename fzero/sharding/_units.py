@@ -11,6 +11,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import is_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, LayoutRules, StackedList, axis_names, bound_axes, bound_axis, current_rules
 from fzero.collectives import own_part
 from fzero.sharding._boxes import Shard, Slot
@@ -33,6 +34,7 @@ __all__ = [
 MAX_UNIT_NUMEL = 2**31 - 1  # the most elements of a unit of the default rule: an int32 can count them
 
 
+@api_boundary
 def default_units(path: str, leaf: torch.Tensor) -> str:
     """Name the unit of a leaf: its repeated block, else its top-level child.
 

@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
+from fzero._tracebacks import api_boundary
 from fzero.axes import call_with_loss_scale
 from fzero.transforms._value_and_grad import value_and_grad
 
@@ -45,6 +46,7 @@ def _scale_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return _ScaleGradient.apply(x, scale)  # pyright: ignore[reportReturnType]
 
 
+@api_boundary
 def scaled_value_and_grad(
     f: Callable[..., Any], scale: torch.Tensor | float, argnums: int | Sequence[int] = 0, **options: Any
 ) -> Callable[..., Any]:

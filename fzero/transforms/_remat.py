@@ -24,6 +24,7 @@ import torch
 
 from fzero._torch import in_transform, storage_id
 from fzero._torch.types import Tensors
+from fzero._tracebacks import api_boundary
 from fzero.collectives import to_device, to_host
 from fzero.random import call_with_key, next_key
 from fzero.transforms._remat_call import (
@@ -259,6 +260,7 @@ class _Remat(torch.autograd.Function):
         return out, (None, *out_dims, *[None] * (len(out) - 1 - len(out_dims)))
 
 
+@api_boundary
 def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Callable[..., Any]:
     """Make a function that computes `block`, and runs it again in the backward pass instead of saving its residuals.
 

@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._arguments import check_choice
 from fzero._torch import is_tracing
 from fzero._torch.levels import unwrap
+from fzero._tracebacks import api_boundary
 from fzero.axes import (
     Axis,
     AxisName,
@@ -57,6 +58,7 @@ from fzero.tree import Tree
 __all__ = ["assemble", "gather", "partition", "reduce_scatter", "replicate", "step"]
 
 
+@api_boundary
 def partition(
     params: Params,
     axis: AxisName = None,
@@ -147,6 +149,7 @@ def _check_unsharded(params: Params) -> None:
             raise TypeError(tree.not_a_tensor("params", path, x))
 
 
+@api_boundary
 def gather(params: Params) -> Params:
     """Gather every shard of a tree into plain leaves, in a rank program; split leaves stay split.
 
@@ -223,6 +226,7 @@ def assemble(params: Params) -> Params:
     return map_units(lambda unit: gather_full_leaves(shard_to_device(unit.shard)), params)
 
 
+@api_boundary
 def reduce_scatter(grads: Tree, like: Tree) -> Tree:
     """Sum full gradients over the ranks, and return this rank's shard of each unit.
 
@@ -273,6 +277,7 @@ def _sum_ties(unit: ShardedUnit, full: list[Any], paths: list[str]) -> list[torc
     return [leaves[i] for i in range(len(leaves))]
 
 
+@api_boundary
 def step(opt: OptimizerLike) -> Callable[[Params, Updates, OptState], tuple[Params, OptState]]:
     """Make the function that updates parameters.
 

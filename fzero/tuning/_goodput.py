@@ -17,6 +17,7 @@ __all__ = ["Goodput", "goodput", "save_interval"]
 _DAY = 86400.0
 
 
+@api_boundary
 def save_interval(mtbf: float, save: float) -> float:
     """Return the time from the end of a save to the next one that loses least, in seconds.
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from fzero import optim, tree
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size
 from fzero.nn import SIZE_MULTIPLE, float8_linear, linear_cross_entropy
 from fzero.parallel import context
@@ -251,6 +252,7 @@ def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     return scores.softmax(-1) @ v
 
 
+@api_boundary
 def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep":
     """Return the `make_step` of a transformer, by the name of the model, for `fzero.tune`.
 

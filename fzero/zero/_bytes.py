@@ -11,6 +11,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_choice
 from fzero._format import format_bytes
+from fzero._tracebacks import api_boundary
 from fzero.optim import Optimizer
 from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
@@ -22,6 +23,7 @@ __all__ = ["check_host_memory", "state_bytes"]
 # state_bytes: the bytes of a tree that one rank holds.
 
 
+@api_boundary
 def state_bytes(values: Tree, mesh: Mesh, space: str | None = None) -> int:
     """Count the bytes that one rank of a mesh holds of a tree, in any layout; tied leaves count once.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero._torch.types import NamedTensors
+from fzero._tracebacks import api_boundary
 
 __all__ = ["initializer", "is_on_meta", "stand_ins", "trainable_params"]
 
@@ -47,6 +48,7 @@ def is_on_meta(module: torch.nn.Module) -> bool:
     return bool(absent)
 
 
+@api_boundary
 def initializer(
     module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None = None, device: torch.device | str = "cpu"
 ) -> Callable[[], NamedTensors]:

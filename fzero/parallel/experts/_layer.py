@@ -10,6 +10,7 @@ from einops import einsum, rearrange
 
 from fzero import tree
 from fzero._torch.levels import may_differ
+from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, axis_if_bound, axis_names, axis_size, bound_axis, current_rules, loss_axes, rules_in
 from fzero.parallel.experts._dispatch import assign_positions, check_experts, combine, dispatch
 from fzero.parallel.experts._grouped import grouped_mm
@@ -46,6 +47,7 @@ class _ExpertSplit:
         return {self.axis: 0}
 
 
+@api_boundary
 def split(*names: str, axis: str = "ep") -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits experts over an axis, along dimension 0.
 
@@ -206,6 +208,7 @@ def _check_linear(rows: torch.Tensor, count: int, weight: Any, bias: Any) -> Non
             )
 
 
+@api_boundary
 def layer(
     f: Callable[[Any, torch.Tensor, Linear], torch.Tensor],
     experts: Any,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, axis_if_bound, axis_size
 from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linear
 from fzero.parallel.experts._sorted_rows import sort_rows, unsort_rows
@@ -14,6 +15,7 @@ __all__ = ["register", "split"]
 _DEFAULT = "fzero, in place of grouped_mm"  # the registered name of the implementation that replaces the default
 
 
+@api_boundary
 def register(name: str = "fzero", axis: str = "ep") -> str:
     """Register an experts implementation that sends tokens to their experts over an axis, and drops none.
 
@@ -73,6 +75,7 @@ def _has_experts(module: Any) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
+@api_boundary
 def split(model: torch.nn.Module) -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits a model's experts over the axis they were registered for.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, output_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def _deadlock_message(schedule: "PipelineSchedule", at: list[int], waiters: dict
     return f"schedule {schedule.name!r}: no rank can continue: {'; '.join(words)}"
 
 
+@api_boundary
 def check(schedule: "PipelineSchedule") -> None:
     """Check that a schedule is a complete train step, and that its ranks never wait for each other in a circle.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size, bound_axis, check_inputs_replicated
 from fzero.parallel.tensor._split_rule import T, match_suffix
 from fzero.parallel.tensor._styles import ParamSplit, Style
@@ -132,6 +133,7 @@ class Layers:
         check_inputs_replicated("the module's input", [a for a in axes if a.size > 1], paths, leaves, message)
 
 
+@api_boundary
 def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", *, sequence: bool = False) -> Layers:
     """List the layers of a module that are split over an axis, for `fzero.nn.functional(module, tp=layers)`.
 
