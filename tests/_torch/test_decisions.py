@@ -59,7 +59,7 @@ def test_what_asks_for_sizes_in_cpp_is_run_otherwise():
     ],
 )
 def test_what_cannot_be_decided_is_said(f, why, monkeypatch):
-    monkeypatch.setitem(_torch.decisions.__globals__, "COMPARISONS", 50)
+    monkeypatch.setitem(_torch.decisions.__globals__, "_COMPARISONS", 50)
     with pytest.raises(_torch.FixedSizeError, match=why):
         _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
 
