@@ -21,6 +21,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_memory(tmp_path):
         assert process.wait(PATIENCE) == 0, (tmp_path / "out.host").read_text()[-3000:]
     assert starts(tmp_path) == [[0, 1, 2, 3, 4], [4, 5, 6, 7]], "step 4 was in memory, of which nothing is on disk"
     result = torch.load(tmp_path / "end.pt")
+    (tmp_path / "other").mkdir()
     options: dict[str, Any] = {"memory": str(tmp_path / "other"), "global_batch": GLOBAL_BATCH, "micro_batch": 1}
     simulated: Any = fzero.elastic.run(train, tmp_path / "more", steps=8, dp=2, simulate="lockstep", **options)
     for name, x in final().items():
