@@ -40,6 +40,6 @@ def plan() -> fzero.graph.Plan:
 
 
 if __name__ == "__main__":
-    found = plan()
-    print(found)
-    found.plot(DOCS / "plan.png")
+    result = plan()
+    print(result)
+    result.plot(DOCS / "plan.png")
