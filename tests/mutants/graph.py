@@ -214,7 +214,7 @@ MUTANTS = [
             "in_flight is not tried for reductions within loops",
             "candidates",
             becomes("(A(B) for C in D(E) for B in C.nodes)", "(A(B) for B in E.nodes)"),
-            LOOP_PLANS,
+            CARRY,
         ),
     ),
     *File("graph/trace/_writes.py", IN_PLACE).faults(

@@ -1,7 +1,7 @@
 """Faults in fzero/graph/run."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
-from tests.mutants.mutant import JIT, LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UNROLLED, Fault, File, on_processes
+from tests.mutants.mutant import LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UNROLLED, Fault, File, on_processes
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
@@ -36,7 +36,7 @@ MUTANTS = [
             "_SubgraphBuilder.scalar_subgraph_for",
             never("A.target is B", at="2 of 2"),
         ),
-        Fault("the slices of micro-batches are made within segments", "parts_of_arguments", constant(1, 99), JIT),
+        Fault("the slices of micro-batches are made within segments", "parts_of_arguments", constant(1, 99), SUBGRAPHS),
         Fault(
             "one segment writes memory that it reads by another argument",
             "split_into_subgraphs",

@@ -11,8 +11,17 @@ import torch
 import fzero
 from fzero import optim
 from fzero.graph import _candidates
-from fzero.graph._ir import graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
+from fzero.graph._ir import (
+    copy_graph,
+    graph_results,
+    is_carried,
+    is_collective,
+    is_input,
+    is_reduce_collective,
+    is_wait,
+)
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
+from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _clocks, _hardware
@@ -205,3 +214,23 @@ def test_schedules_that_carry_nothing_are_no_candidates():
     result = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
     assert not any("across_iterations" in r.settings for r in result.rejected)
     assert _candidates._carries(scheduled(entry(2).traced.graph, 1))
+
+
+def test_reductions_are_tried_in_flight_also_where_all_are_within_a_loop():
+    graph = copy_graph(entry(2).traced.graph)
+    for reduction in [n for n in graph.nodes if is_reduce_collective(n)]:  # that of the loss, outside the loop
+        for wait in list(reduction.users):
+            wait.replace_all_uses_with(reduction.all_input_nodes[0])
+            graph.erase_node(wait)
+        graph.erase_node(reduction)
+    options = ScheduleOptions(
+        prefetch=0,
+        bucket_bytes=0,
+        max_reuse_bytes=0,
+        recompute=False,
+        recast=False,
+        across_iterations=False,
+        send_early=False,
+    )
+    tried = _candidates.candidates(graph, PassContext(), options)
+    assert {c.pass_settings.in_flight for c in tried} == {0, 1} and loops(graph)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, segment
-from fzero.graph.run._subgraphs import split_into_subgraphs
+from fzero.graph.run._subgraphs import parts_of_arguments, split_into_subgraphs
 from fzero.nn import linear_cross_entropy
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
@@ -256,3 +257,14 @@ def test_the_compiled_loop_has_no_power():
     codes = run_and_get_code(updating(opt), *arguments(opt, {"w": torch.ones(512)}))[1]
     loops = [line for code in codes for line in code.splitlines() if "std::pow" in line]
     assert codes and not loops
+
+
+def test_equal_parts_of_an_argument_are_arguments_of_segments():
+    """Such as micro-batches: the segments of all parts are then equal. A slice without a like is computed inside."""
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*[torch.tanh(x[i : i + 2]) for i in (0, 2, 4)], torch.sin(x[:5])]
+
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(6, 3)).graph
+    starts = sorted(n.args[2] for n in parts_of_arguments(graph) if n.meta["val"].shape[0] == 2)
+    assert starts == [0, 2, 4] and len(parts_of_arguments(graph)) == 3
