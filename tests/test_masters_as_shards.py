@@ -117,7 +117,7 @@ def test_split_leaves_train_alike(stage, axes):
 def test_a_checkpoint_of_either_kind_goes_on_as_the_other(tmp_path, to_shards):
     kinds = policies(full=wide_norm)
     first, second = kinds if to_shards else kinds[::-1]
-    mesh, actual = fzero.mesh(dp=4), {}
+    mesh, results = fzero.mesh(dp=4), {}
     for precision in (first, second):
         opt = optim.static_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 4.0)
         step = fzero.shard(step_of(opt, scaled=True, reduce="sum", precision=precision), stage=3, mesh=mesh)
@@ -134,8 +134,8 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other(tmp_path, to_shards):
             assert_trees_close(converted, tuple(state), rtol=0.0)
             state = converted
         *state, _ = step(*state, mesh.split(torch.full((4,), 2.0)))
-        actual[precision is first] = codes_to_float32(step, precision, state)
-    assert_trees_close(actual[True], actual[False], rtol=0.0)
+        results[precision is first] = codes_to_float32(step, precision, state)
+    assert_trees_close(results[True], results[False], rtol=0.0)
 
 
 def test_forward_programs_get_the_parameters_that_were_trained():

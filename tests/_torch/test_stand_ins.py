@@ -87,16 +87,16 @@ def test_a_view_is_of_its_own_operand_although_operands_shared_memory_before():
 
 def test_caches_share_forms_of_one_default_dtype():
     """A trace finds what an earlier one has found; a quotient of integers has the default dtype."""
-    before, actual = torch.get_default_dtype(), []
+    before, results = torch.get_default_dtype(), []
     try:
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             with FakeTensorMode():
                 x = torch.ones(3, dtype=torch.int64)
-                actual.append(StandInCache().call(aten.div.Tensor, (x, x), {}).dtype)
+                results.append(StandInCache().call(aten.div.Tensor, (x, x), {}).dtype)
     finally:
         torch.set_default_dtype(before)
-    assert actual == [torch.float32, torch.float64, torch.float32]
+    assert results == [torch.float32, torch.float64, torch.float32]
 
 
 def test_an_error_is_raised_each_time():

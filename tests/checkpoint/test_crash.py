@@ -87,15 +87,15 @@ def test_a_save_that_dies_anywhere_leaves_the_old_tree_or_the_new_one(power, tmp
     layout, params = Layout({"dp": 2}, 3), {"w": torch.zeros(7, 3), "v": torch.zeros(5, dtype=torch.int64)}
     step, state = state_in(layout, params)
     (old, old_whole), (new, new_whole) = [filled(step, state, seed) for seed in (0, 1)]
-    actual, dies_at, stride = [], 0, either(3, 1)
-    while not actual or actual[-1] != "finished":
+    results, dies_at, stride = [], 0, either(3, 1)
+    while not results or results[-1] != "finished":
         path = tmp_path / f"{dies_at}"
         fzero.save(path, old, step.mesh)
         dying = DyingOS(path, dies_at)
         monkeypatch.setattr(_files, "os", dying)
         try:
             fzero.save(path, new, step.mesh)
-            actual.append("finished")
+            results.append("finished")
         except Died:
             if power:
                 dying.cut_power()
@@ -103,16 +103,16 @@ def test_a_save_that_dies_anywhere_leaves_the_old_tree_or_the_new_one(power, tmp
         loaded = load_whole(path, Layout({"dp": 3}, 1), params)
         is_old, is_new = same_bits(loaded, old_whole), same_bits(loaded, new_whole)
         assert is_old != is_new, f"a mixture, after death at operation {dies_at}"
-        if not actual or actual[-1] != "finished":
-            actual.append("old" if is_old else "new")
+        if not results or results[-1] != "finished":
+            results.append("old" if is_old else "new")
         fzero.save(path, new, step.mesh)
         assert same_bits(load_whole(path, layout, params), new_whole), f"no new save, after death at {dies_at}"
         assert len([n for n in os.listdir(path) if n.endswith(".safetensors")]) == 2, "leftovers"
         dies_at += stride
     assert (
-        stride * actual.index("new") > 10
-        and actual[-1] == "finished"
-        and actual == sorted(actual, key=["old", "new", "finished"].index)
+        stride * results.index("new") > 10
+        and results[-1] == "finished"
+        and results == sorted(results, key=["old", "new", "finished"].index)
     )
 
 

@@ -76,7 +76,7 @@ def early_frees(events: Sequence[Event]) -> list[str]:
     have waited for all other streams that use it, unless the allocator itself records an event on them as it takes the
     block back (`Tensor.record_stream`).
     """
-    clock, actual = _Clock(), []
+    clock, results = _Clock(), []
     uses: dict[int, list[tuple[int, str]]] = {}
     for i, e in enumerate(events):
         clock.see(i, e)
@@ -88,8 +88,8 @@ def early_frees(events: Sequence[Event]) -> list[str]:
             is_guarded = i + 1 < len(events) and events[i + 1].kind == "record event"
             for place, stream in [] if is_guarded else uses.pop(e.bytes, []):
                 if not any(clock.has_waited(who, stream, place) for who in (COMPUTE, "host")):
-                    actual.append(_user(events, place))
-    return actual
+                    results.append(_user(events, place))
+    return results
 
 
 def _user(events: Sequence[Event], place: int) -> str:

@@ -282,7 +282,7 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
     opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)), precision)
     for stage in (2, 3):
         step = fzero.shard(train_step_for(mlp_loss, opt, precision=precision), stage=stage, mesh=mesh, check=False)
-        batch, actual = mesh.split(mlp_batch(2 * mesh.size, dtype=torch.bfloat16, width=160)), []
+        batch, results = mesh.split(mlp_batch(2 * mesh.size, dtype=torch.bfloat16, width=160)), []
         for recast in (False, True):
             jitted = fzero.jit(step, backend="fx", recast=recast)
             state = list(jitted.init(mlp_params(torch.float32, width=160), opt))
@@ -299,8 +299,8 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
             assert (
                 abs((plan.argument_bytes + peak_bytes(run)) / plan.peak_bytes - 1) < 0.01
             )  # products in bfloat16 pack
-            actual.append((tree.tensors(held[0]), plan.peak_bytes))
-        (plain, most), (again, least) = actual
+            results.append((tree.tensors(held[0]), plan.peak_bytes))
+        (plain, most), (again, least) = results
         assert least < most and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 

@@ -192,14 +192,14 @@ def test_an_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
 @st.composite
 def graphs(draw: Any) -> Graph:
     """A graph of additions and moves over arguments of both memories; some of its additions are mixed."""
-    graph, actual = Graph(), []
+    graph, results = Graph(), []
     for i in range(draw(st.integers(1, 3))):
         x = graph.placeholder(f"x{i}")
         x.meta = {"val": torch.ones(2), "space": draw(st.sampled_from(["device", "host"]))}
-        actual.append(x)
+        results.append(x)
     for _ in range(draw(st.integers(1, 8))):
         kind = draw(st.sampled_from(["add", "down", "up"]))
-        a, b = (draw(st.sampled_from(actual)) for _ in range(2))
+        a, b = (draw(st.sampled_from(results)) for _ in range(2))
         if kind == "add":
             n = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
         elif kind == "down":
@@ -207,8 +207,8 @@ def graphs(draw: Any) -> Graph:
         else:
             n = graph.call_function(torch.ops.fzero.to_device.default, (a, torch.device("cpu")))
         n.meta = {"val": torch.ones(2)}
-        actual.append(n)
-    graph.output((actual[-1],))
+        results.append(n)
+    graph.output((results[-1],))
     return graph
 
 

@@ -429,7 +429,7 @@ MESHES = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2})
     "axes,k", cases(zip(MESHES, (3, 1, 3), strict=True), itertools.product(MESHES, (1, 3))), ids=str
 )
 def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
-    opt, key, actual = optim.adam(1e-2), random.key(1), []
+    opt, key, results = optim.adam(1e-2), random.key(1), []
     for stage in either((0, 3), range(4)):
         for simulate in ("vmap", "lockstep"):
             mesh = fzero.mesh(simulate=simulate, **axes)
@@ -438,17 +438,17 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
             for i in range(2):
                 *state, _, d = step(*state, mesh.split(BATCH, "dp"), random.fold_in(key, i))
                 dropped.append(d.value)
-            actual.append((torch.stack(dropped), step.gather(state[0])))
-    for dropped, params in actual[1:]:
-        assert dropped.equal(actual[0][0])
-        assert_trees_close(params, actual[0][1])
-    first = actual[0][0][0]  # [ranks, ...]
+            results.append((torch.stack(dropped), step.gather(state[0])))
+    for dropped, params in results[1:]:
+        assert dropped.equal(results[0][0])
+        assert_trees_close(params, results[0][1])
+    first = results[0][0][0]  # [ranks, ...]
     tp = axes.get("tp", 1)
     assert all(first[r].equal(first[r - r % tp]) for r in range(first.shape[0]))  # these compute one sample together
     assert first[::tp].flatten(1).unique(dim=0).shape[0] == axes["dp"]
     if k > 1:  # [ranks, micro-batches, ...]
         assert first[0].flatten(1).unique(dim=0).shape[0] == k
-    assert not actual[0][0][0].equal(actual[0][0][1])  # the next step's
+    assert not results[0][0][0].equal(results[0][0][1])  # the next step's
 
 
 @pytest.mark.slow

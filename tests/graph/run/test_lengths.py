@@ -138,26 +138,26 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
-    cache, actual = Lengths(), []
+    cache, results = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
-        actual.append(code.name in for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None))
-    assert actual == [False, True, False, True]
+        results.append(code.name in for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None))
+    assert results == [False, True, False, True]
 
 
 def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
-        cache, actual = Lengths(), []
+        cache, results = Lengths(), []
         for length in (10, 12, 14, 30, 32):
             code, args = code_at(["branching"], length)
             runs = for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None)
-            actual.append(code.name in runs)
+            results.append(code.name in runs)
             if runs:
                 (got,) = runs[code.name]([*args])
                 assert torch.equal(got, args[0] * (2 if length < 20 else 3))
-        assert actual[:3] == [False, True, True]
+        assert results[:3] == [False, True, True]
     finally:
         del STEPS["branching"]
 
